@@ -1,0 +1,285 @@
+// Between Python values and the leaves of a packed row.
+//
+// A codec accepts only what needs no thought: exact dtypes, exact shapes, contiguous arrays, plain numbers that
+// fit. Anything else it declines, having changed nothing, and the Python side converts it or says what is wrong.
+// So every rule about values and every message lives in one place (recollect.spaces), and this is its fast lane.
+#pragma once
+
+#include <nanobind/nanobind.h>
+
+#define NPY_NO_DEPRECATED_API NPY_2_0_API_VERSION
+#include <numpy/arrayobject.h>
+#include <numpy/arrayscalars.h>
+
+#include <cmath>
+#include <limits>
+#include <string>
+#include <vector>
+
+#include "copy.hpp"
+
+namespace nb = nanobind;
+
+namespace recollect {
+
+struct Field {
+    nb::object dtype;  // keeps the descriptor alive
+    PyArray_Descr* descr;
+    int type_num;
+    size_t item_nbytes;
+    std::vector<npy_intp> shape;
+    bool as_scalar;  // a single read gives a numpy scalar, as Discrete.sample() does
+};
+
+struct Node {
+    enum Kind { kDict, kTuple, kLeaf } kind;
+    std::vector<nb::object> keys;
+    std::vector<Node> children;
+    size_t leaf = 0;
+};
+
+// Where one leaf of a sample is: in an array of the caller, or, for a plain number, here.
+struct Source {
+    const byte* data;
+    alignas(16) byte number[16];
+};
+
+class Codec {
+  public:
+    // fields: [(offset, dtype, shape, as_scalar)]; plan: the nested form of a sample, or None for a flat list.
+    Codec(nb::list fields, nb::object plan, size_t row_nbytes) : row_nbytes_(row_nbytes) {
+        for (nb::handle item : fields) {
+            nb::tuple t = nb::cast<nb::tuple>(item);
+            Field f;
+            f.dtype = t[1];
+            if (!PyArray_DescrCheck(f.dtype.ptr())) throw nb::type_error("dtype: must be a numpy dtype");
+            f.descr = reinterpret_cast<PyArray_Descr*>(f.dtype.ptr());
+            f.type_num = f.descr->type_num;
+            f.item_nbytes = static_cast<size_t>(PyDataType_ELSIZE(f.descr));
+            f.as_scalar = nb::cast<bool>(t[3]);
+            size_t nbytes = f.item_nbytes;
+            for (nb::handle d : nb::cast<nb::tuple>(t[2])) {
+                f.shape.push_back(nb::cast<npy_intp>(d));
+                nbytes *= static_cast<size_t>(f.shape.back());
+            }
+            const size_t offset = nb::cast<size_t>(t[0]);
+            if (offset + nbytes > row_nbytes) throw nb::value_error("fields: one reaches past the end of the row");
+            spans_.push_back({offset, nbytes});
+            fields_.push_back(std::move(f));
+        }
+        has_plan_ = !plan.is_none();
+        if (has_plan_) root_ = read_plan(plan);
+    }
+
+    size_t size() const { return fields_.size(); }
+    size_t row_nbytes() const { return row_nbytes_; }
+    const Span* spans() const { return spans_.data(); }
+    bool has_plan() const { return has_plan_; }
+
+    bool take_one(PyObject* sample, Source* into) const { return has_plan_ && take_one(root_, sample, into); }
+
+    // Leaves of a batch with equal leading axes; n < 0 takes it from the first. `writable`: they are to be filled.
+    bool take_batch(PyObject* batch, npy_intp& n, const byte** into, bool writable = false) const {
+        return has_plan_ && take_batch(root_, batch, n, into, writable);
+    }
+
+    // Arrays per field, as recollect.spaces encodes them. They come from our own code: a misfit is a bug there.
+    void take_fields(nb::list arrays, npy_intp n, const byte** into) const {
+        if (nb::len(arrays) != fields_.size()) throw nb::value_error("arrays: one per field is needed");
+        for (size_t k = 0; k < fields_.size(); ++k) {
+            nb::object array = arrays[k];
+            if (!fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
+            into[k] = static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
+        }
+    }
+
+    // New arrays for n samples (n < 0: one sample, no batch axis).
+    void make_arrays(npy_intp n, std::vector<nb::object>& arrays, std::vector<byte*>& leaves) const {
+        arrays.reserve(fields_.size());
+        leaves.reserve(fields_.size());
+        for (const Field& f : fields_) {
+            npy_intp dims[NPY_MAXDIMS];
+            int ndim = 0;
+            if (n >= 0) dims[ndim++] = n;
+            for (npy_intp d : f.shape) dims[ndim++] = d;
+            Py_INCREF(f.descr);  // PyArray_Empty takes a reference
+            PyObject* array = PyArray_Empty(ndim, dims, f.descr, 0);
+            if (!array) throw nb::python_error();
+            arrays.push_back(nb::steal(array));
+            leaves.push_back(static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array))));
+        }
+    }
+
+    // The nested sample or batch that these arrays are the leaves of.
+    nb::object build(std::vector<nb::object>& arrays, bool single) const {
+        if (single)
+            for (size_t k = 0; k < fields_.size(); ++k)
+                if (fields_[k].as_scalar) {
+                    auto* a = reinterpret_cast<PyArrayObject*>(arrays[k].ptr());
+                    arrays[k] = nb::steal(PyArray_Scalar(PyArray_DATA(a), PyArray_DESCR(a), nullptr));
+                }
+        if (has_plan_) return build(root_, arrays);
+        nb::list out;
+        for (auto& a : arrays) out.append(a);
+        return out;
+    }
+
+  private:
+    static Node read_plan(nb::handle plan) {
+        nb::tuple t = nb::cast<nb::tuple>(plan);
+        const std::string kind = nb::cast<std::string>(t[0]);
+        Node node{};
+        if (kind == "leaf") {
+            node.kind = Node::kLeaf;
+            node.leaf = nb::cast<size_t>(t[1]);
+        } else if (kind == "dict") {
+            node.kind = Node::kDict;
+            for (nb::handle item : nb::cast<nb::tuple>(t[1])) {
+                nb::tuple pair = nb::cast<nb::tuple>(item);
+                nb::object key = pair[0];
+                if (PyUnicode_CheckExact(key.ptr())) {
+                    PyObject* interned = key.release().ptr();
+                    PyUnicode_InternInPlace(&interned);
+                    key = nb::steal(interned);
+                }
+                node.keys.push_back(std::move(key));
+                node.children.push_back(read_plan(pair[1]));
+            }
+        } else {
+            node.kind = Node::kTuple;
+            for (nb::handle item : nb::cast<nb::tuple>(t[1])) node.children.push_back(read_plan(item));
+        }
+        return node;
+    }
+
+    // Call `leaf(node, value)` for each leaf of `value`; false where the structure is not the plan's.
+    template <typename Leaf> static bool walk(const Node& node, PyObject* value, Leaf leaf) {
+        switch (node.kind) {
+            case Node::kLeaf: return leaf(node, value);
+            case Node::kDict:
+                if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) != Py_ssize_t(node.keys.size())) return false;
+                for (size_t i = 0; i < node.keys.size(); ++i) {
+                    PyObject* child = PyDict_GetItemWithError(value, node.keys[i].ptr());
+                    if (!child) { PyErr_Clear(); return false; }
+                    if (!walk(node.children[i], child, leaf)) return false;
+                }
+                return true;
+            default:
+                if (!PyTuple_CheckExact(value) || PyTuple_GET_SIZE(value) != Py_ssize_t(node.children.size()))
+                    return false;
+                for (size_t i = 0; i < node.children.size(); ++i)
+                    if (!walk(node.children[i], PyTuple_GET_ITEM(value, i), leaf)) return false;
+                return true;
+        }
+    }
+
+    bool take_one(const Node& root, PyObject* sample, Source* into) const {
+        return walk(root, sample, [&](const Node& node, PyObject* value) {
+            const Field& f = fields_[node.leaf];
+            Source& source = into[node.leaf];
+            if (PyArray_CheckExact(value)) {
+                if (!fits(f, value, -1)) return false;
+                source.data = static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(value)));
+                return true;
+            }
+            source.data = source.number;
+            return f.shape.empty() && take_number(f, value, source.number);
+        });
+    }
+
+    bool take_batch(const Node& root, PyObject* batch, npy_intp& n, const byte** into, bool writable) const {
+        return walk(root, batch, [&](const Node& node, PyObject* value) {
+            if (!PyArray_CheckExact(value)) return false;
+            auto* a = reinterpret_cast<PyArrayObject*>(value);
+            if (n < 0) n = PyArray_NDIM(a) ? PyArray_DIM(a, 0) : 0;
+            if (!fits(fields_[node.leaf], value, n) || (writable && !PyArray_ISWRITEABLE(a))) return false;
+            into[node.leaf] = static_cast<const byte*>(PyArray_DATA(a));
+            return true;
+        });
+    }
+
+    // Exact dtype, exact shape (with a leading axis n unless n < 0), contiguous.
+    static bool fits(const Field& f, PyObject* value, npy_intp n) {
+        if (!PyArray_Check(value)) return false;
+        auto* a = reinterpret_cast<PyArrayObject*>(value);
+        const int lead = n >= 0 ? 1 : 0;
+        if (PyArray_NDIM(a) != int(f.shape.size()) + lead || !PyArray_IS_C_CONTIGUOUS(a)) return false;
+        if (PyArray_DESCR(a) != f.descr && !PyArray_EquivTypes(PyArray_DESCR(a), f.descr)) return false;
+        if (lead && PyArray_DIM(a, 0) != n) return false;
+        for (size_t i = 0; i < f.shape.size(); ++i)
+            if (PyArray_DIM(a, int(i) + lead) != f.shape[i]) return false;
+        return true;
+    }
+
+    template <typename T> static bool store_int(PyObject* value, byte* into) {
+        int overflow = 0;
+        const long long x = PyLong_AsLongLongAndOverflow(value, &overflow);
+        if (overflow || x < static_cast<long long>(std::numeric_limits<T>::min())) return false;
+        if (x > 0 && static_cast<unsigned long long>(x) > static_cast<unsigned long long>(std::numeric_limits<T>::max()))
+            return false;
+        const T narrowed = static_cast<T>(x);
+        std::memcpy(into, &narrowed, sizeof narrowed);
+        return true;
+    }
+
+    static bool take_number(const Field& f, PyObject* value, byte* into) {
+        if (PyFloat_CheckExact(value)) {
+            const double x = PyFloat_AS_DOUBLE(value);
+            if (f.type_num == NPY_FLOAT64) { std::memcpy(into, &x, 8); return true; }
+            if (f.type_num != NPY_FLOAT32) return false;
+            const float narrowed = static_cast<float>(x);
+            if (std::isinf(narrowed) && !std::isinf(x)) return false;
+            std::memcpy(into, &narrowed, 4);
+            return true;
+        }
+        if (PyBool_Check(value)) {
+            if (f.type_num != NPY_BOOL) return false;
+            into[0] = value == Py_True;
+            return true;
+        }
+        if (PyLong_CheckExact(value)) {
+            switch (f.type_num) {
+                case NPY_INT8: return store_int<int8_t>(value, into);
+                case NPY_UINT8: return store_int<uint8_t>(value, into);
+                case NPY_INT16: return store_int<int16_t>(value, into);
+                case NPY_UINT16: return store_int<uint16_t>(value, into);
+                case NPY_INT32: return store_int<int32_t>(value, into);
+                case NPY_UINT32: return store_int<uint32_t>(value, into);
+                case NPY_LONG: case NPY_LONGLONG: return store_int<int64_t>(value, into);
+                default: return false;
+            }
+        }
+        if (PyArray_IsScalar(value, Generic) && f.item_nbytes <= sizeof(Source::number)) {
+            PyArray_Descr* descr = PyArray_DescrFromScalar(value);
+            const bool same = descr && (descr == f.descr || PyArray_EquivTypes(descr, f.descr));
+            Py_XDECREF(descr);
+            if (same) PyArray_ScalarAsCtype(value, into);
+            return same;
+        }
+        return false;
+    }
+
+    static nb::object build(const Node& node, const std::vector<nb::object>& arrays) {
+        if (node.kind == Node::kLeaf) return arrays[node.leaf];
+        if (node.kind == Node::kDict) {
+            nb::dict out;
+            for (size_t i = 0; i < node.keys.size(); ++i) {
+                nb::object child = build(node.children[i], arrays);
+                if (PyDict_SetItem(out.ptr(), node.keys[i].ptr(), child.ptr())) throw nb::python_error();
+            }
+            return out;
+        }
+        nb::object out = nb::steal(PyTuple_New(node.children.size()));
+        for (size_t i = 0; i < node.children.size(); ++i)
+            PyTuple_SET_ITEM(out.ptr(), i, build(node.children[i], arrays).release().ptr());
+        return out;
+    }
+
+    std::vector<Field> fields_;
+    std::vector<Span> spans_;
+    Node root_{};
+    bool has_plan_ = false;
+    size_t row_nbytes_;
+};
+
+}  // namespace recollect

@@ -1,0 +1,332 @@
+// Rows: any whole value. Reading, drawing and writing packed rows over the memory of lanes.hpp.
+#pragma once
+
+#include "codec.hpp"
+#include "lanes.hpp"
+
+namespace recollect {
+
+constexpr size_t kHoldGil = 16 * 1024;   // copies smaller than this are over before another thread could start
+constexpr double kContention_s = 1.0;    // how long a read may be lapped
+constexpr double kLookAtOwner_s = 0.002; // after waiting this long for a change to end, ask whether its writer lives
+
+inline uint64_t mix(uint64_t z) {  // the SplitMix64 finaliser
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+}
+// Number `counter` of the stream `key`, uniform in [0, bound) without bias.
+inline uint64_t draw_one(uint64_t key, uint64_t counter, uint64_t bound) {
+    uint64_t x = mix(key + (counter + 1) * 0x9E3779B97F4A7C15ull);
+    unsigned __int128 m = static_cast<unsigned __int128>(x) * bound;
+    if (static_cast<uint64_t>(m) < bound) [[unlikely]] {
+        const uint64_t threshold = -bound % bound;
+        while (static_cast<uint64_t>(m) < threshold) {
+            x = mix(x ^ 0xD1B54A32D192ED03ull);
+            m = static_cast<unsigned __int128>(x) * bound;
+        }
+    }
+    return static_cast<uint64_t>(m >> 64);
+}
+
+// What all lanes show at one moment, and the order in which their samples are numbered.
+class Snapshot {
+  public:
+    explicit Snapshot(const Memory& m) : memory_(m), windows_(m.n_lanes <= 8 ? small_ : new Window[m.n_lanes]) {}
+    ~Snapshot() { if (windows_ != small_) delete[] windows_; }
+    Snapshot(const Snapshot&) = delete;
+
+    // False while some lane is being changed in place.
+    bool take() {
+        total_ = 0;
+        for (size_t k = 0; k < memory_.n_lanes; ++k) {
+            windows_[k] = memory_.window(k);
+            if (windows_[k].epoch & 1) { changing_ = k; return false; }
+            total_ += windows_[k].count();
+        }
+        return true;
+    }
+    uint64_t total() const { return total_; }
+    size_t changing() const { return changing_; }
+    const Window& operator[](size_t k) const { return windows_[k]; }
+
+    // Index i as (lane, position).
+    std::pair<size_t, uint64_t> place(uint64_t i) const {
+        size_t k = 0;
+        while (i >= windows_[k].count()) i -= windows_[k++].count();
+        return {k, windows_[k].low + i};
+    }
+    size_t row(uint64_t i) const {
+        auto [k, p] = place(i);
+        return memory_.row_of(k, p);
+    }
+    // True if nothing at all has moved out of these windows since they were taken.
+    bool is_untouched() const {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        for (size_t k = 0; k < memory_.n_lanes; ++k)
+            if (memory_.lane(k).epoch.load(std::memory_order_relaxed) != windows_[k].epoch ||
+                memory_.low_of(memory_.lane(k)) > windows_[k].low) return false;
+        return true;
+    }
+    bool same_epochs() const {
+        std::atomic_thread_fence(std::memory_order_acquire);
+        for (size_t k = 0; k < memory_.n_lanes; ++k)
+            if (memory_.lane(k).epoch.load(std::memory_order_relaxed) != windows_[k].epoch) return false;
+        return true;
+    }
+    // Is what index i meant still readable now? Call after same_epochs() and a copy.
+    bool is_live(uint64_t i) const {
+        auto [k, p] = place(i);
+        return p >= memory_.low_of(memory_.lane(k));
+    }
+    // Leave out what has been overwritten meanwhile.
+    void shrink() {
+        total_ = 0;
+        for (size_t k = 0; k < memory_.n_lanes; ++k) {
+            windows_[k].low = std::clamp(memory_.low_of(memory_.lane(k)), windows_[k].low, windows_[k].cursor);
+            total_ += windows_[k].count();
+        }
+    }
+
+  private:
+    const Memory& memory_;
+    Window small_[8];
+    Window* windows_;
+    uint64_t total_ = 0;
+    size_t changing_ = 0;
+};
+
+struct Lapped : std::runtime_error { using std::runtime_error::runtime_error; };
+
+// A source of row addresses for one lane: adds and one comparison, no division.
+class RowAddress {
+  public:
+    RowAddress(const Memory& m, const Snapshot& s) : memory_(m), snapshot_(s) {
+        if (m.n_lanes == 1 && m.capacity) {
+            base_ = m.row(0);
+            first_ = s[0].low % m.run;
+            run_ = m.run;
+            nbytes_ = m.row_nbytes;
+        }
+    }
+    const byte* operator()(uint64_t i) const {
+        if (!base_) return memory_.row(snapshot_.row(i));
+        uint64_t r = first_ + i;
+        if (r >= run_) r -= run_;
+        return base_ + r * nbytes_;
+    }
+
+  private:
+    const Memory& memory_;
+    const Snapshot& snapshot_;
+    const byte* base_ = nullptr;
+    uint64_t first_ = 0, run_ = 0, nbytes_ = 0;
+};
+
+class Reader {
+  public:
+    explicit Reader(Memory& m) : memory_(m), snapshot_(m) {}
+    Snapshot& snapshot() { return snapshot_; }
+
+    // Call `attempt()` on a fresh snapshot until it returns true.
+    template <typename Attempt> void run(Attempt attempt) {
+        const double start = monotonic_s();
+        for (uint64_t n = 0;; ++n) {
+            if (snapshot_.take()) {
+                memory_.reach(memory_.capacity ? 0 : snapshot_[0].cursor);
+                if (attempt()) return;
+            } else {
+                wait_for_change(start);
+            }
+            if (n > 3 && monotonic_s() - start > kContention_s)
+                throw Lapped("a read was lapped by writers for 1 s; read newer samples or a larger buffer");
+        }
+    }
+
+  private:
+    // A change in place is short unless its writer was killed in it; then whoever comes first finishes it.
+    void wait_for_change(double start) {
+        const size_t k = snapshot_.changing();
+        std::this_thread::yield();
+        if (monotonic_s() - start < kLookAtOwner_s) return;
+        const Lane& w = memory_.lane(k);
+        if (is_alive(w.owner.load(std::memory_order_acquire))) { nap(50'000); return; }
+        if (!memory_.writable || memory_.is_forked_copy())
+            throw Lapped("its writer was killed while it changed samples in place; open it for writing once to repair it");
+        if (memory_.try_claim(k)) memory_.release(k);
+    }
+
+    Memory& memory_;
+    Snapshot snapshot_;
+};
+
+// Copy samples [0, n) at logical index `index(i)` into leaves; true when all of them were whole.
+template <typename Index>
+bool gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves) {
+    const RowAddress address(m, s);
+    in_parallel(n, n * m.row_nbytes, [&](size_t begin, size_t end) {
+        gather_leaves(begin, end, [&](size_t i) { return address(index(i)); }, m.row_nbytes, codec.spans(),
+                      codec.size(), leaves);
+    });
+    if (s.is_untouched()) return true;
+    if (!s.same_epochs()) return false;
+    for (size_t i = 0; i < n; ++i)
+        if (!s.is_live(index(i))) return false;
+    return true;
+}
+
+// n uniform draws: those that were overwritten while they were copied are drawn again from what is left.
+inline bool draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n, std::vector<uint64_t>& index,
+                 const Codec& codec, byte* const* leaves) {
+    index.resize(n);
+    const uint64_t total = s.total();
+    for (size_t i = 0; i < n; ++i) index[i] = draw_one(key, counter + i, total);
+    if (gather(m, s, n, [&](size_t i) { return index[i]; }, codec, leaves)) return true;
+    const double start = monotonic_s();
+    for (uint64_t again = 1; s.same_epochs(); ++again) {
+        std::vector<size_t> lapped;
+        for (size_t i = 0; i < n; ++i) if (!s.is_live(index[i])) lapped.push_back(i);
+        if (lapped.empty()) return s.same_epochs();
+        // Indices count from the oldest: after shrink() those that stay must be renumbered.
+        std::vector<std::pair<size_t, uint64_t>> kept(n);
+        for (size_t i = 0; i < n; ++i) kept[i] = s.place(index[i]);
+        s.shrink();
+        if (s.total() == 0 || monotonic_s() - start > kContention_s) return false;
+        std::vector<uint64_t> before(m.n_lanes, 0);
+        for (size_t k = 1; k < m.n_lanes; ++k) before[k] = before[k - 1] + s[k - 1].count();
+        for (size_t i = 0; i < n; ++i)
+            if (kept[i].second >= s[kept[i].first].low) index[i] = before[kept[i].first] + kept[i].second - s[kept[i].first].low;
+        for (size_t i : lapped) {
+            index[i] = draw_one(mix(key ^ again), counter + i, s.total());
+            const byte* from = m.row(s.row(index[i]));
+            for (size_t k = 0; k < codec.size(); ++k)
+                copy_bytes(leaves[k] + i * codec.spans()[k].nbytes, from + codec.spans()[k].offset, codec.spans()[k].nbytes);
+        }
+    }
+    return false;
+}
+
+// How a block of rows ends segments. Without tags nothing of it matters.
+struct Ends {
+    const uint8_t* flags = nullptr;  // one per row: a segment ends after it
+    bool keep_open = false;          // rows after the last end stay in the open segment
+};
+
+class Writer {
+  public:
+    Writer(Memory& m, size_t k) : memory_(m), lane_(m.lane(k)), k_(k) {}
+
+    // Write n rows of leaves at the cursor, in pieces of half a lane so that rows stay readable meanwhile.
+    void write(const byte* const* leaves, size_t n, const Codec& codec, Ends ends) {
+        std::vector<const byte*> at(leaves, leaves + codec.size());
+        size_t done = 0;
+        int64_t segment = memory_.tagged ? int64_t(lane_.open_segment.load()) : 0, step = next_step(segment);
+        const bool oversized = memory_.run && n >= memory_.run;
+        if (oversized) {
+            // Only the newest stay, from row 0 on; the others are offered and gone in the same moment.
+            done = n - memory_.run;
+            advance(at, codec, done);
+            for (size_t i = 0; i < done; ++i) after_row(i, ends, segment, step, true);
+        }
+        const size_t half = memory_.run ? std::max<size_t>(memory_.run / 2, 1) : n;
+        for (bool first = oversized; done < n; first = false) {
+            const size_t piece = std::min(half, n - done);
+            const uint64_t start = first ? round_up(lane_.cursor.load()) : lane_.cursor.load();
+            put(at.data(), piece, codec, start, [&](size_t i, size_t row) {
+                if (!memory_.tagged) return;
+                if (segment == 0) segment = memory_.new_segment(k_), step = 0;
+                memory_.set_tag(row, segment, step);
+                after_row(done + i, ends, segment, step, false);
+            });
+            done += piece;
+            if (done == n && memory_.tagged && ends.keep_open) lane_.open_segment.store(segment, std::memory_order_relaxed);
+            if (first) {
+                const uint64_t offered = lane_.cursor.load() + lane_.skip.load() + done;
+                memory_.install(k_, start, start + piece, lane_.reserved.load(), offered - (start + piece),
+                                lane_.removed.load());
+            } else {
+                lane_.cursor.store(start + piece, std::memory_order_release);
+            }
+            advance(at, codec, piece);
+        }
+        if (n && memory_.tagged && !ends.keep_open) lane_.open_segment.store(0, std::memory_order_relaxed);
+    }
+
+    void append(const Source* sources, const Codec& codec) {
+        const uint64_t p = lane_.cursor.load(std::memory_order_relaxed);
+        memory_.reach(p + 1);
+        const size_t r = memory_.row_of(k_, p);
+        int64_t segment = 0, step = 0;
+        if (memory_.tagged) {
+            segment = int64_t(lane_.open_segment.load(std::memory_order_relaxed));
+            step = next_step(segment);
+            if (segment == 0) lane_.open_segment.store(segment = memory_.new_segment(k_), std::memory_order_relaxed);
+        }
+        reserve(p + 1);
+        memory_.begin_row(r);
+        std::atomic_thread_fence(std::memory_order_release);
+        fault_point();
+        if (memory_.tagged) memory_.set_tag(r, segment, step);
+        byte* row = memory_.row(r);
+        for (size_t k = 0; k < codec.size(); ++k)
+            copy_bytes(row + codec.spans()[k].offset, sources[k].data, codec.spans()[k].nbytes);
+        memory_.end_row(r);
+        fault_point();
+        lane_.cursor.store(p + 1, std::memory_order_release);
+        fault_point();
+    }
+
+  private:
+    uint64_t round_up(uint64_t p) const { return (p + memory_.run - 1) / memory_.run * memory_.run; }
+
+    void reserve(uint64_t end) {
+        if (lane_.reserved.load(std::memory_order_relaxed) < end) lane_.reserved.store(end, std::memory_order_relaxed);
+        std::atomic_thread_fence(std::memory_order_release);
+        fault_point();
+    }
+
+    // The step that follows the newest row, if that row is in the open segment.
+    int64_t next_step(int64_t segment) const {
+        const uint64_t p = lane_.cursor.load(std::memory_order_relaxed);
+        if (!memory_.tagged || segment == 0 || memory_.window(k_).count() == 0) return 0;
+        const size_t r = memory_.row_of(k_, p - 1);
+        return memory_.segment(r) == segment ? memory_.step(r) + 1 : 0;
+    }
+
+    void after_row(size_t i, const Ends& ends, int64_t& segment, int64_t& step, bool skipped) {
+        if (!memory_.tagged) return;
+        if (skipped && segment == 0) segment = memory_.new_segment(k_), step = 0;
+        ++step;
+        if (ends.flags && ends.flags[i]) segment = 0;
+    }
+
+    static void advance(std::vector<const byte*>& at, const Codec& codec, size_t n) {
+        for (size_t k = 0; k < codec.size(); ++k) at[k] += n * codec.spans()[k].nbytes;
+    }
+
+    template <typename Tag>
+    void put(const byte* const* leaves, size_t n, const Codec& codec, uint64_t start, Tag tag) {
+        memory_.reach(start + n);
+        reserve(start + n);
+        const size_t run = memory_.run, first = memory_.row_of(k_, start), lane_first = k_ * run;
+        auto row_at = [&](size_t i) {
+            const size_t r = first + i;
+            return run && r >= lane_first + run ? r - run : r;
+        };
+        for (size_t i = 0; i < n; ++i) memory_.begin_row(row_at(i));
+        std::atomic_thread_fence(std::memory_order_release);
+        fault_point();
+        in_parallel(n, n * memory_.row_nbytes, [&](size_t begin, size_t end) {
+            scatter_leaves(begin, end, [&](size_t i) { return memory_.row(row_at(i)); }, codec.spans(), codec.size(), leaves);
+        });
+        fault_point();
+        for (size_t i = 0; i < n; ++i) { tag(i, row_at(i)); memory_.end_row(row_at(i)); }
+        fault_point();
+    }
+
+    Memory& memory_;
+    Lane& lane_;
+    size_t k_;
+};
+
+}  // namespace recollect

@@ -1,0 +1,38 @@
+"""Batches: anything that can be indexed into samples, and the lazy views over them."""
+
+from __future__ import annotations
+
+from recollect.batch.base import BatchBase, BatchStats, Draws
+from recollect.batch.combined import CombinedBatch
+from recollect.batch.location import Location
+from recollect.batch.stacked import FrameStackedBatch, SliceStackedBatch
+from recollect.batch.subindex import SubIndexedBatch
+from recollect.batch.subitem import SubItemBatch
+from recollect.batch.to_backend import ToBackendOrDeviceBatch
+from recollect.batch.transformation import (
+    CastTransformation,
+    DataTransformation,
+    register_transformation,
+    transformation_from_json,
+    transformation_to_json,
+)
+from recollect.batch.transformed import TransformedBatch
+
+__all__ = [
+    "BatchBase",
+    "BatchStats",
+    "CastTransformation",
+    "CombinedBatch",
+    "DataTransformation",
+    "Draws",
+    "FrameStackedBatch",
+    "Location",
+    "SliceStackedBatch",
+    "SubIndexedBatch",
+    "SubItemBatch",
+    "ToBackendOrDeviceBatch",
+    "TransformedBatch",
+    "register_transformation",
+    "transformation_from_json",
+    "transformation_to_json",
+]

@@ -1,0 +1,382 @@
+"""SliceStackedBatch and FrameStackedBatch: each sample together with its neighbours in time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from time import monotonic
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.backends import move
+from recollect.batch.base import CONTENTION_S, BatchBase, Draws
+from recollect.batch.episode_mask import EpisodeMask, span_of
+from recollect.batch.frames import fold, frame, no_end_between, same_id, show, stand_ins
+from recollect.batch.location import Bools, Ints, Location
+from recollect.batch.structure import Key, Keys, pick, select, unbatch
+from recollect.batch.view import Read, View
+from recollect.indexing import normalize, positions
+from recollect.spaces import as_numpy, as_space, batch_space, space_at
+from recollect.spaces.tree import as_keys, make_dict
+
+MASK = "slice_valid_mask"
+MaskFunction = Callable[["SliceStackedBatch", Any, Any, dict[str, Any]], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class _Frames:
+    """The rows around some anchors at one moment: positions `(B, S)`, which exist, where they are."""
+
+    expanded: Ints
+    inside: Bools
+    place: Location
+
+
+class SliceStackedBatch(View):
+    """Each sample of `batch` with those at `fixed_offset` from it, as `(B, T, ...)`; offset 0 is the anchor.
+
+    A frame is valid when it is inside the batch, in the anchor's segment (if segments are known), and
+    `get_valid_mask_function(self, expanded_idx, data, metadata)` says so; the anchor always is. Metadata has
+    the `slice_valid_mask`. With `fill_invalid_data` an invalid frame shows the nearest valid one on the
+    anchor's side; without, foreign frames stay as read, and the edge row stands in outside the batch.
+    `stack_metadata` stacks the source's metadata too (a filled frame brings its own along); else it is the
+    anchor's. A stack of Text is a tuple of T, batched as gymnasium batches a tuple.
+
+    Ownership: owns nothing. Read-only; write to the batch it views.
+    Concurrency: as the batch it views; a call sees one moment, mask and frames alike.
+
+    Example:
+        >>> import numpy as np, recollect as rc
+        >>> buf = rc.ReplayBuffer.create(
+        ...     rc.MemoryStorage, ((), "int64"), capacity=8, maintain_segment_metadata=True)
+        >>> buf.extend(np.arange(3)); buf.extend(np.arange(10, 13))
+        >>> data, meta = rc.SliceStackedBatch(buf, [-2, 0, 1]).get_at_with_metadata([2, 4])
+        >>> data.tolist(), meta["slice_valid_mask"].tolist()
+        ([[0, 2, 2], [11, 11, 12]], [[True, True, False], [False, True, True]])
+    """
+
+    def __init__(
+        self,
+        batch: BatchBase,
+        fixed_offset: Any,
+        get_valid_mask_function: MaskFunction | None = None,
+        fill_invalid_data: bool = True,
+        stack_metadata: bool = False,
+    ) -> None:
+        """Stack the samples of `batch` at strictly increasing offsets, 0 among them."""
+        self.batch = batch
+        self.fixed_offset: Ints = _checked_offsets(fixed_offset)
+        self.anchor = int(np.flatnonzero(self.fixed_offset == 0)[0])
+        self.get_valid_mask_function = get_valid_mask_function
+        self.fill_invalid_data = fill_invalid_data
+        self.stack_metadata = stack_metadata
+        # An EpisodeMask needs the skipped rows located too, at the same moment as the frames.
+        self._span = self.fixed_offset
+        if isinstance(get_valid_mask_function, EpisodeMask):
+            get_valid_mask_function.check(batch)
+            self._span = span_of(self.fixed_offset)
+        self._columns = np.searchsorted(self._span, self.fixed_offset)
+        super().__init__(
+            batch, batch_space(batch.single_space, len(self.fixed_offset)), self._metadata_space()
+        )
+
+    def _metadata_space(self) -> spaces.Dict:
+        n = len(self.fixed_offset)
+        source = self.batch.single_metadata_space
+        parts: dict[str, Space[Any]] = {} if source is None else dict(source.spaces)
+        if self.stack_metadata:
+            parts = {key: batch_space(part, n) for key, part in parts.items()}
+        parts[MASK] = as_space(((n,), "bool"))
+        return make_dict(parts.items())
+
+    # Positions and masks
+
+    def expand_index(self, index: Any) -> Any:
+        """Return the positions `(B, T)` of the frames of each index, not clipped to the batch."""
+        return self._as_index(positions(index, len(self.batch))[:, None] + self.fixed_offset)
+
+    def _as_index(self, expanded: Ints) -> Any:
+        try:
+            return move(expanded, self.backend, self.device)
+        except ValueError:  # jax without 64-bit types: its functions take numpy's positions as well
+            return expanded
+
+    def get_valid_mask(self, expanded_idx: Any, data: Any, metadata: dict[str, Any] | None) -> Any:
+        """Return which of the frames `(B, T)` at `expanded_idx` are valid; the others are what was read."""
+        expanded = np.asarray(as_numpy(expanded_idx), np.int64)
+        n = len(self.batch)
+        inside = (expanded >= 0) & (expanded < n)
+        if not len(expanded):
+            return move(inside, self.backend, self.device)
+        segment = self.batch.locate(np.clip(expanded, 0, n - 1).ravel()).segment.reshape(expanded.shape)
+        return move(self._judge(expanded, inside, segment, data, metadata), self.backend, self.device)
+
+    def get_valid_mask_flattened(self, expanded_idx: Any, data: Any, metadata: dict[str, Any] | None) -> Any:
+        """Return the same mask for flattened data `(B, T, D)`."""
+        flat = as_numpy(data)
+        layout = self.batch._flat_layout
+        frames = layout.unflatten_batch(flat.reshape(-1, flat.shape[-1]))
+        return self.get_valid_mask(
+            expanded_idx, fold(self.batch.single_space, frames, *flat.shape[:2]), metadata
+        )
+
+    def _judge(self, expanded: Ints, inside: Bools, segment: Ints, data: Any, metadata: Any) -> Bools:
+        valid = self._in_segment(inside, segment)
+        if self.get_valid_mask_function is not None:
+            metadata = {} if metadata is None else metadata
+            said = self.get_valid_mask_function(self, self._as_index(expanded), data, metadata)
+            valid = valid & self._as_mask(said, valid.shape)
+        valid[:, self.anchor] = True
+        return valid
+
+    def _in_segment(self, inside: Bools, segment: Ints) -> Bools:
+        return np.asarray(inside & (segment == segment[:, self.anchor : self.anchor + 1]))
+
+    def _as_mask(self, said: Any, shape: tuple[int, ...]) -> Bools:
+        mask = as_numpy(said)
+        if mask.shape != shape or mask.dtype != np.bool_:
+            got = f"{mask.dtype} {mask.shape}"
+            raise ValueError(
+                f"get_valid_mask_function: must return bool {shape}, got {got}; one flag per frame"
+            )
+        return np.asarray(mask)
+
+    def fill_data_with_stack_mask(self, space: Space[Any] | None, data: Any, valid_mask: Any) -> Any:
+        """Return new data `(B, T, ...)`: an invalid frame shows the nearest valid one on the anchor's side.
+
+        `space` is that of one sample of the source, or None if `data` is one array.
+        """
+        mask = np.array(as_numpy(valid_mask), np.bool_)
+        mask[:, self.anchor] = True
+        if space is not None and space == self.single_space:
+            space = self.batch.single_space
+        return show(space, data, stand_ins(mask, self.anchor))
+
+    @staticmethod
+    def get_valid_mask_function_with_episodeid_key(
+        episode_id_key: Key = "episode_id", is_in_metadata: bool = False
+    ) -> EpisodeMask:
+        """Make a mask function: valid when every row from the frame to the anchor has the anchor's id."""
+        return EpisodeMask(as_keys(episode_id_key), is_in_metadata, same_id)
+
+    @staticmethod
+    def get_valid_mask_function_with_episode_end_key(
+        episode_end_key: Key = "episode_end", is_in_metadata: bool = False
+    ) -> EpisodeMask:
+        """Make a mask function by a flag on each episode's last row.
+
+        Valid when no row from the earlier of frame and anchor up to, not including, the later has the flag.
+        """
+        return EpisodeMask(as_keys(episode_end_key), is_in_metadata, no_end_between)
+
+    # Reads
+
+    def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
+        index = normalize(idx, len(self.batch))
+        anchors = np.atleast_1d(np.asarray(index, np.int64))
+        deadline = monotonic() + CONTENTION_S
+        while (found := self._gather(self._frames_at(anchors), keys, flat, metadata)) is None:
+            if monotonic() > deadline:
+                raise self._contention()
+        return self._first(found, keys, flat) if isinstance(index, int) else found
+
+    def _first(self, found: Read, keys: Keys, flat: bool) -> Read:
+        data, metadata = found
+        data = data[0] if flat else unbatch(space_at(self.single_space, keys), data, 0)
+        if metadata is not None and self.single_metadata_space is not None:
+            metadata = unbatch(self.single_metadata_space, metadata, 0)
+        return data, metadata
+
+    def _frames_at(self, anchors: Ints) -> _Frames:
+        n = len(self.batch)
+        expanded = anchors[:, None] + self._span
+        place = self.batch.locate(np.clip(expanded, 0, max(n - 1, 0)).ravel())
+        return _Frames(expanded, (expanded >= 0) & (expanded < n), place)
+
+    def _gather(self, frames: _Frames, keys: Keys, flat: bool, metadata: bool) -> Read | None:
+        """Read the frames; None if any was overwritten since they were located."""
+        if self._looks_at_data:
+            return self._gather_all(frames, keys, flat, metadata)
+        valid = self._mask_by_places(frames)
+        if valid is None:
+            return None
+        # The stand-ins are known before anything is read, so filling costs no second copy.
+        rows = self._shown(valid)
+        read, rest = self._split_keys(keys)
+        found = self.batch.get_located(frames.place.take(rows), read, flat, metadata)
+        if found is None:
+            return None
+        space = None if flat else space_at(self.batch.single_space, read)
+        data = pick(fold(space, found[0], *valid.shape), rest)
+        return data, self._label(found[1], valid) if metadata else None
+
+    def _mask_by_places(self, frames: _Frames) -> Bools | None:
+        shape, columns = frames.expanded.shape, self._columns
+        segment = frames.place.segment.reshape(shape)[:, columns]
+        valid = self._in_segment(frames.inside[:, columns], segment)
+        if isinstance(self.get_valid_mask_function, EpisodeMask):
+            column = self.get_valid_mask_function.read(self.batch, frames.place)
+            if column is None:
+                return None
+            valid &= self.get_valid_mask_function.judge(self.fixed_offset, column, shape[0])
+        valid[:, self.anchor] = True
+        return valid
+
+    def _gather_all(self, frames: _Frames, keys: Keys, flat: bool, metadata: bool) -> Read | None:
+        """Read the frames as they are, ask the mask function, then fill."""
+        source = self.batch
+        found = source.get_located(frames.place, (), False, True)
+        if found is None:
+            return None
+        data, meta = found
+        valid = self._mask_by_data(frames, data, meta)
+        if self.fill_invalid_data:
+            rows = self._shown(valid)
+            data = select(source.single_space, data, rows)
+            meta = None if meta is None else select(source.single_metadata_space, meta, rows)
+        read, rest = self._split_keys(keys)
+        data = pick(data, read)
+        if flat:
+            data = source._flatten(data, False, read)
+        space = None if flat else space_at(source.single_space, read)
+        data = pick(fold(space, data, *valid.shape), rest)
+        return data, self._label(meta, valid) if metadata else None
+
+    def _mask_by_data(self, frames: _Frames, data: Any, meta: Any) -> Bools:
+        shape = frames.expanded.shape
+        stacks = fold(self.batch.single_space, data, *shape)
+        folded = {} if meta is None else fold(self.batch.single_metadata_space, meta, *shape)
+        if type(self).get_valid_mask is SliceStackedBatch.get_valid_mask:
+            segment = frames.place.segment.reshape(shape)
+            return self._judge(frames.expanded, frames.inside, segment, stacks, folded)
+        said = self.get_valid_mask(self._as_index(frames.expanded), stacks, folded)
+        valid = self._as_mask(said, shape).copy()
+        valid[:, self.anchor] = True
+        return valid
+
+    @property
+    def _looks_at_data(self) -> bool:
+        """Whether the mask depends on the frames that were read, or a subclass decides it."""
+        if type(self).get_valid_mask is not SliceStackedBatch.get_valid_mask:
+            return True
+        function = self.get_valid_mask_function
+        return function is not None and not isinstance(function, EpisodeMask)
+
+    def _shown(self, valid: Bools) -> Ints:
+        """Return which of the located rows (B * S) to show as frames (B * T)."""
+        columns = self._columns[stand_ins(valid, self.anchor)] if self.fill_invalid_data else self._columns
+        return (np.arange(len(valid))[:, None] * len(self._span) + columns).ravel()
+
+    def _split_keys(self, keys: Keys) -> tuple[Keys, Keys]:
+        """Return the keys within a source sample, and those within a stack of Text (a tuple of T)."""
+        n = len(keys)
+        while n:
+            try:
+                space_at(self.batch.single_space, keys[:n])
+                break
+            except KeyError:
+                n -= 1
+        return keys[:n], keys[n:]
+
+    def _label(self, rows: dict[str, Any] | None, valid: Bools) -> dict[str, Any]:
+        """Return the metadata of stacks, given that of their frames (B * T) and the mask."""
+        space = self.batch.single_metadata_space
+        metadata: dict[str, Any] = {}
+        if rows is not None and space is not None:
+            metadata = fold(space, rows, *valid.shape)
+            if not self.stack_metadata:
+                metadata = frame(space, metadata, self.anchor)
+        return {**metadata, MASK: move(valid, self.backend, self.device)}
+
+    # Draws and places
+
+    def draw_at(self, stream: Draws, n: int) -> Any:
+        return BatchBase.draw_at(self, stream, n)
+
+    def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
+        return BatchBase.draw_column_at(self, keys, stream, n)
+
+    def is_current(self, location: Location) -> Bools:
+        # An anchor that its neighbours cannot be found for is as good as gone.
+        return np.asarray(self.batch.relocate(location) >= 0)
+
+    def get_located(
+        self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
+    ) -> Read | None:
+        deadline = monotonic() + CONTENTION_S
+        while True:
+            anchors = self.batch.relocate(location)
+            if (anchors < 0).any():
+                return None
+            found = self._gather_around(anchors, location, keys, flat, metadata)
+            if found is not None:
+                return found
+            if monotonic() > deadline:
+                raise self._contention()
+
+    def _gather_around(
+        self, anchors: Ints, location: Location, keys: Keys, flat: bool, metadata: bool
+    ) -> Read | None:
+        """Read the frames round located anchors; None if these have moved since their index was found."""
+        try:
+            frames = self._frames_at(anchors)
+        except IndexError:
+            return None
+        anchor = frames.place.take(np.arange(len(anchors)) * len(self._span) + self._columns[self.anchor])
+        if not np.array_equal(anchor.row, location.row):
+            return None
+        if not np.array_equal(anchor.generation, location.generation):
+            return None
+        return self._gather(frames, keys, flat, metadata)
+
+
+class FrameStackedBatch(SliceStackedBatch):
+    """Each sample with the `prefetch_horizon` before it and the `postfetch_horizon` after it.
+
+    Offsets are -prefetch to +postfetch, the anchor is at position `prefetch`, T is their sum plus one. For
+    the other arguments, ownership and concurrency see SliceStackedBatch.
+
+    Example:
+        >>> import numpy as np, recollect as rc
+        >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, ((), "int64"), capacity=8)
+        >>> buf.extend(np.arange(5))
+        >>> rc.FrameStackedBatch(buf, prefetch_horizon=3)[[1, 4]].tolist()
+        [[0, 0, 0, 1], [1, 2, 3, 4]]
+    """
+
+    def __init__(
+        self,
+        batch: BatchBase,
+        prefetch_horizon: int = 0,
+        postfetch_horizon: int = 0,
+        get_valid_mask_function: MaskFunction | None = None,
+        fill_invalid_data: bool = True,
+        stack_metadata: bool = False,
+    ) -> None:
+        """Stack the samples of `batch` in a window round each."""
+        for name, horizon in (
+            ("prefetch_horizon", prefetch_horizon),
+            ("postfetch_horizon", postfetch_horizon),
+        ):
+            if horizon < 0:
+                raise ValueError(f"{name}: must be at least 0, got {horizon}; give a number of frames")
+        self.prefetch_horizon = prefetch_horizon
+        self.postfetch_horizon = postfetch_horizon
+        offsets = np.arange(-prefetch_horizon, postfetch_horizon + 1)
+        super().__init__(batch, offsets, get_valid_mask_function, fill_invalid_data, stack_metadata)
+
+
+def _checked_offsets(fixed_offset: Any) -> Ints:
+    offsets = as_numpy(fixed_offset)
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu":
+        got = f"{offsets.dtype} {offsets.shape}"
+        raise ValueError(f"fixed_offset: must be 1-D integers, got {got}; for example [-2, -1, 0]")
+    offsets = offsets.astype(np.int64)
+    if (np.diff(offsets) <= 0).any() or 0 not in offsets:
+        raise ValueError(
+            f"fixed_offset: must increase strictly, with 0, got {offsets.tolist()}; for example [-2, -1, 0]"
+        )
+    offsets.flags.writeable = False
+    return offsets

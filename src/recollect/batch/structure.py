@@ -1,0 +1,185 @@
+"""Verbs on nested data: the value of a space, with or without a batch axis, arrays of any backend.
+
+Every function walks the space, never the data, so a tuple that is a Tuple sample and a tuple that is a batch
+of Text are told apart. Text and Sequence leaves have no array form: a batch of n of them is a tuple of n.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib import import_module
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.backends import Backend
+from recollect.errors import SchemaError
+from recollect.spaces import Layout, as_numpy, compile_layout
+from recollect.spaces.tree import children, path_name
+
+Key = str | int
+Keys = tuple[Key, ...]
+Array = np.ndarray[Any, Any]
+Leaf = Callable[..., Any]
+
+_NAMESPACES = {"torch": "torch", "jax": "jax.numpy"}
+
+
+def map_leaves(fn: Leaf, space: Space[Any], *data: Any) -> Any:
+    """Apply `fn(leaf_space, *leaves)` to each leaf of `space`, keeping the nesting."""
+    if isinstance(space, spaces.Dict):
+        return {k: map_leaves(fn, s, *(d[k] for d in data)) for k, s in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple([map_leaves(fn, s, *(d[i] for d in data)) for i, s in enumerate(space.spaces)])
+    return fn(space, *data)
+
+
+def leaf_paths(space: Space[Any], path: Keys = ()) -> list[tuple[Keys, Space[Any]]]:
+    """Return the path and space of each leaf, in leaf order."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return [(path, space)]
+    return [found for key, part in children(space) for found in leaf_paths(part, (*path, key))]
+
+
+def has_no_array(space: Space[Any]) -> bool:
+    """Tell whether a leaf is batched as a tuple (Text, Sequence) instead of as an array."""
+    return isinstance(space, spaces.Text | spaces.Sequence)
+
+
+def pick(data: Any, keys: Keys) -> Any:
+    """Return the nested field of `data` under `keys`."""
+    for key in keys:
+        data = data[key]
+    return data
+
+
+def flat_layout(space: Space[Any]) -> Layout:
+    """Return the layout that flattens `space`; TypeError names a leaf that has no flattened form."""
+    for path, leaf in leaf_paths(space):
+        if has_no_array(leaf):
+            name, kind = path_name(path), type(leaf).__name__
+            raise TypeError(f"{name}: must have a fixed size to be flattened, got {kind}; leave it nested")
+    return compile_layout(space)
+
+
+def unbatch(space: Space[Any], data: Any, i: int) -> Any:
+    """Return sample `i` of a batch, without batch axis."""
+    return map_leaves(lambda leaf, x: _unbatch_leaf(leaf, x, i), space, data)
+
+
+def _unbatch_leaf(space: Space[Any], x: Any, i: int) -> Any:
+    # The ellipsis keeps a () leaf an array, as `Space.sample` gives it; a Discrete sample is a scalar.
+    return x[i] if has_no_array(space) or isinstance(space, spaces.Discrete) else x[i, ...]
+
+
+def layout_of(space: Space[Any]) -> Layout | None:
+    """Return the layout that checks samples of `space`.
+
+    None if it has a Sequence leaf, whose greatest length only the storage knows: there the storage checks.
+    """
+    if any(isinstance(leaf, spaces.Sequence) for _, leaf in leaf_paths(space)):
+        return None
+    return compile_layout(space)
+
+
+def as_batch(space: Space[Any], layout: Layout | None, value: Any) -> Any:
+    """Check one sample and return it as a batch of one."""
+    if layout is None:
+        return map_leaves(lambda leaf, x: (x,) if has_no_array(leaf) else as_numpy(x)[None], space, value)
+    return layout.decode_batch([field[None] for field in layout.encode_one(value)], 1)
+
+
+def checked_batch(space: Space[Any], layout: Layout | None, value: Any) -> tuple[int, Any]:
+    """Check a block of samples; return how many there are and the block."""
+    if layout is None:
+        return batch_length(space, value), value
+    n, fields = layout.encode_batch(value)
+    return n, layout.decode_batch(fields, n)
+
+
+def batch_length(space: Space[Any], data: Any) -> int:
+    """Return how many samples a batch holds, by its first leaf."""
+    paths = leaf_paths(space)
+    return len(pick(data, paths[0][0])) if paths else 0
+
+
+def empty_batch(space: Space[Any]) -> Any:
+    """Return a batch of no samples."""
+    return map_leaves(
+        lambda leaf: () if has_no_array(leaf) else np.empty((0, *(leaf.shape or ())), leaf.dtype), space
+    )
+
+
+def select(space: Space[Any] | None, data: Any, positions: Array) -> Any:
+    """Return the samples of a batch at `positions`; `space=None` says that `data` is one array."""
+    if space is None:
+        return _select_leaf(None, data, positions)
+    return map_leaves(lambda leaf, x: _select_leaf(leaf, x, positions), space, data)
+
+
+def _select_leaf(space: Space[Any] | None, x: Any, positions: Array) -> Any:
+    if space is not None and has_no_array(space):
+        return tuple([x[i] for i in positions])
+    return x[positions]
+
+
+def assemble(
+    space: Space[Any] | None, parts: Sequence[Any], places: Sequence[Array], backend: Backend
+) -> Any:
+    """Merge batches into one: sample j of `parts[k]` goes to position `places[k][j]`."""
+    if len(parts) == 1 and _is_in_order(places[0]):
+        return parts[0]
+
+    def leaf(leaf_space: Space[Any] | None, *xs: Any) -> Any:
+        if leaf_space is not None and has_no_array(leaf_space):
+            return _assemble_tuple(xs, places)
+        return _assemble_arrays(xs, places, backend)
+
+    return leaf(None, *parts) if space is None else map_leaves(leaf, space, *parts)
+
+
+def _is_in_order(places: Array) -> bool:
+    return bool((places == np.arange(len(places))).all())
+
+
+def _assemble_tuple(parts: Sequence[Sequence[Any]], places: Sequence[Array]) -> tuple[Any, ...]:
+    merged: list[Any] = [None] * sum(map(len, places))
+    for part, at in zip(parts, places):
+        for i, x in zip(at, part):
+            merged[i] = x
+    return tuple(merged)
+
+
+def _assemble_arrays(parts: Sequence[Any], places: Sequence[Array], backend: Backend) -> Any:
+    if isinstance(parts[0], np.ndarray):
+        merged = np.empty((sum(map(len, places)), *parts[0].shape[1:]), parts[0].dtype)
+        for part, at in zip(parts, places):
+            merged[at] = part
+        return merged
+    order = np.argsort(np.concatenate(places), kind="stable")
+    module = _NAMESPACES.get(backend.name)
+    if module is None:
+        joined = np.concatenate([backend.to_numpy(part) for part in parts])[order]
+        return backend.from_numpy(joined, backend.device_of(parts[0]))
+    return import_module(module).concatenate(list(parts))[order]
+
+
+def fill(out: Any, data: Any, path: str = "") -> Any:
+    """Copy nested `data` into the caller's buffers `out` and return them; shapes and dtypes must be equal."""
+    if isinstance(out, dict):
+        for key in out:
+            fill(out[key], data[key], f"{path}/{key}" if path else str(key))
+    elif isinstance(out, tuple | list):
+        for i, part in enumerate(out):
+            fill(part, data[i], f"{path}/{i}" if path else str(i))
+    else:
+        _fill_leaf(out, data, path or "value")
+    return out
+
+
+def _fill_leaf(out: Any, data: Any, path: str) -> None:
+    want, got = (tuple(data.shape), data.dtype), (tuple(out.shape), out.dtype)
+    if want != got:
+        raise SchemaError(f"{path}: out must be {want[0]} {want[1]}, got {got[0]} {got[1]}; allocate it so")
+    out[...] = data

@@ -1,0 +1,120 @@
+"""View: what every batch over another batch has in common.
+
+One layer more than contract → implementation, so that each view says only how it differs: where its indices
+are in the source, what happens to the data on its way out, and which writes it passes on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.backends import Backend
+from recollect.batch.base import BatchBase, Draws
+from recollect.batch.location import Bools, Ints, Location, Segments
+from recollect.batch.structure import Keys, fill
+
+Read = tuple[Any, "dict[str, Any] | None"]
+
+
+class View(BatchBase):
+    """A lazy, live, read-only window on `batch` with the same indices; subclasses change what differs.
+
+    Ownership: owns nothing; never closes what it views.
+    Concurrency: as the batch it views.
+    """
+
+    batch: BatchBase
+
+    def __init__(self, batch: BatchBase, single_space: Any = None, single_metadata_space: Any = None) -> None:
+        """View `batch`; the spaces are those of what reads return."""
+        self.batch = _checked(batch, type(self).__name__)
+        space = batch.single_space if single_space is None else single_space
+        super().__init__(space, single_metadata_space)
+
+    # What a subclass changes
+
+    def _outward(self, found: Read, keys: Keys, flat: bool) -> Read:
+        """Turn what the source returned into what the caller gets."""
+        return found
+
+    # What it is
+
+    def __len__(self) -> int:
+        return len(self.batch)
+
+    @property
+    def backend(self) -> Backend:
+        return self.batch.backend
+
+    @property
+    def device(self) -> Any:
+        return self.batch.device
+
+    @property
+    def is_mutable(self) -> bool:
+        return False
+
+    def get_segments(self) -> Segments | None:
+        return self.batch.get_segments()
+
+    def _sources(self) -> tuple[BatchBase, ...]:
+        return (self.batch,)
+
+    # Reads
+
+    def get_at(self, idx: Any, *, out: Any = None) -> Any:
+        """Fetch samples in their structured form, into `out` if it is given."""
+        data = self._read(idx)[0]
+        return data if out is None else fill(out, data)
+
+    def get_flattened_at(self, idx: Any) -> Any:
+        return self._read(idx, flat=True)[0]
+
+    def get_at_with_metadata(self, idx: Any) -> Read:
+        return self._read(idx, metadata=True)
+
+    def get_flattened_at_with_metadata(self, idx: Any) -> Read:
+        return self._read(idx, flat=True, metadata=True)
+
+    def get_column_at(self, keys: Keys, idx: Any) -> Any:
+        return self._read(idx, keys)[0]
+
+    def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
+        return self._outward(self.batch._read(idx, keys, flat, metadata), keys, flat)
+
+    def get_located(
+        self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
+    ) -> Read | None:
+        found = self.batch.get_located(location, keys, flat, metadata)
+        return None if found is None else self._outward(found, keys, flat)
+
+    def draw_at(self, stream: Draws, n: int) -> Any:
+        return self._outward((self.batch.draw_at(stream, n), None), (), False)[0]
+
+    def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
+        return self._outward((self.batch.draw_column_at(keys, stream, n), None), keys, False)[0]
+
+    # Places
+
+    @property
+    def _moves(self) -> bool:
+        return self.batch._moves
+
+    def _existing(self) -> Any:
+        return self.batch._existing()
+
+    def locate(self, idx: Any) -> Location:
+        return self.batch.locate(idx)
+
+    def is_current(self, location: Location) -> Bools:
+        return self.batch.is_current(location)
+
+    def relocate(self, location: Location) -> Ints:
+        return self.batch.relocate(location)
+
+
+def _checked(batch: Any, name: str) -> BatchBase:
+    if not isinstance(batch, BatchBase):
+        kind = type(batch).__name__
+        raise TypeError(f"{name}: batch must be a BatchBase, got {kind}; wrap it in a ReplayBuffer")
+    return batch

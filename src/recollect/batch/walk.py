@@ -1,0 +1,99 @@
+"""The samples that a batch holds at one moment, to be read later, one part after another.
+
+In a ring that is being written the index of a sample changes and in the end the sample is gone. A walk
+remembers rows and generations instead, where the source has them, so that nothing is read twice, in another's
+place, or torn; what was overwritten in the meantime is left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+
+from recollect.batch.base import BatchBase
+from recollect.batch.location import Bools, Ints, Location, Segments, runs_of
+from recollect.batch.structure import unbatch
+
+Found = tuple[Any, "dict[str, Any] | None"]
+
+
+class Walk:
+    """A fixed list of samples of a batch; position k is the k-th of them."""
+
+    def __init__(self, batch: BatchBase, order: Sequence[int] | Ints, location: Location | None) -> None:
+        self.batch = batch
+        self._order = order
+        self._location = location
+
+    @classmethod
+    def start(cls, batch: BatchBase, permutation: Ints | None = None) -> Walk:
+        """Fix what `batch` holds now, in index order or in that of a permutation."""
+        order = batch._existing()
+        if permutation is not None:
+            order = np.asarray(order, np.int64)[permutation]
+        if not batch._moves or not len(order):
+            return cls(batch, order, None)
+        return cls(batch, order, batch.locate(np.asarray(order, np.int64)))
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def segments(self) -> Segments:
+        """Return runs of positions: segments, and gaps between them. For walks in index order."""
+        if self._location is not None:
+            return runs_of(self._location.segment)
+        known = self.batch.get_segments()
+        cuts = sorted({0, len(self), *(edge for pair in known or () for edge in pair)})
+        return list(pairwise(cuts))
+
+    def read(self, at: Ints, flat: bool = False, metadata: bool = False) -> Found | None:
+        """Read the samples at some positions, with a batch axis; None if any of them is gone."""
+        if self._location is not None:
+            return self.batch.get_located(self._location.take(at), (), flat, metadata)
+        try:
+            return self.batch._read(self._index(at), (), flat, metadata)
+        except IndexError:
+            if self.current(at).all():
+                raise
+            return None
+
+    def current(self, at: Ints) -> Bools:
+        """Tell which of the samples at some positions still exist."""
+        if self._location is not None:
+            return self.batch.is_current(self._location.take(at))
+        return np.asarray(self._index(at) < len(self.batch))
+
+    def _index(self, at: Ints) -> Ints:
+        return at if isinstance(self._order, range) else np.asarray(self._order)[at]
+
+    def rest(self, position: int) -> dict[str, Any]:
+        """Return plain arrays from which `restore` makes the walk from `position` on."""
+        index = np.asarray(self._order, np.int64)[position:].copy()
+        if self._location is None:
+            return {"index": index}
+        place = self._location
+        return {
+            "index": index,
+            "row": place.row[position:].copy(),
+            "generation": place.generation[position:].copy(),
+        }
+
+    @classmethod
+    def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Walk:
+        """Make a walk of what `rest` returned."""
+        index = np.asarray(state["index"], np.int64)
+        if "row" not in state:
+            return cls(batch, index, None)
+        return cls(batch, index, Location.of(state["row"], state["generation"], index))
+
+
+def iterate(batch: BatchBase) -> Iterator[Any]:
+    """Yield the samples of a batch one by one; see `BatchBase.__iter__`."""
+    walk = Walk.start(batch)
+    for position in range(len(walk)):
+        found = walk.read(np.array([position]))
+        if found is not None:
+            yield unbatch(batch.single_space, found[0], 0)

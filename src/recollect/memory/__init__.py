@@ -1,0 +1,1 @@
+"""The primitives under everything: segments of memory, and Rows, any whole value."""

@@ -1,0 +1,116 @@
+"""Where everything lies in a segment of rows, and the header that says so.
+
+    header: 256 bytes, then 128 per lane, rounded up to a page
+    stamps: 8 bytes a row, rounded up
+    segment ids, steps: 8 bytes a row each, only where segments are kept
+    rows: row_nbytes each
+
+An unbounded segment has the header alone; its rows follow in chunks that double the total, each laid out as above.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import AttachError, FormatError
+
+PAGE = 4096
+MAGIC = b"RECOLROW"
+VERSION = 1
+_TAGGED = 1
+# magic, version, flags, layout hash, nonce, capacity (0: unbounded), lanes, row bytes, process that made it
+_HEADER = struct.Struct("<8sII32s16sQQQQ")
+
+
+def page_up(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
+
+
+@dataclass(frozen=True, slots=True)
+class Geometry:
+    """The sizes of a segment of rows; `capacity` None is unbounded."""
+
+    capacity: int | None
+    n_lanes: int
+    row_nbytes: int
+    tagged: bool
+    layout_hash: str
+
+    @property
+    def header_nbytes(self) -> int:
+        return page_up(_core.HEADER_NBYTES + _core.LANE_NBYTES * self.n_lanes)
+
+    @property
+    def words_nbytes(self) -> int:
+        """Of one word per row: the stamps, or one of the two tags."""
+        return page_up(8 * (self.capacity or 0))
+
+    @property
+    def stamps_at(self) -> int:
+        return self.header_nbytes
+
+    @property
+    def segments_at(self) -> int:
+        return self.stamps_at + self.words_nbytes
+
+    @property
+    def steps_at(self) -> int:
+        return self.segments_at + self.words_nbytes
+
+    @property
+    def rows_at(self) -> int:
+        return self.stamps_at + self.words_nbytes * (3 if self.tagged else 1)
+
+    @property
+    def nbytes(self) -> int:
+        """Of the whole segment (of the header alone when unbounded)."""
+        if self.capacity is None:
+            return self.header_nbytes
+        return self.rows_at + page_up(self.row_nbytes * self.capacity)
+
+    def sections(self, mapping: _core.Mapping) -> tuple[Any, ...] | None:
+        """Where the core finds stamps, segment ids, steps and rows in one mapping of the segment."""
+        if self.capacity is None:
+            return None
+        tags = ((mapping, self.segments_at), (mapping, self.steps_at)) if self.tagged else (None, None)
+        return ((mapping, self.stamps_at), *tags, (mapping, self.rows_at))
+
+
+def write_header(mapping: _core.Mapping, geometry: Geometry, nonce: bytes) -> None:
+    """Write the static part; the words behind it start as zeros."""
+    g = geometry
+    packed = _HEADER.pack(
+        MAGIC, VERSION, _TAGGED if g.tagged else 0, g.layout_hash.encode()[:32], nonce, g.capacity or 0, g.n_lanes,
+        g.row_nbytes, _core.process_word(os.getpid()),
+    )  # fmt: skip
+    mapping.view(0, len(packed))[:] = np.frombuffer(packed, np.uint8)
+
+
+def read_header(mapping: _core.Mapping, what: str) -> tuple[Geometry, bytes]:
+    """Return the geometry and the nonce; FormatError if this is no segment of rows."""
+    magic, version, flags, layout_hash, nonce, capacity, n_lanes, row_nbytes, _ = _HEADER.unpack(
+        mapping.view(0, _HEADER.size).tobytes()
+    )
+    if magic != MAGIC:
+        raise FormatError(f"{what}: must begin with {MAGIC!r}, got {magic!r}; it is not a segment of rows")
+    if version != VERSION:
+        raise FormatError(f"{what}: version {version} is not readable here; it needs a release that writes it")
+    text = layout_hash.rstrip(b"\0").decode("ascii", "replace")
+    return Geometry(capacity or None, n_lanes, row_nbytes, bool(flags & _TAGGED), text), nonce
+
+
+def check_same(wanted: Geometry, found: Geometry, what: str) -> None:
+    """Raise AttachError naming the first field that differs."""
+    for name in ("layout_hash", "row_nbytes", "capacity", "n_lanes", "tagged"):
+        mine, theirs = getattr(wanted, name), getattr(found, name)
+        if name == "layout_hash":
+            mine = mine[:32]
+        if mine != theirs:
+            raise AttachError(f"{what}: {name} must be {mine}, found {theirs}; attach with the layout it was made with")

@@ -1,0 +1,211 @@
+"""A segment: memory of one process, of several (memfd), or of a file, with one way to share it.
+
+A memfd has no name: the kernel frees it with its last user, whatever that user died of, so nothing can leak. Another
+process of the same user reaches it through a handle, which says whose descriptor to open; the nonce in the header
+tells a descriptor number that was given to another file since.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import secrets
+import threading
+import weakref
+from dataclasses import dataclass
+from pathlib import Path
+
+from recollect import _core
+from recollect.errors import AttachError, FormatError
+from recollect.memory.geometry import Geometry, check_same, page_up, read_header, write_header
+from recollect.memory.limits import check_fits, human_nbytes
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """What another process needs to attach: a descriptor of a live process, or a file, and the nonce inside."""
+
+    pid: int
+    fd: int
+    path: str | None
+    nonce: bytes
+    geometry: Geometry
+
+
+class Segment:
+    """A mapped segment and the native rows in it; one per process and nonce, shared by its users.
+
+    Ownership: the kernel's; `release` of the last user unmaps and closes, nothing is ever unlinked.
+    Concurrency: `hold` and `release` from any thread.
+    """
+
+    def __init__(self, mapping: _core.Mapping, geometry: Geometry, fd: int, nonce: bytes, path: str | None,
+                 writable: bool, *, rows: _core.Rows | None = None) -> None:  # fmt: skip
+        self.mapping, self.geometry, self.nonce, self.path, self.writable = mapping, geometry, nonce, path, writable
+        self.fd = fd
+        self.users = 0
+        self.rows = rows or _core.Rows(
+            mapping, geometry.capacity or 0, geometry.n_lanes, geometry.row_nbytes, geometry.tagged, writable,
+            fd < 0, fd if geometry.capacity is None else -1, geometry.sections(mapping),
+        )  # fmt: skip
+
+    @property
+    def is_shared(self) -> bool:
+        """True when other processes can attach."""
+        return self.fd >= 0
+
+    def handle(self) -> Handle:
+        """Return what another process needs to attach to this segment."""
+        if not self.is_shared:
+            raise TypeError("this memory belongs to one process; use SharedMemoryStorage to share it")
+        return Handle(os.getpid(), self.fd, self.path, self.nonce, self.geometry)
+
+    def hold(self) -> Segment:
+        """Count one more user."""
+        with _lock:
+            self.users += 1
+        return self
+
+    def release(self) -> None:
+        """Count one user less; the last one closes."""
+        with _lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+            _attached.pop(self.nonce, None)
+            self.rows.close()
+            if self.fd >= 0:
+                os.close(self.fd)
+                self.fd = -1
+            del self.mapping
+
+
+_lock = threading.Lock()
+# Two objects of one process that mean the same segment must share its lane locks, hence its native rows.
+_attached: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+
+
+def in_ram(geometry: Geometry, what: str) -> Segment:
+    """Memory of this process alone."""
+    check_fits(geometry.nbytes, what)
+    return _fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
+
+
+def in_shared(geometry: Geometry, what: str) -> Segment:
+    """Memory that other processes can attach to, freed by the kernel with its last user."""
+    check_fits(geometry.nbytes, what)
+    fd = os.memfd_create("recollect", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, geometry.nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) -> Segment:
+    """A new file. Its space is taken at once unless `sparse`: a full disk is an error here, not a crash later."""
+    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
+    try:
+        if sparse:
+            os.ftruncate(fd, geometry.nbytes)
+        else:
+            os.posix_fallocate(fd, 0, geometry.nbytes)
+        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, str(path))
+    except BaseException as error:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            raise OSError(
+                errno.ENOSPC, f"{what}: needs {human_nbytes(geometry.nbytes)} of disk, which are not free", str(path)
+            ) from None
+        raise
+
+
+def over_file(path: Path, geometry: Geometry) -> Segment:
+    """Rows that lie packed in a file of nothing else, mapped for reading; the rest is memory of this process."""
+    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        rows = _core.Mapping(fd, 0, geometry.row_nbytes * (geometry.capacity or 0), False)
+    finally:
+        os.close(fd)
+    rest = _core.Mapping(-1, 0, geometry.rows_at, True)
+    nonce = secrets.token_bytes(16)
+    write_header(rest, geometry, nonce)
+    stamps, ids, steps, _ = geometry.sections(rest) or (None,) * 4
+    native = _core.Rows(
+        rest, geometry.capacity or 0, geometry.n_lanes, geometry.row_nbytes, geometry.tagged, True, True, -1,
+        (stamps, ids, steps, (rows, 0)),
+    )  # fmt: skip
+    return Segment(rest, geometry, -1, nonce, None, False, rows=native)
+
+
+def open_file(path: Path, *, writable: bool) -> Segment:
+    """Attach to an existing file."""
+    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    try:
+        return _attach(fd, str(path), writable, None, str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def attach(handle: Handle) -> Segment:
+    """Attach to the segment a handle speaks of; AttachError if it is gone or another."""
+    with _lock:
+        known = _attached.get(handle.nonce)
+    if known is not None and known.fd >= 0:
+        return known
+    if handle.path is not None:
+        what, target, flags = handle.path, handle.path, os.O_RDWR
+    else:
+        what, target = f"segment of process {handle.pid}", f"/proc/{handle.pid}/fd/{handle.fd}"
+        flags = os.O_RDWR
+    try:
+        fd = os.open(target, flags | os.O_CLOEXEC)
+    except OSError as error:
+        raise AttachError(f"{what}: its owner is gone or closed it ({error.strerror}); create it again") from None
+    try:
+        return _attach(fd, handle.path, True, handle, what)
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def _attach(fd: int, path: str | None, writable: bool, handle: Handle | None, what: str) -> Segment:
+    nbytes = os.fstat(fd).st_size
+    try:
+        if nbytes < page_up(1):
+            raise FormatError(f"{what}: must hold at least a header, got {nbytes} bytes; it is truncated")
+        geometry, nonce = read_header(_core.Mapping(fd, 0, page_up(1), False), what)
+        if nbytes < geometry.nbytes:
+            raise FormatError(f"{what}: must have {geometry.nbytes} bytes, got {nbytes}; it is truncated")
+    except FormatError as error:
+        if handle is None:
+            raise
+        raise AttachError(str(error)) from None
+    if handle is not None:
+        if nonce != handle.nonce:
+            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+        check_same(handle.geometry, geometry, what)
+    with _lock:
+        known = _attached.get(nonce)
+        if known is not None and known.fd >= 0 and (known.writable or not writable):
+            os.close(fd)
+            return known
+    segment = Segment(_core.Mapping(fd, 0, geometry.nbytes, writable), geometry, fd, nonce, path, writable)
+    with _lock:
+        if writable:
+            _attached[nonce] = segment
+    return segment
+
+
+def _fresh(mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None) -> Segment:
+    nonce = secrets.token_bytes(16)
+    write_header(mapping, geometry, nonce)
+    segment = Segment(mapping, geometry, fd, nonce, path, True)
+    with _lock:
+        _attached[nonce] = segment
+    return segment

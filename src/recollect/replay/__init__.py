@@ -1,0 +1,8 @@
+"""The replay buffer: a storage, a cursor and segments."""
+
+from __future__ import annotations
+
+from recollect.replay.buffer import ReplayBuffer, ReplayStats
+from recollect.replay.lane import Lane
+
+__all__ = ["Lane", "ReplayBuffer", "ReplayStats"]

@@ -1,0 +1,197 @@
+"""The seam inside a ReplayBuffer: what a ring of samples must be able to do, whatever it is made of.
+
+`RowsEngine` is the ring of the native rows (memory, shared, memmap); `replay/plain.py` has the one over any other
+storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest. Data here is always numpy.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+
+from recollect.errors import SegmentOpenError
+from recollect.spaces import Layout
+from recollect.storage.rows import RowStorage, encode_at
+
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+Keys = tuple[str | int, ...]
+Segments = list[tuple[int, int]]
+
+
+class Engine(Protocol):
+    """A ring of samples with segments; indices count from the oldest and are already normalised."""
+
+    tracked: bool
+    offset: int
+
+    def count(self) -> int: ...
+    def read(self, index: int | Ints, keys: Keys = ()) -> Any: ...
+    def draw(self, key: int, counter: int, n: int, keys: Keys = ()) -> Any: ...
+    def append(self, value: Any) -> None: ...
+    def extend(self, value: Any, ends: Any = None) -> None: ...
+    def extend_part(self, value: Any, closes: bool) -> None: ...
+    def overwrite(self, index: int | Ints, value: Any) -> None: ...
+    def remove(self, index: Ints) -> None: ...
+    def clear(self) -> None: ...
+    def end_segment(self) -> None: ...
+    def open_segment(self) -> tuple[int, int] | None: ...
+    def has_open_segment(self) -> bool: ...
+    def segments(self) -> Segments | None: ...
+    def locate(self, index: Ints) -> tuple[Ints, Ints, Ints, Ints]: ...
+    def index_of(self, row: Ints, generation: Ints) -> Ints: ...
+    def counters(self) -> dict[str, int]: ...
+    def reject(self, n: int) -> None: ...
+
+
+class RowsEngine:
+    """The ring of packed rows; one native call per operation, lanes and processes included."""
+
+    def __init__(self, storage: RowStorage, tracked: bool, lane: int = -1) -> None:
+        self.storage, self.tracked, self.lane = storage, tracked, lane
+        self.native, self.codec, self.layout = storage.rows.native, storage.codec, storage.layout
+        self._is_fixed = self.layout.is_fixed
+        self._append = self.native.append
+        self._copying = False
+
+    @property
+    def offset(self) -> int:
+        (low, _, _), *_ = self.native.windows()
+        g = self.storage.rows.geometry
+        return int(low) if self.storage.capacity is None else int(low % (g.capacity // g.n_lanes))
+
+    def count(self) -> int:
+        return int(self.native.count())
+
+    def adopt(self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None) -> None:
+        """Take over rows that hold `count` samples from row `offset` on; what cannot be is a ValueError."""
+        capacity, lanes = self.storage.capacity, self.storage.rows.geometry.n_lanes
+        whole = [*segments, *([active] if active else [])]
+        check_adoption(count, offset, capacity, lanes, whole, self.tracked)
+        self.native.set_window(0, offset, offset + count)
+        for number, (first, length) in enumerate(whole):
+            self.native.set_tags(first, length, number * lanes + 1, 0)
+        self.native.set_segment_counter(len(whole))
+        if active:
+            self.native.claim(0)
+            self.native.set_open(0, (len(whole) - 1) * lanes + 1)
+
+    # -- reads
+
+    def read(self, index: int | Ints, keys: Keys = (), out: Any = None) -> Any:
+        layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
+        single = isinstance(index, int)
+        rows = np.array([index]) if isinstance(index, int) else np.ascontiguousarray(index)
+        data = self.native.read(codec, rows, single, out)
+        if layout.is_fixed:
+            return data
+        return layout.decode_one(data) if single else layout.decode_batch(data, len(rows))
+
+    def draw(self, key: int, counter: int, n: int, keys: Keys = (), out: Any = None) -> Any:
+        layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
+        data = self.native.draw(codec, key, counter, n, out)
+        return data if data is None or layout.is_fixed else layout.decode_batch(data, n)
+
+    # -- writes
+
+    def append(self, value: Any) -> None:
+        if not self._append(self.codec, value, self.lane):
+            arrays = [a[None] for a in self.layout.encode_one(value, self.storage.cast)]
+            self.native.write(self.codec, arrays, 1, self.lane, None, True)
+
+    def extend(self, value: Any, ends: Any = None) -> None:
+        self._write(value, None if ends is None else _flags(ends), keep_open=False, check=True)
+
+    def extend_part(self, value: Any, closes: bool) -> None:
+        if not self.tracked:
+            return self._write(value, None, keep_open=False, check=False)
+        self._write(value, None, keep_open=not closes, check=not self._copying)
+        self._copying = not closes
+        if closes:
+            self.end_segment()  # an empty block writes nothing, and ends it all the same
+        return None
+
+    def _write(self, value: Any, ends: Any, *, keep_open: bool, check: bool) -> None:
+        if check and self.tracked and self.native.has_open(self.native.claim(self.lane)):
+            raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
+        done = self.native.extend(self.codec, value, self.lane, ends, keep_open) if self._is_fixed else -1
+        if done < 0:
+            n, arrays = self.layout.encode_batch(value, self.storage.cast)
+            self.native.write(self.codec, arrays, n, self.lane, ends, keep_open)
+
+    def overwrite(self, index: int | Ints, value: Any) -> None:
+        self.native.overwrite(self.codec, *encode_at(self.layout, index, value, self.storage.cast))
+
+    def remove(self, index: Ints) -> None:
+        self.native.remove(np.unique(index))
+
+    def clear(self) -> None:
+        self.native.clear()
+
+    # -- segments
+
+    def _held_lane(self) -> int:
+        return self.lane if self.lane >= 0 else int(self.native.held_lane())
+
+    def end_segment(self) -> None:
+        lane = self._held_lane()
+        if lane >= 0 and self.tracked:
+            self.native.end_segment(lane)
+
+    def open_segment(self) -> tuple[int, int] | None:
+        lane = self._held_lane()
+        found = self.native.open_segment(lane) if lane >= 0 and self.tracked else None
+        return None if found is None else (found[0], found[1])
+
+    def has_open_segment(self) -> bool:
+        return self.tracked and self.storage.has_open_segment
+
+    def segments(self) -> Segments | None:
+        if not self.tracked:
+            return None
+        _, _, starts, lengths, _, _ = self.native.segments()
+        return list(zip(starts.tolist(), (starts + lengths).tolist()))
+
+    # -- places and counts
+
+    def locate(self, index: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+        row, generation, segment, step = self.native.locate(np.ascontiguousarray(index))
+        if not self.tracked:
+            segment, step = np.full_like(row, -1), np.full_like(row, -1)
+        return row, generation, segment, step
+
+    def index_of(self, row: Ints, generation: Ints) -> Ints:
+        found: Ints = self.native.index_of(np.ascontiguousarray(row), np.ascontiguousarray(generation))
+        return found
+
+    def counters(self) -> dict[str, int]:
+        return dict(self.native.counters())
+
+    def reject(self, n: int) -> None:
+        self.native.reject(n)
+
+
+def _flags(ends: Any) -> Any:
+    flags = np.asarray(ends)
+    if flags.dtype != bool or flags.ndim != 1:
+        raise ValueError(f"ends: must be a 1-D bool array, got {flags.dtype} of shape {flags.shape}")
+    return np.ascontiguousarray(flags)
+
+
+def check_adoption(count: int, offset: int, capacity: int | None, lanes: int, segments: list[tuple[int, int]],
+                   tracked: bool) -> None:  # fmt: skip
+    """Raise ValueError for a count, offset or segments that no ring could have."""
+    if count < 0 or (capacity is not None and count > capacity // lanes):
+        raise ValueError(f"count: must be in [0, {None if capacity is None else capacity // lanes}], got {count}")
+    if offset < 0 or (offset != 0 if capacity is None else offset >= capacity // lanes):
+        raise ValueError(f"offset: must be a row of the ring (0 when unbounded), got {offset}")
+    if segments and not tracked:
+        raise ValueError("physical_segments: need maintain_segment_metadata=True")
+    expected = 0
+    for first, length in segments:
+        place = first - offset if capacity is None else (first - offset) % capacity
+        if length < 1 or place != expected or place + length > count:
+            raise ValueError(f"physical_segments: must follow each other within the {count} samples, got {(first, length)}")
+        expected = place + length
+    if tracked and expected != count:
+        raise ValueError(f"physical_segments: must cover the {count} samples, got {expected}")

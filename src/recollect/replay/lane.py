@@ -1,0 +1,55 @@
+"""A lane by number: one writer's share of a buffer."""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+from recollect.errors import ClosedError
+from recollect.replay.engine import RowsEngine
+
+
+class Lane:
+    """Writes to one lane of a buffer, for threads and for processes that choose their lane.
+
+    Ownership: holds the lane until `close()`; a dead process's lanes are free.
+    Concurrency: threads may share it; each call is atomic.
+    """
+
+    def __init__(self, engine: RowsEngine, number: int) -> None:
+        self._engine: RowsEngine | None = RowsEngine(engine.storage, engine.tracked, number)
+        self.number = number
+        engine.native.claim(number)
+
+    def append(self, value: Any) -> None:
+        """Add one sample to this lane."""
+        self._open().append(value)
+
+    def extend(self, value: Any, *, ends: Any = None) -> None:
+        """Add a block of samples to this lane."""
+        self._open().extend(value, ends)
+
+    def mark_segment_end(self) -> None:
+        """Close this lane's open segment; none: nothing happens."""
+        self._open().end_segment()
+
+    @property
+    def open_segment(self) -> tuple[int, int] | None:
+        """This lane's open segment as `(start, end)`, or None."""
+        return self._open().open_segment()
+
+    def close(self) -> None:
+        """Release the lane; its open segment ends."""
+        if self._engine is not None:
+            engine, self._engine = self._engine, None
+            engine.native.release(self.number)
+
+    def _open(self) -> RowsEngine:
+        if self._engine is None:
+            raise ClosedError(f"lane {self.number}: this handle was closed; call on_lane({self.number}) again")
+        return self._engine
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

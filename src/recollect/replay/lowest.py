@@ -1,0 +1,105 @@
+"""`evict="lowest"`: a full buffer gives up its lowest sample by a key, not its oldest."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import SchemaError
+from recollect.replay.engine import Ints, RowsEngine
+from recollect.spaces import Layout
+from recollect.storage.rows import RowStorage, encode_at
+
+_EXACT = 1 << 53  # whole numbers below this compare exactly as float64
+
+
+class LowestEngine(RowsEngine):
+    """Samples stay in their rows; a new one takes the row of the lowest, or is rejected if it is lower itself.
+
+    The order of arrival, which decides between equals, stands in the rows' step tags, so it survives with them. The
+    tree over the keys is this process's own and is built from the rows when it is first needed.
+    """
+
+    def __init__(self, storage: RowStorage, key: str) -> None:
+        super().__init__(storage, tracked=False)
+        self.key = key
+        self.field = key_field(storage.layout, key)
+        self._tree: _core.MinTree | None = None
+        self._next = 0
+
+    def append(self, value: Any) -> None:
+        self._add([a[None] for a in self.layout.encode_one(value, self.storage.cast)], 1)
+
+    def extend(self, value: Any, ends: Any = None) -> None:
+        n, arrays = self.layout.encode_batch(value, self.storage.cast)
+        self._add(arrays, n)
+
+    def extend_part(self, value: Any, closes: bool) -> None:
+        self.extend(value)
+
+    def overwrite(self, index: int | Ints, value: Any) -> None:
+        at, arrays = encode_at(self.layout, index, value, self.storage.cast)
+        keys = self._keys(arrays)
+        self.native.overwrite(self.codec, at, arrays)
+        rows, _, _, orders = self.native.locate(at)
+        self._ready().set(rows, keys, orders)
+
+    def remove(self, index: Ints) -> None:
+        super().remove(index)
+        self._tree = None  # rows have moved
+
+    def clear(self) -> None:
+        super().clear()
+        self._tree = None
+
+    def _add(self, arrays: list[Any], n: int) -> None:
+        keys = self._keys(arrays)
+        tree, capacity = self._ready(), self.storage.capacity or 0
+        held = self.count()
+        fresh = min(n, capacity - held)
+        if fresh:
+            self.native.write(self.codec, [a[:fresh] for a in arrays], fresh, self.lane, None, True)
+            self._enter(self.native.locate(np.arange(held, held + fresh))[0], keys[:fresh])
+        for i in range(fresh, n):
+            value, _, row = tree.lowest()
+            if keys[i] < value:
+                self.reject(1)
+                continue
+            self.native.replace(self.codec, int(row), [a[i : i + 1] for a in arrays])
+            self._enter(np.array([row]), keys[i : i + 1])
+
+    def _enter(self, rows: Ints, keys: Any) -> None:
+        orders = np.arange(self._next, self._next + len(rows))
+        self._next += len(rows)
+        for row, order in zip(rows.tolist(), orders.tolist()):
+            self.native.set_tags(row, 1, 1, order)
+        self._ready().set(rows, keys, orders)
+
+    def _ready(self) -> _core.MinTree:
+        if self._tree is None:
+            self._tree = _core.MinTree(self.storage.capacity or 1)
+            index = np.arange(self.count())
+            rows, _, _, orders = self.native.locate(index)
+            self._next = int(orders.max(initial=-1)) + 1
+            keys = np.asarray(self.read(index, tuple(self.key.split("/"))), np.float64)
+            self._tree.set(rows, keys, orders)
+        return self._tree
+
+    def _keys(self, arrays: list[Any]) -> Any:
+        keys = arrays[self.field]
+        if np.isnan(keys.astype(np.float64)).any():
+            raise SchemaError(f"{self.key}: must be a number to be ordered by, got NaN; score it before append")
+        if keys.dtype.kind in "iu" and keys.size and max(abs(int(keys.max())), abs(int(keys.min()))) > _EXACT:
+            raise SchemaError(f"{self.key}: must be within 2**53 to be ordered exactly, got {int(keys.max())}; scale it")
+        return keys.astype(np.float64)
+
+
+def key_field(layout: Layout, key: Any) -> int:
+    """The number of the field to order by; it must be a scalar leaf."""
+    scalars = {leaf.name: leaf.fields[0] for leaf in layout.leaves if len(leaf.fields) == 1}
+    names = [name for name, f in scalars.items() if layout.fields[f].shape == () and layout.fields[f].dtype.kind in "fiub"]
+    if key not in names:
+        raise ValueError(f"evict_key: must be a scalar leaf, one of {names}, got {key!r}")
+    return scalars[key]

@@ -1,0 +1,136 @@
+"""A replay buffer on disk: `dumps`, `load_from`, and what can be told from the path alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from recollect.errors import FormatError, SegmentOpenError
+from recollect.memory.rows import Rows
+from recollect.replay.lowest import LowestEngine
+from recollect.spaces import as_space, first_difference, space_from_json
+from recollect.storage.backend import ToBackendOrDeviceStorage
+from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.dump import STORAGE, DumpWriter, check_files, read_manifest
+from recollect.storage.memmap import MemmapStorage
+from recollect.storage.registry import find_storage, find_stored
+from recollect.storage.row_dump import write_rows
+from recollect.storage.rows import RowStorage, live_file, stored_layout
+
+if TYPE_CHECKING:
+    from recollect.replay.buffer import ReplayBuffer
+
+FORMAT = "recollect.replay"
+
+
+def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
+    """Do `buffer.dumps(path, cut_open=cut_open)`."""
+    if not cut_open and buffer.engine.has_open_segment():
+        raise SegmentOpenError(
+            "dumps: a segment is open; call mark_segment_end() first, or dumps(path, cut_open=True) "
+            "to save it as ending at its last sample"
+        )
+    storage = buffer.inner_storage
+    if isinstance(storage, MemmapStorage) and storage.is_live_at(path):
+        storage.rows.sync()
+        storage.write_live(FORMAT, {"evict": buffer.evict_record()})
+        return
+    writer = DumpWriter(Path(path))
+    if isinstance(storage, RowStorage):
+        record = storage.record(write_rows(writer, storage.rows))
+        if not buffer.engine.tracked:
+            record["segments"] = None
+        if isinstance(buffer.engine, LowestEngine):
+            _write_orders(writer, buffer.engine)
+    else:
+        record = buffer.engine.dump(writer)  # type: ignore[attr-defined]
+    writer.finish({**record, "evict": buffer.evict_record(), "format": FORMAT})
+
+
+def _write_orders(writer: DumpWriter, engine: LowestEngine) -> None:
+    with writer.file(f"orders-{writer.commit}.bin") as f:
+        f.write(engine.native.locate(np.arange(engine.count()))[3].astype("<i8").data)
+
+
+def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only: bool, multiprocessing: bool,
+                 storage: Any, **kwargs: Any) -> SpaceStorage:  # fmt: skip
+    """Open the storage that a manifest names, or as the kind that the caller asks for."""
+    cls = find_storage(storage) if storage is not None else find_stored(manifest["storage"]["name"], str(path))
+    if multiprocessing and not cls.is_multiprocessing_safe and cls.short_name == "memory":
+        cls = find_storage("shared")
+    if multiprocessing and not cls.is_multiprocessing_safe:
+        raise ValueError(f"multiprocessing: {cls.__name__} belongs to one process; pass storage='shared'")
+    if issubclass(cls, RowStorage):
+        verify = bool(kwargs.pop("verify", False))
+        if kwargs:
+            raise TypeError(f"load_from: unknown arguments {sorted(kwargs)} for {cls.__name__}")
+        cast = bool(manifest["storage"].get("options", {}).get("cast"))
+        return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
+    check_files(path, manifest, verify=bool(kwargs.pop("verify", False)))
+    return cls.load_from(
+        path / manifest["storage_path_relative"], space, capacity=manifest["capacity"], read_only=read_only,
+        multiprocessing=multiprocessing, **kwargs,
+    )  # fmt: skip
+
+
+def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, read_only: bool,
+         multiprocessing: bool, space: Any, storage: Any, **kwargs: Any) -> ReplayBuffer:  # fmt: skip
+    """Do `ReplayBuffer.load_from(path, ...)`."""
+    path = Path(path)
+    manifest = read_manifest(path, (FORMAT,))
+    stored = stored_space(path, manifest)
+    if space is not None:
+        space = as_space(space)
+        difference = first_difference(space, stored)
+        if difference:
+            raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
+        stored = space
+    opened = load_storage(path, manifest, space=stored, read_only=read_only, multiprocessing=multiprocessing,
+                          storage=storage, **kwargs)  # fmt: skip
+    try:
+        if isinstance(opened, RowStorage) and manifest["evict"]["by"] == "lowest":
+            _read_orders(path, manifest, opened)
+        wrapped: SpaceStorage = opened
+        if backend not in (None, "numpy") or device is not None:
+            wrapped = ToBackendOrDeviceStorage(opened, backend, device)
+        return cls._over(
+            wrapped, tracked=manifest["segments"] is not None, evict=manifest["evict"],
+            multiprocessing=multiprocessing, cache_path=str(path), state=manifest,
+        )  # fmt: skip
+    except BaseException:
+        opened.close()
+        raise
+
+
+def _read_orders(path: Path, manifest: dict[str, Any], storage: RowStorage) -> None:
+    if manifest["live"]:
+        return
+    orders = np.fromfile(path / STORAGE / f"orders-{manifest['commit']}.bin", "<i8")
+    rows = storage.rows.native.locate(np.arange(len(orders)))[0]
+    for row, order in zip(rows.tolist(), orders.tolist()):
+        storage.rows.native.set_tags(row, 1, 1, order)
+
+
+def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
+    """The space that a manifest describes."""
+    try:
+        return space_from_json(manifest["space"])
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: its space cannot be read ({error}); it is damaged") from None
+
+
+def peek(path: PathName) -> dict[str, Any] | None:
+    """The manifest of a dump, None if there is none; a broken one raises."""
+    path = Path(path)
+    if not (path / "manifest.json").exists():
+        return None
+    manifest = read_manifest(path, (FORMAT,))
+    if manifest.get("live"):
+        rows = Rows.open_file(live_file(path, manifest), stored_layout(path, manifest), writable=False)
+        try:
+            manifest["count"] = rows.native.count()
+        finally:
+            rows.close()
+    return manifest

@@ -1,0 +1,349 @@
+"""BatchSampler: the contract of everything that chooses samples and gathers them into batches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from threading import Lock
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.batch.base import BatchBase
+from recollect.batch.structure import fill
+from recollect.batch.to_backend import ToBackendOrDeviceBatch
+from recollect.batch.transformed import TransformedBatch
+from recollect.batch.view import Read, View
+from recollect.sampling.epoch import Epoch
+from recollect.sampling.stream import IndexStream, Ints, mix
+from recollect.spaces import batch_space
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerStats:
+    """What a sampler is and has done; `skipped` samples were overwritten before their turn in an epoch."""
+
+    kind: str
+    length: int
+    batch_size: int
+    batches: int
+    skipped: int
+    source: Any
+
+
+class BatchSampler(View):
+    """A read-only batch over `data` that draws mini-batches from it; subclasses say how.
+
+    A subclass assigns `self.data` and gives `_draw_index()`, which returns the indices of one batch. Getters
+    pass on to the source, `len` counts it, and iterating is one epoch. `rng` is a numpy Generator for
+    transformations, restarted with the index stream by `manual_seed`, which also calls `manual_seed` of every
+    transformation in the source that has one.
+
+    Ownership: holds no data; a batch is the caller's own.
+    Concurrency: one thread at a time, a second raises RuntimeError; several samplers may share a source.
+
+    Example:
+        >>> import numpy as np, recollect as rc
+        >>> class Newest(rc.BatchSampler):
+        ...     def __init__(self, data, batch_size):
+        ...         super().__init__(data.single_space, data.single_metadata_space, batch_size)
+        ...         self.data = data
+        ...     def _draw_index(self):
+        ...         return np.arange(len(self) - self.batch_size, len(self))
+        >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, ((), "int64"), capacity=8)
+        >>> buf.extend(np.arange(6))
+        >>> Newest(buf, 2).sample()
+        array([4, 5])
+    """
+
+    def __init__(self, single_space: Any, single_metadata_space: Any = None, batch_size: int = 1) -> None:
+        """Set the spaces of one sample and how many a batch has; `data` is assigned by the subclass."""
+        BatchBase.__init__(self, single_space, single_metadata_space)
+        self.batch_size = _checked_size(batch_size)
+        self._stream = IndexStream()
+        self.rng = _generator(self._stream.seed)
+        self._batches = 0
+        self._skipped = 0
+        self._epoch: Epoch | None = None
+        self._resumed: Epoch | None = None
+        self._lock()
+
+    def _lock(self) -> None:
+        turn = Lock()
+        # Bound once: the fast path of a sampler is a few attribute loads.
+        self._enter, self._leave = turn.acquire, turn.release
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the lock and what is bound to it."""
+        return {key: value for key, value in vars(self).items() if key not in self._unpicklable()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._lock()
+
+    def _unpicklable(self) -> tuple[str, ...]:
+        return ("_enter", "_leave")
+
+    # The source
+
+    def __getattr__(self, name: str) -> Any:
+        """Explain the one attribute that a subclass must bring."""
+        if name in ("batch", "_data"):
+            raise AttributeError(
+                f"{type(self).__name__}: data must be assigned first, got no source; set .data"
+            )
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    @property
+    def data(self) -> BatchBase:
+        """The batch that samples are drawn from."""
+        data: BatchBase = self._data
+        return data
+
+    @data.setter
+    def data(self, data: BatchBase) -> None:
+        self._bind(data, None)
+
+    def _bind(self, data: BatchBase, device: Any) -> None:
+        if not isinstance(data, BatchBase):
+            name, kind = type(self).__name__, type(data).__name__
+            raise TypeError(f"{name}: data must be a BatchBase, got {kind}; put it into a ReplayBuffer")
+        self._data = data
+        self.batch = data if device is None else ToBackendOrDeviceBatch(data, None, device)
+
+    @property
+    def sampled_space(self) -> Space[Any]:
+        """The space of one batch."""
+        return batch_space(self.single_space, self.batch_size)
+
+    @property
+    def sampled_metadata_space(self) -> spaces.Dict | None:
+        """The space of one batch's metadata, or None."""
+        if self.single_metadata_space is None:
+            return None
+        space = batch_space(self.single_metadata_space, self.batch_size)
+        return space if isinstance(space, spaces.Dict) else None
+
+    def stats(self) -> Any:
+        """Return a frozen record of what was drawn and skipped."""
+        name = type(self).__name__
+        return SamplerStats(name, len(self), self.batch_size, self._batches, self.skipped, self._data.stats())
+
+    @property
+    def skipped(self) -> int:
+        """How many samples epochs have left out because they were overwritten before their turn."""
+        return self._skipped
+
+    # Draws
+
+    def sample(self, *, out: Any = None) -> Any:
+        """Draw a batch, into the arrays `out` if they are given."""
+        data = self._sample(False, False)[0]
+        return data if out is None else fill(out, data)
+
+    def sample_flat(self) -> Any:
+        """Draw a batch of flattened samples."""
+        return self._sample(True, False)[0]
+
+    def sample_with_metadata(self) -> Read:
+        """Draw a batch together with its metadata."""
+        return self._sample(False, True)
+
+    def sample_flat_with_metadata(self) -> Read:
+        """Draw a batch of flattened samples together with its metadata."""
+        return self._sample(True, True)
+
+    def sample_index(self) -> Ints:
+        """Draw the indices of a batch, and gather nothing."""
+        self._take_turn()
+        try:
+            return self._draw_index()
+        finally:
+            self._leave()
+
+    def _draw_index(self) -> Ints:
+        raise NotImplementedError(
+            f"{type(self).__name__}: must define _draw_index, got none; see BatchSampler"
+        )
+
+    def _sample(self, flat: bool, metadata: bool) -> Read:
+        self._take_turn()
+        try:
+            while True:
+                size = len(self._data)
+                index = self._draw_index()
+                try:
+                    found = self.batch._read(index, (), flat, metadata)
+                except IndexError:
+                    if len(self._data) >= size:
+                        raise
+                else:
+                    self._batches += 1
+                    return found
+        finally:
+            self._leave()
+
+    def _take_turn(self) -> None:
+        if not self._enter(False):
+            raise self._busy()
+
+    def _busy(self) -> RuntimeError:
+        name = type(self).__name__
+        return RuntimeError(
+            f"{name}: must be used by one thread at a time, got a second; make one sampler each"
+        )
+
+    # Epochs
+
+    def __iter__(self) -> Iterator[Any]:
+        """Iterate over one epoch."""
+        return self.epoch_iter()
+
+    def epoch_iter(self, *, drop_last: bool = False) -> Iterator[Any]:
+        """Yield every sample that exists at the first `next` once, in batches, in a fresh permutation.
+
+        The last batch may be short; `drop_last` drops it. After `load_state_dict` inside an epoch the next
+        iterator yields the rest of it.
+        """
+        for data, _ in self._run_epoch(drop_last, False, False):
+            yield data
+
+    def epoch_iter_with_metadata(self, *, drop_last: bool = False) -> Iterator[Read]:
+        """Yield an epoch as `epoch_iter`, with metadata."""
+        yield from self._run_epoch(drop_last, False, True)
+
+    def epoch_flat_iter(self, *, drop_last: bool = False) -> Iterator[Any]:
+        """Yield an epoch as `epoch_iter`, flattened."""
+        for data, _ in self._run_epoch(drop_last, True, False):
+            yield data
+
+    def epoch_flat_iter_with_metadata(self, *, drop_last: bool = False) -> Iterator[Read]:
+        """Yield an epoch as `epoch_iter`, flattened and with metadata."""
+        yield from self._run_epoch(drop_last, True, True)
+
+    def _run_epoch(self, drop_last: bool, flat: bool, metadata: bool) -> Iterator[Read]:
+        epoch = self._begin_epoch()
+        try:
+            while (found := self._next_of(epoch, drop_last, flat, metadata)) is not None:
+                yield found
+        finally:
+            self._end_epoch(epoch)
+
+    def _begin_epoch(self) -> Epoch:
+        self._take_turn()
+        try:
+            epoch = self._resumed or Epoch.start(self.batch, self._stream)
+            self._epoch, self._resumed = epoch, None
+            return epoch
+        finally:
+            self._leave()
+
+    def _next_of(self, epoch: Epoch, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
+        self._take_turn()
+        try:
+            before = epoch.skipped
+            found = epoch.take(self.batch_size, drop_last, flat, metadata)
+            self._skipped += epoch.skipped - before
+            self._batches += found is not None
+            return found
+        finally:
+            self._leave()
+
+    def _end_epoch(self, epoch: Epoch) -> None:
+        if self._epoch is epoch:
+            self._epoch = None
+
+    # Seeds and state
+
+    def manual_seed(self, seed: int) -> None:
+        """Restart the index stream and the transformations' randomness, and forget a resumed epoch."""
+        self._take_turn()
+        try:
+            self._seed(seed)
+        finally:
+            self._leave()
+
+    def _seed(self, seed: int) -> None:
+        stream = IndexStream(seed)
+        self._stream = stream
+        self.rng = _generator(stream.seed)
+        self._epoch = self._resumed = None
+        for k, transformation in enumerate(self._transformations("manual_seed")):
+            transformation.manual_seed(mix(stream.seed + k + 1) >> 1)
+
+    def _transformations(self, method: str) -> list[Any]:
+        found = [t for t in _transformations_in(self._data) if callable(getattr(t, method, None))]
+        return list({id(t): t for t in found}.values())
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers, strings and arrays from which the next draws go on, inside an epoch too."""
+        epoch = self._epoch or self._resumed
+        return {
+            **self._configuration(),
+            "stream": self._stream.state_dict(),
+            "rng": _copied(self.rng.bit_generator.state),
+            "transformations": [t.state_dict() for t in self._transformations("state_dict")],
+            "epoch": None if epoch is None else epoch.state_dict(),
+            "batches": self._batches,
+            "skipped": self.skipped,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on where `state_dict` was called; a state of another configuration raises ValueError."""
+        self._check_configuration(state)
+        self._take_turn()
+        try:
+            self._load(state)
+        finally:
+            self._leave()
+
+    def _load(self, state: dict[str, Any]) -> None:
+        epoch = state["epoch"]
+        resumed = None if epoch is None else Epoch.restore(self.batch, epoch)
+        self._stream.load_state_dict(state["stream"])
+        self.rng.bit_generator.state = state["rng"]
+        for t, saved in zip(self._transformations("load_state_dict"), state["transformations"]):
+            t.load_state_dict(saved)
+        self._epoch, self._resumed = None, resumed
+        self._batches, self._skipped = int(state["batches"]), int(state["skipped"])
+
+    def _configuration(self) -> dict[str, Any]:
+        """What must be equal for a state to be loaded."""
+        return {"kind": type(self).__name__, "batch_size": self.batch_size}
+
+    def _check_configuration(self, state: dict[str, Any]) -> None:
+        name = type(self).__name__
+        for key, value in self._configuration().items():
+            if state.get(key) != value:
+                given = state.get(key)
+                raise ValueError(
+                    f"{name}: {key} must be {value!r} to load this state, got {given!r}; make it so"
+                )
+
+
+def _transformations_in(batch: BatchBase) -> Iterator[Any]:
+    """Yield the transformations of every view under `batch`, outermost first."""
+    if isinstance(batch, TransformedBatch):
+        yield from (t for t in (batch.transformation, batch.metadata_transformation) if t is not None)
+    for source in batch._sources():
+        yield from _transformations_in(source)
+
+
+def _generator(seed: int) -> np.random.Generator:
+    # Philox: its state is words and arrays of words, which any file format can hold.
+    return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, 0x7261_6E64])))
+
+
+def _copied(state: Any) -> Any:
+    if isinstance(state, dict):
+        return {key: _copied(value) for key, value in state.items()}
+    return state.copy() if isinstance(state, np.ndarray) else state
+
+
+def _checked_size(batch_size: Any) -> int:
+    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
+        raise TypeError(f"batch_size: must be an int, got {type(batch_size).__name__}; pass how many to draw")
+    if batch_size < 1:
+        raise ValueError(f"batch_size: must be at least 1, got {batch_size}; pass how many to draw")
+    return int(batch_size)

@@ -1,0 +1,79 @@
+"""Epoch: every sample that exists at its start once, in a random order, resumable anywhere."""
+
+from __future__ import annotations
+
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from recollect.batch.base import CONTENTION_S, BatchBase
+from recollect.batch.location import Ints
+from recollect.batch.walk import Found, Walk
+from recollect.errors import ContentionError
+from recollect.sampling.stream import IndexStream
+
+
+class Epoch:
+    """One pass over what a batch holds; samples overwritten before their turn are skipped and counted.
+
+    Ownership: holds the order (8 B a sample) and, over a ring, rows and generations (16 B more); no data.
+    """
+
+    def __init__(self, walk: Walk) -> None:
+        """Begin at the first position of a walk."""
+        self._walk = walk
+        self._position = 0
+        self.skipped = 0
+
+    @classmethod
+    def start(cls, batch: BatchBase, stream: IndexStream) -> Epoch:
+        """Fix what `batch` holds now, in a fresh permutation."""
+        while True:
+            size = len(batch._existing())
+            try:
+                return cls(Walk.start(batch, stream.permutation(size)))
+            except IndexError:  # it shrank between the two
+                if len(batch._existing()) >= size:
+                    raise
+
+    def take(self, n: int, drop_last: bool, flat: bool, metadata: bool) -> Found | None:
+        """Return the next batch, of `n` while they last; None at the end."""
+        deadline = 0.0
+        chosen = np.empty(0, np.int64)
+        while True:
+            chosen = self._top_up(chosen, n)
+            if not len(chosen) or (drop_last and len(chosen) < n):
+                return None
+            found = self._walk.read(chosen, flat, metadata)
+            if found is not None:
+                return found
+            kept = chosen[self._walk.current(chosen)]
+            self.skipped += len(chosen) - len(kept)
+            if len(kept) == len(chosen):
+                deadline = deadline or monotonic() + CONTENTION_S
+                _check_deadline(deadline)
+            chosen = kept
+
+    def _top_up(self, chosen: Ints, n: int) -> Ints:
+        end = min(self._position + n - len(chosen), len(self._walk))
+        more = np.arange(self._position, end)
+        self._position = end
+        return np.concatenate([chosen, more]) if len(chosen) else more
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain arrays from which the rest of the epoch is made."""
+        return self._walk.rest(self._position)
+
+    @classmethod
+    def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Epoch:
+        """Make the rest of an epoch."""
+        return cls(Walk.restore(batch, state))
+
+
+def _check_deadline(deadline: float) -> None:
+    if monotonic() > deadline:
+        raise ContentionError(
+            f"epoch: a batch must be read within {CONTENTION_S} s, got lapped by writers all that time; "
+            "draw smaller batches or give the buffer more capacity"
+        )

@@ -1,0 +1,93 @@
+"""StepSampler: single steps, uniformly."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.batch.base import BatchBase
+from recollect.batch.structure import fill
+from recollect.sampling.base import BatchSampler
+from recollect.sampling.stream import Ints
+
+
+class StepSampler(BatchSampler):
+    """Draws `batch_size` samples of `data`, uniformly over what exists now, with replacement.
+
+    `replace=False` draws without (too few samples: ValueError). `device` moves the result. Equal seeds and
+    lengths give equal indices on every device; `seed=None` is a fresh one.
+
+    Ownership: holds no data; a batch is one copy, the caller's own.
+    Concurrency: one thread at a time, a second raises RuntimeError; several samplers may share a source.
+
+    Example:
+        >>> import numpy as np, recollect as rc
+        >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, {"obs": ((3,), "float32")}, capacity=100)
+        >>> buf.extend({"obs": np.zeros((50, 3), "float32")})
+        >>> sampler = rc.StepSampler(buf, 16, seed=0)
+        >>> sampler.sample()["obs"].shape, [len(b["obs"]) for b in sampler.epoch_iter()]
+        ((16, 3), [16, 16, 16, 2])
+    """
+
+    def __init__(
+        self,
+        data: BatchBase,
+        batch_size: int,
+        seed: int | None = None,
+        device: Any = None,
+        *,
+        replace: bool = True,
+    ) -> None:
+        """Draw from `data`; nothing is read yet."""
+        super().__init__(data.single_space, data.single_metadata_space, batch_size)
+        self.replace = replace
+        self._bind(data, device)
+        if seed is not None:
+            self._seed(seed)
+
+    def _bind(self, data: BatchBase, device: Any) -> None:
+        super()._bind(data, device)
+        self._draw_at = self.batch.draw_at if self.replace else self._draw_without
+
+    def _unpicklable(self) -> tuple[str, ...]:
+        return (*super()._unpicklable(), "_draw_at")
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._draw_at = self.batch.draw_at if self.replace else self._draw_without
+
+    def sample(self, *, out: Any = None) -> Any:
+        """Draw a batch, into the arrays `out` if they are given."""
+        # The hot path: everything is bound, and the source does the rest in one call.
+        if not self._enter(False):
+            raise self._busy()
+        try:
+            data = self._draw_at(self._stream, self.batch_size)
+            self._batches += 1
+        finally:
+            self._leave()
+        return data if out is None else fill(out, data)
+
+    def _draw_index(self) -> Ints:
+        size, n = len(self._data), self.batch_size
+        if not size:
+            raise self._data._empty()
+        if self.replace:
+            return self._stream.indices(size, n)
+        if n > size:
+            raise ValueError(
+                f"StepSampler: batch_size must be at most {size} without replacement, got {n}; "
+                "draw with replacement or fewer"
+            )
+        return self._stream.choice(size, n)
+
+    def _draw_without(self, stream: Any, n: int) -> Any:
+        while True:
+            size = len(self._data)
+            try:
+                return self.batch._read(self._draw_index())[0]
+            except IndexError:
+                if len(self._data) >= size:
+                    raise
+
+    def _configuration(self) -> dict[str, Any]:
+        return {**super()._configuration(), "replace": self.replace}

@@ -1,0 +1,282 @@
+"""Between a sample and its fields: one codec per leaf, one for a nest of leaves.
+
+A codec turns a value into the arrays of its fields and back, for one sample and for a batch. A Text is its
+UTF-8 bytes and their number; a Sequence is its length and the fields of its elements, padded with zeros to
+the most that there may be.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, cast
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.errors import DtypeError, SchemaError
+from recollect.spaces.convert import to_array, to_batch
+from recollect.spaces.dtypes import native
+from recollect.spaces.nested import Template, compile_build, compile_pick
+from recollect.spaces.tree import ELEMENT, LeafKind, Path, array_form, children, node_kind, path_name, subject
+
+Array = np.ndarray[Any, Any]
+LENGTH = "#length"
+_INT32 = np.dtype(np.int32)
+_UINT8 = np.dtype(np.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class Column:
+    """The array that a field is for one sample: a name, a dtype and a shape."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+
+
+class Codec(Protocol):
+    """Values of one space to the arrays of its columns, and back."""
+
+    @property
+    def columns(self) -> tuple[Column, ...]: ...
+    def encode_one(self, value: Any, cast: bool) -> list[Array]: ...
+    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]: ...
+    def decode_one(self, arrays: Sequence[Array]) -> Any: ...
+    def decode_batch(self, arrays: Sequence[Array], n: int) -> Any: ...
+
+
+class ArrayCodec:
+    """A leaf that is one array: Box, Discrete, MultiBinary, MultiDiscrete."""
+
+    def __init__(self, name: str, kind: LeafKind, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self.name, self.dtype, self.shape = name, dtype, shape
+        self.columns = (Column(name, dtype, shape),)
+        self._is_scalar = kind == "discrete"
+
+    # Each begins with the usual case, an array that is right already: it is worth most of the time of a write.
+    def encode_one(self, value: Any, cast: bool) -> list[Array]:
+        if type(value) is np.ndarray and value.dtype is self.dtype and value.shape == self.shape:
+            return [value if value.flags.c_contiguous else value.copy()]
+        return [to_array(value, self.dtype, self.shape, self.name, cast)]
+
+    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
+        if (
+            type(value) is np.ndarray
+            and value.dtype is self.dtype
+            and value.ndim
+            and value.shape[1:] == self.shape
+        ):
+            return len(value), [value if value.flags.c_contiguous else value.copy()]
+        array = to_batch(value, self.dtype, self.shape, self.name, cast)
+        return array.shape[0], [array]
+
+    def decode_one(self, arrays: Sequence[Array]) -> Any:
+        # gymnasium samples a numpy scalar from Discrete and a 0-d array from Box(shape=()).
+        return arrays[0][()] if self._is_scalar else np.asarray(arrays[0])
+
+    def decode_batch(self, arrays: Sequence[Array], n: int) -> Any:
+        return arrays[0]
+
+
+class TextCodec:
+    """A Text leaf: its UTF-8 bytes, and how many there are, so that NUL characters survive."""
+
+    def __init__(self, name: str, space: spaces.Text) -> None:
+        self.name, self.max_length, self.charset = name, space.max_length, space.character_set
+        # UTF-8 width grows with the code point, so the last character is the widest.
+        width = len(_utf8(max(self.charset))) if self.charset else 1
+        self.nbytes = space.max_length * width
+        self.columns = (Column(name, _UINT8, (self.nbytes,)), Column(name + LENGTH, _INT32, ()))
+
+    def _bytes(self, value: Any) -> bytes:
+        if not isinstance(value, str):
+            raise DtypeError(f"{self.name}: must be a str, got {type(value).__name__}; convert it")
+        if len(value) > self.max_length:
+            raise SchemaError(
+                f"{self.name}: must have at most {self.max_length} characters, got {len(value)}; "
+                "cut it or raise the Text's max_length"
+            )
+        if not self.charset.issuperset(value):
+            foreign = next(char for char in value if char not in self.charset)
+            raise SchemaError(
+                f"{self.name}: characters must be of the charset, got {foreign!r}; widen the Text's charset"
+            )
+        return _utf8(value)
+
+    def encode_one(self, value: Any, cast: bool) -> list[Array]:
+        _, (data, lengths) = self.encode_batch([value], cast)
+        return [data[0], lengths.reshape(())]
+
+    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
+        texts = [self._bytes(text) for text in _as_items(value, self.name, "strings")]
+        data = np.zeros((len(texts), self.nbytes), _UINT8)
+        for row, text in zip(data, texts, strict=True):
+            row[: len(text)] = np.frombuffer(text, _UINT8)
+        return len(texts), [data, np.array([len(text) for text in texts], _INT32)]
+
+    def decode_one(self, arrays: Sequence[Array]) -> str:
+        data, length = arrays
+        return data[: int(length)].tobytes().decode("utf-8", "surrogatepass")
+
+    def decode_batch(self, arrays: Sequence[Array], n: int) -> tuple[str, ...]:
+        return tuple([self.decode_one(row) for row in zip(*arrays, strict=True)])
+
+
+def _utf8(text: str) -> bytes:
+    # A charset may hold lone surrogates; they have no UTF-8 but must come back.
+    return text.encode("utf-8", "surrogatepass")
+
+
+class SequenceCodec:
+    """A Sequence leaf: its length, and its elements' columns padded with zeros to `most`."""
+
+    def __init__(self, name: str, space: spaces.Sequence, most: int, element: Codec) -> None:
+        self.name, self.most, self.element = name, most, element
+        self.stack = space.stack
+        # Elements of a Dict or Tuple come one by one unless stacked; of other spaces both look the same.
+        self._one_by_one = not space.stack and isinstance(element, NestCodec)
+        padded = (Column(c.name, c.dtype, (most, *c.shape)) for c in element.columns)
+        self.columns = (Column(name + LENGTH, _INT32, ()), *padded)
+
+    def _elements(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
+        if self._one_by_one:
+            value = _as_items(value, self.name, "elements")
+            rows = [self.element.encode_one(item, cast) for item in value]
+            count, arrays = len(rows), [np.stack(column) for column in zip(*rows, strict=True)]
+        else:
+            count, arrays = self.element.encode_batch(value, cast)
+        if count > self.most:
+            raise SchemaError(
+                f"{self.name}: must have at most {self.most} elements, got {count}; "
+                "cut it or raise max_lengths"
+            )
+        return count, arrays
+
+    def encode_one(self, value: Any, cast: bool) -> list[Array]:
+        _, (lengths, *padded) = self.encode_batch([value], cast)
+        return [lengths.reshape(()), *(array[0] for array in padded)]
+
+    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
+        items = [self._elements(item, cast) for item in _as_items(value, self.name, "sequences")]
+        padded = [np.zeros((len(items), *c.shape), c.dtype) for c in self.columns[1:]]
+        for i, (count, arrays) in enumerate(items):
+            for column, array in zip(padded, arrays, strict=False):
+                column[i, :count] = array
+        return len(items), [np.array([count for count, _ in items], _INT32), *padded]
+
+    def decode_one(self, arrays: Sequence[Array]) -> Any:
+        count = int(arrays[0])
+        elements = [array[:count] for array in arrays[1:]]
+        if self.stack:
+            return self.element.decode_batch(elements, count)
+        return tuple([self.element.decode_one([column[i] for column in elements]) for i in range(count)])
+
+    def decode_batch(self, arrays: Sequence[Array], n: int) -> tuple[Any, ...]:
+        return tuple([self.decode_one([column[i] for column in arrays]) for i in range(n)])
+
+
+def _as_items(value: Any, name: str, what: str) -> Sequence[Any]:
+    """Return `value` if it is a list of things; a str is not, though Python can iterate it."""
+    if isinstance(value, list | tuple):
+        return value
+    if isinstance(value, np.ndarray) and value.ndim > 0:
+        return cast(Sequence[Any], value)
+    raise SchemaError(f"{name}: must be a tuple or list of {what}, got {type(value).__name__}; pass a tuple")
+
+
+class NestCodec:
+    """A Dict or Tuple: the leaves in order, taken out of and put back into the nested form."""
+
+    def __init__(self, template: Template, path: Path, names: list[str], leaves: list[Codec]) -> None:
+        self._pick, self._build = compile_pick(template, path), compile_build(template)
+        self._names, self._leaves = names, leaves
+        ends = np.cumsum([len(leaf.columns) for leaf in leaves]).tolist()
+        self._spans = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
+        self.columns = tuple(column for leaf in leaves for column in leaf.columns)
+
+    def _values(self, value: Any) -> list[Any]:
+        values: list[Any] = []
+        self._pick(value, values)
+        return values
+
+    def encode_one(self, value: Any, cast: bool) -> list[Array]:
+        out: list[Array] = []
+        for leaf, part in zip(self._leaves, self._values(value), strict=True):
+            out += leaf.encode_one(part, cast)
+        return out
+
+    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
+        out: list[Array] = []
+        n = -1
+        for name, leaf, part in zip(self._names, self._leaves, self._values(value), strict=True):
+            count, arrays = leaf.encode_batch(part, cast)
+            if n < 0:
+                n = count
+            elif n != count:
+                raise SchemaError(
+                    f"{name}: length must be {n} as that of {self._names[0]}, got {count}; "
+                    "give all leaves one length"
+                )
+            out += arrays
+        return n, out
+
+    def decode_one(self, arrays: Sequence[Array]) -> Any:
+        pairs = zip(self._leaves, self._spans, strict=True)
+        return self._build([leaf.decode_one(arrays[span]) for leaf, span in pairs])
+
+    def decode_batch(self, arrays: Sequence[Array], n: int) -> Any:
+        pairs = zip(self._leaves, self._spans, strict=True)
+        return self._build([leaf.decode_batch(arrays[span], n) for leaf, span in pairs])
+
+
+@dataclass(frozen=True, slots=True)
+class LeafCodec:
+    """A leaf of a space with the codec of its values."""
+
+    path: Path
+    name: str
+    kind: LeafKind
+    codec: Codec
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A space compiled: the template of a sample, its leaves, and the codec of the whole."""
+
+    template: Template
+    leaves: list[LeafCodec]
+    codec: Codec
+
+
+def compile_codec(space: Space[Any], path: Path, most: Mapping[str, int]) -> Plan:
+    """Compile a space found at `path`; `most` is the greatest length of each Sequence by name."""
+    leaves: list[LeafCodec] = []
+    template = _template(space, path, most, leaves)
+    if not leaves:
+        raise ValueError(f"{subject(path)}: must have at least one leaf, got {space}; add one")
+    if template[0] == "leaf":
+        return Plan(template, leaves, leaves[0].codec)
+    names = [leaf.name for leaf in leaves]
+    return Plan(template, leaves, NestCodec(template, path, names, [leaf.codec for leaf in leaves]))
+
+
+def _template(space: Space[Any], path: Path, most: Mapping[str, int], leaves: list[LeafCodec]) -> Template:
+    kind = node_kind(space, path)
+    if kind == "dict" or kind == "tuple":
+        nodes = [(key, _template(child, (*path, key), most, leaves)) for key, child in children(space)]
+        return kind, tuple(nodes) if kind == "dict" else tuple(node for _, node in nodes)
+    name = path_name(path)
+    leaves.append(LeafCodec(path, name, kind, _leaf_codec(space, kind, path, most)))
+    return "leaf", len(leaves) - 1
+
+
+def _leaf_codec(space: Space[Any], kind: LeafKind, path: Path, most: Mapping[str, int]) -> Codec:
+    name = path_name(path)
+    if isinstance(space, spaces.Text):
+        return TextCodec(name, space)
+    if isinstance(space, spaces.Sequence):
+        element = compile_codec(space.feature_space, (*path, ELEMENT), most).codec
+        return SequenceCodec(name, space, most[name], element)
+    dtype, shape = array_form(space)
+    return ArrayCodec(name, kind, native(dtype), shape)

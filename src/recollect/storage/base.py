@@ -1,0 +1,188 @@
+"""SpaceStorage: physical rows of one space. The contract that every storage keeps.
+
+A storage knows no ring order, no sampler and no priority: rows have numbers, reads and writes copy. What order the
+rows mean is the replay buffer's business.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from os import PathLike
+from typing import Any, ClassVar, Self
+
+from gymnasium import Space
+
+from recollect.backends import Backend, get_backend
+from recollect.errors import ReadOnlyError
+from recollect.spaces import Layout, as_numpy, as_space, compile_layout
+from recollect.spaces.tree import as_keys
+
+PathName = str | PathLike[str]
+Segments = list[tuple[int, int]]
+
+
+class SpaceStorage(ABC):
+    """Where rows live. A subclass gives `create`, `load_from`, `get`, `set`, `dumps` and `__len__`.
+
+    Ownership: what `get` returns is the caller's; what `set` and `append` take is copied before they return.
+    Concurrency: as the subclass says; `is_multiprocessing_safe` ones pickle to a small handle.
+    """
+
+    short_name: ClassVar[str] = ""
+    single_file_ext: ClassVar[str | None] = None
+    capacity: int | None = None
+    cache_filename: str | None = None
+    is_multiprocessing_safe: bool = False
+    is_mutable: bool = True
+
+    def __init__(self, single_instance_space: Any) -> None:
+        """Bind the storage to the space of one row."""
+        self.single_instance_space: Space[Any] = as_space(single_instance_space)
+
+    @classmethod
+    @abstractmethod
+    def create(
+        cls,
+        single_instance_space: Any,
+        *args: Any,
+        capacity: int | None,
+        cache_path: PathName | None = None,
+        multiprocessing: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Make a new storage for samples of a space; `capacity=None` is unbounded."""
+
+    @classmethod
+    @abstractmethod
+    def load_from(
+        cls,
+        path: PathName,
+        single_instance_space: Any,
+        *,
+        capacity: int | None = None,
+        read_only: bool = True,
+        multiprocessing: bool = False,
+        **kwargs: Any,
+    ) -> Self:
+        """Open what `dumps` wrote; another space or capacity than the stored one is a ValueError."""
+
+    @abstractmethod
+    def get(self, index: Any) -> Any:
+        """Read rows, by any index of the contract."""
+
+    @abstractmethod
+    def set(self, index: Any, value: Any) -> None:
+        """Overwrite rows; of duplicate indices the last value wins."""
+
+    @abstractmethod
+    def dumps(self, path: PathName) -> None:
+        """Write the live rows to a directory, crash-safe."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """The capacity, or the rows there are when unbounded."""
+
+    @property
+    def layout(self) -> Layout:
+        """The packed form of one row (cached by content)."""
+        return compile_layout(self.single_instance_space)
+
+    @property
+    def backend(self) -> Backend:
+        """The backend whose arrays `get` returns."""
+        return get_backend(None)
+
+    @property
+    def device(self) -> Any:
+        """Where those arrays are."""
+        return self.backend.default_device
+
+    # -- derived forms
+
+    def get_flattened(self, index: Any) -> Any:
+        """Read rows as vectors, `(D,)` or `(n, D)`."""
+        from recollect.indexing import normalize
+
+        found = normalize(index, len(self))
+        data = self.get(found)
+        return self.layout.flatten_one(data) if isinstance(found, int) else self.layout.flatten_batch(data)
+
+    def set_flattened(self, index: Any, value: Any) -> None:
+        """Overwrite rows, given as vectors."""
+        flat = as_numpy(value)
+        self.set(index, self.layout.unflatten_one(flat) if flat.ndim == 1 else self.layout.unflatten_batch(flat))
+
+    def get_column(self, nested_keys: Any, index: Any) -> Any:
+        """Read one nested field of some rows."""
+        data = self.get(index)
+        for key in as_keys(nested_keys):
+            data = data[key]
+        return data
+
+    # -- the end of an unbounded storage
+
+    def extend_length(self, length: int) -> None:
+        """Move an unbounded storage's end by `length` rows; a fixed one ignores it."""
+        if self.capacity is None:
+            raise NotImplementedError(f"{type(self).__name__}: an unbounded storage must define extend_length")
+
+    def shrink_length(self, length: int) -> None:
+        """Take the last `length` rows off an unbounded storage; a fixed one ignores it."""
+        if self.capacity is None:
+            raise NotImplementedError(f"{type(self).__name__}: an unbounded storage must define shrink_length")
+
+    def clear(self) -> None:
+        """Drop all rows and any open segment."""
+        if self.capacity is None:
+            self.shrink_length(len(self))
+
+    # -- segments; a storage that keeps none has the defaults
+
+    def append(self, value: Any) -> None:
+        """Write one sample at the storage's own cursor."""
+        raise self._read_only("append")
+
+    def mark_segment_start(self, row: int) -> None:
+        """Say that the open segment begins at this row."""
+
+    def mark_segment_end(self) -> None:
+        """Close the open segment; none: nothing happens."""
+
+    def abort_segment(self) -> None:
+        """Drop the rows of the open segment that are not visible yet."""
+
+    @property
+    def has_open_segment(self) -> bool:
+        """Whether a segment is open."""
+        return False
+
+    @property
+    def pending_segment_length(self) -> int:
+        """How many rows of the open segment are not visible yet."""
+        return 0
+
+    def get_segments(self) -> Segments | None:
+        """Half-open pairs of rows, or None when this storage knows no boundaries."""
+        return None
+
+    # -- life
+
+    def close(self) -> None:
+        """Give up what this object holds; may be called twice."""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> Any:
+        raise TypeError(
+            f"{type(self).__name__}: cannot be sent to another process; use SharedMemoryStorage, "
+            "or load it with multiprocessing=True"
+        )
+
+    def _read_only(self, verb: str) -> ReadOnlyError:
+        return ReadOnlyError(
+            f"{type(self).__name__}: cannot {verb}; copy what you keep into another buffer with extend_from()"
+        )

@@ -1,0 +1,169 @@
+"""A dump directory: files under new names, one manifest that names them, replaced by a rename.
+
+The rename of the manifest is the commit. Before it, the old manifest and all its files are untouched; after it, the
+new ones are on disk. So a process killed, or a machine that lost power, at any step leaves one whole dump. What a
+killed dump leaves behind no manifest names, and the next commit deletes it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import FormatError
+
+MANIFEST = "manifest.json"
+FORMAT_VERSION = 1
+STORAGE = "storage"
+_PART = 1 << 22
+
+
+class DumpWriter:
+    """Writes one commit of a dump directory.
+
+    Ownership: the files that the manifest does not name are deleted, below `storage/` only.
+    Concurrency: one writer per directory; readers of the old commit are told to load again.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / STORAGE).mkdir(parents=True, exist_ok=True)
+        self.commit = last_commit(path) + 1
+        self.files: dict[str, dict[str, Any]] = {}
+        self.keep: set[str] = set()  # live files, which have no entry
+
+    @contextmanager
+    def file(self, name: str) -> Iterator[BinaryIO]:
+        """Write a new file below `storage/`; its size and checksum go to the manifest."""
+        full = self.path / STORAGE / name
+        with open(full, "w+b") as f:
+            _core.fault_point()
+            yield f
+            f.flush()
+            _core.fault_point()
+            os.fsync(f.fileno())
+            _core.fault_point()
+            f.seek(0)
+            self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
+
+    def adopt(self, name: str) -> None:
+        """Name a file that was written by other means (and sync it)."""
+        with open(self.path / STORAGE / name, "rb+") as f:
+            os.fsync(f.fileno())
+            self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
+
+    def finish(self, manifest: dict[str, Any]) -> None:
+        """Commit: sync and rename the manifest, sync the directory, delete what is no longer named."""
+        sync_directory(self.path / STORAGE)
+        write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files})
+        self._sweep()
+
+    def _sweep(self) -> None:
+        named = {self.path / name for name in (*self.files, *self.keep)}
+        for root, dirs, names in os.walk(self.path / STORAGE, topdown=False):
+            for name in names:
+                if Path(root, name) not in named:
+                    _core.fault_point()
+                    Path(root, name).unlink(missing_ok=True)
+            for name in dirs:
+                if not os.listdir(Path(root, name)):
+                    Path(root, name).rmdir()
+
+
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Replace the manifest of a directory in one step."""
+    body = canonical_json({"format_version": FORMAT_VERSION, **manifest})
+    text = canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
+    temporary = path / f".{MANIFEST}.tmp"
+    with open(temporary, "w", encoding="utf-8") as f:
+        _core.fault_point()
+        f.write(text)
+        f.flush()
+        _core.fault_point()
+        os.fsync(f.fileno())
+    _core.fault_point()
+    os.replace(temporary, path / MANIFEST)
+    _core.fault_point()
+    sync_directory(path)
+    _core.fault_point()
+
+
+def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
+    """Read and check the manifest of a directory; FormatError says what is wrong with it."""
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
+    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
+        raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
+    if not isinstance(manifest, dict) or manifest.get("format") not in formats:
+        got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise FormatError(f"{file}: format must be one of {list(formats)}, got {got!r}; it is another program's")
+    version = manifest.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise FormatError(f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}")
+    crc = manifest.pop("crc32c", None)
+    if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
+        raise FormatError(f"{file}: its checksum does not match; it is damaged")
+    return manifest
+
+
+def check_files(path: Path, manifest: dict[str, Any], *, verify: bool) -> None:
+    """Check the sizes of all named files, and with `verify` their checksums."""
+    for name, about in manifest["files"].items():
+        with open_named(path, name) as f:
+            nbytes = os.fstat(f.fileno()).st_size
+            if nbytes != about["bytes"]:
+                raise FormatError(f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated")
+            if verify and file_crc(f) != about["crc32c"]:
+                raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
+
+
+def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
+    """Open a file that a manifest names; if a newer commit deleted it meanwhile, say so."""
+    target = (path / name).resolve()
+    if not target.is_relative_to(path.resolve()):
+        raise FormatError(f"{path}: names a file outside itself, {name!r}; it is damaged or forged")
+    try:
+        return open(target, mode)  # type: ignore[return-value]
+    except FileNotFoundError:
+        raise FormatError(f"{target}: is gone; the dump was replaced or damaged meanwhile: load again") from None
+
+
+def last_commit(path: Path) -> int:
+    """Return the number of the newest commit, 0 if there is none that can be read."""
+    try:
+        return int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["commit"])
+    except (OSError, ValueError, KeyError, TypeError):
+        return 0
+
+
+def file_crc(f: BinaryIO) -> str:
+    """Return the crc32c of a whole file as 8 hex digits."""
+    crc, part = 0, np.empty(_PART, np.uint8)
+    f.seek(0)
+    while n := f.readinto(part):  # type: ignore[attr-defined]
+        crc = _core.crc32c(part[:n], crc)
+    return f"{crc:08x}"
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory survive a power loss."""
+    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def canonical_json(value: Any) -> str:
+    """JSON with sorted keys and no blanks: one text for one value."""
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

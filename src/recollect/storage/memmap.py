@@ -1,0 +1,122 @@
+"""MemmapStorage: rows in one mapped file, beyond memory and beyond the life of the process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Self
+
+from recollect.errors import FormatError
+from recollect.memory.rows import Rows
+from recollect.spaces import Layout
+from recollect.storage.base import PathName
+from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter
+from recollect.storage.row_dump import copy_rows, open_rows, windows_of
+from recollect.storage.rows import RowStorage, live_file, stored_layout
+
+
+class MemmapStorage(RowStorage):
+    """One file of header, stamps and rows, live at its `cache_path`: each commit is there for whoever opens it next.
+
+    It survives `kill -9` with no repair step; against power loss there is `dumps`. The disk space is taken at once
+    (`sparse=True`: as rows are written), so a full disk is an error at `create`.
+
+    Ownership: the file stays; `close()` unmaps it.
+    Concurrency: as shared memory, between processes of one machine.
+
+    >>> import recollect as rc, tempfile
+    >>> path = tempfile.mkdtemp() + "/replay"
+    >>> storage = rc.MemmapStorage.create({"x": ((), "int64")}, capacity=4, cache_path=path)
+    >>> storage.set(0, {"x": 7})
+    >>> storage.get(0)["x"].item()
+    7
+    """
+
+    short_name = "memmap"
+    is_multiprocessing_safe = True
+    needs_path = True
+
+    @classmethod
+    def create(cls, single_instance_space: Any, *args: Any, cache_path: PathName | None = None, **kwargs: Any) -> Self:
+        """Make a new file below the directory `cache_path`; one that holds a dump is refused unless `overwrite`."""
+        storage = super().create(single_instance_space, *args, cache_path=cache_path, **kwargs)
+        storage.write_live("recollect.storage")
+        return storage
+
+    @classmethod
+    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
+                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+        sparse = kwargs.pop("sparse", False)
+        if kwargs:
+            raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
+        if cache_path is None:
+            raise ValueError(f"cache_path: {cls.__name__} needs the directory of its file, got None")
+        path = Path(cache_path)
+        if (path / MANIFEST).exists() and not overwrite:
+            raise FileExistsError(f"{path}: holds a dump already; load it with load_from, or pass overwrite=True")
+        return _new_file(path, layout, capacity, num_lanes, segments, sparse)
+
+    @classmethod
+    def from_dump(cls, path: Path, manifest: dict[str, Any], space: Any, *, read_only: bool, verify: bool,
+                  cast: bool = False) -> Self:  # fmt: skip
+        layout = stored_layout(path, manifest)
+        live = bool(manifest.get("live"))
+        if live:
+            try:
+                rows = Rows.open_file(live_file(path, manifest), layout, writable=not read_only)
+            except FileNotFoundError as error:
+                raise FormatError(f"{error.filename}: is gone; the dump was replaced or damaged: load again") from None
+        elif read_only:
+            rows = open_rows(path, manifest, layout, verify=verify)
+        else:
+            rows = _thaw(path, manifest, layout, verify)
+        storage = cls(rows, space, capacity=manifest["capacity"], cast=cast, is_mutable=not read_only)
+        storage.cache_filename = str(path)
+        storage.is_multiprocessing_safe = rows.is_shared
+        if not live and not read_only:
+            storage.write_live(manifest["format"], {"evict": manifest.get("evict")})
+        return storage
+
+    def write_live(self, format_name: str, extra: dict[str, Any] | None = None) -> None:
+        """Commit a manifest that says: the counters are in the file itself."""
+        writer = DumpWriter(Path(str(self.cache_filename)))
+        writer.keep.add(f"{STORAGE}/{self.file_name}")
+        record = self.record(windows_of(self.rows))
+        segments = None if record["segments"] is None else []
+        writer.finish({**record, **(extra or {}), "segments": segments, "live": True, "format": format_name})
+
+    def is_live_at(self, path: PathName) -> bool:
+        """Whether `path` is the directory that this storage lives in."""
+        return self.cache_filename is not None and self.is_mutable and Path(path).resolve() == Path(self.cache_filename).resolve()
+
+    @property
+    def file_name(self) -> str:
+        """The live file's name below `storage/`."""
+        return Path(str(self.rows.path)).name
+
+    def options(self) -> dict[str, Any]:
+        return {**super().options(), **({"file": self.file_name} if self.rows.path else {})}
+
+    def dumps(self, path: PathName) -> None:
+        if self.is_live_at(path):
+            self.rows.sync()
+            self.write_live("recollect.storage")
+        else:
+            super().dumps(path)
+
+
+def _new_file(path: Path, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool) -> Rows:
+    (path / STORAGE).mkdir(parents=True, exist_ok=True)
+    number = 1 + max((int(f.stem[5:]) for f in (path / STORAGE).glob("live-*.bin") if f.stem[5:].isdigit()), default=0)
+    return Rows.in_file(path / STORAGE / f"live-{number}.bin", layout, capacity, num_lanes, segments, sparse)
+
+
+def _thaw(path: Path, manifest: dict[str, Any], layout: Layout, verify: bool) -> Rows:
+    """Make a live file of a dump; the dump stays the committed state until the new manifest is written."""
+    source = open_rows(path, manifest, layout, verify=verify)
+    try:
+        g = source.geometry
+        rows = _new_file(path, layout, manifest["capacity"], g.n_lanes, g.tagged, False)
+        copy_rows(source, rows)
+    finally:
+        source.close()
+    return rows

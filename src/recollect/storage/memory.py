@@ -1,0 +1,40 @@
+"""MemoryStorage: rows in the memory of one process."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from recollect.memory.rows import Rows
+from recollect.spaces import Layout
+from recollect.storage.base import PathName
+from recollect.storage.rows import RowStorage
+
+
+class MemoryStorage(RowStorage):
+    """RAM of one process; the usual choice. `capacity=None` grows, and rows keep their numbers.
+
+    Ownership: freed by `close()` or with the last reference.
+    Concurrency: threads of this process. A forked child reads what it inherited; writing there raises.
+
+    >>> import recollect as rc
+    >>> storage = rc.MemoryStorage.create({"x": ((2,), "float32")}, capacity=4)
+    >>> storage.set(0, {"x": [1.0, 2.0]})
+    >>> storage.get(0)["x"].tolist()
+    [1.0, 2.0]
+    """
+
+    short_name = "memory"
+
+    @classmethod
+    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
+                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+        refuse(cls, cache_path, kwargs)
+        return Rows.in_ram(layout, capacity, num_lanes, segments)
+
+
+def refuse(cls: type[RowStorage], cache_path: PathName | None, kwargs: dict[str, Any]) -> None:
+    """Raise for arguments that memory has no use for."""
+    if kwargs:
+        raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
+    if cache_path is not None:
+        raise ValueError(f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage")

@@ -1,0 +1,50 @@
+"""Storages by short name: files name a storage, never a class to import."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+from recollect.errors import FormatError
+from recollect.storage.base import SpaceStorage
+
+# Ours are loaded when first asked for, since some need an optional package.
+_OWN = {
+    "memory": "recollect.storage.memory:MemoryStorage",
+    "shared": "recollect.storage.shared:SharedMemoryStorage",
+    "memmap": "recollect.storage.memmap:MemmapStorage",
+    "backend": "recollect.storage.backend:ToBackendOrDeviceStorage",
+}
+_registered: dict[str, type[SpaceStorage]] = {}
+
+
+def register_storage(name: str, cls: type[SpaceStorage]) -> None:
+    """Make a storage of your own loadable by name; the name stands in the files it writes."""
+    if not (isinstance(cls, type) and issubclass(cls, SpaceStorage)):
+        raise TypeError(f"register_storage: must be a SpaceStorage class, got {cls!r}")
+    if name in _OWN or _registered.get(name, cls) is not cls:
+        raise ValueError(f"register_storage: the name {name!r} is taken; choose another")
+    _registered[name] = cls
+    cls.short_name = name
+
+
+def find_storage(name: Any) -> type[SpaceStorage]:
+    """Return the class of a short name, or the class itself."""
+    if isinstance(name, type) and issubclass(name, SpaceStorage):
+        return name
+    if name in _registered:
+        return _registered[name]
+    if name in _OWN:
+        module, _, attribute = _OWN[name].partition(":")
+        found: type[SpaceStorage] = getattr(import_module(module), attribute)
+        return found
+    known = sorted({*_OWN, *_registered})
+    raise ValueError(f"storage: must be a SpaceStorage class or one of {known}, got {name!r}")
+
+
+def find_stored(name: Any, where: str) -> type[SpaceStorage]:
+    """Return the class that a file names; FormatError if it is not registered here."""
+    try:
+        return find_storage(name)
+    except ValueError as error:
+        raise FormatError(f"{where}: its storage is not known here ({error}); call register_storage first") from None

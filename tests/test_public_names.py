@@ -1,0 +1,55 @@
+"""The flat public namespace is exactly this; changing it is a decision, not an accident."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+
+import pytest
+
+import recollect
+
+PUBLIC = """
+AttachError BatchBase BatchSampler BudgetError ClosedError CombinedBatch ContentionError DataTransformation
+DeadlineError DtypeError EmptyError FormatError FrameStackedBatch LaneBusyError Layout Location MemmapStorage
+MemoryStorage MissingExtraError MissingLeafError PeerDiedError ReadOnlyError RecollectError ReplayBuffer
+SchemaError SegmentOpenError SharedMemoryStorage SliceStackedBatch SpaceStorage StepSampler SubIndexedBatch
+SubItemBatch ToBackendOrDeviceBatch TransformedBatch WorkerDiedError WorkerError __version__ as_space
+compile_layout register_storage transition_space
+""".split()
+
+
+def test_all_is_pinned() -> None:
+    assert recollect.__all__ == PUBLIC
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_name_resolves(name: str) -> None:
+    assert getattr(recollect, name) is not None
+    assert name in dir(recollect)
+
+
+def test_type_checkers_see_the_same_names() -> None:
+    tree = ast.parse(inspect.getsource(recollect))
+    block = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+    seen = {
+        alias.asname: node.module
+        for node in block.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    assert seen == recollect._HOME
+
+
+def test_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'ReplayBufer'"):
+        recollect.ReplayBufer
+
+
+def test_every_error_is_public() -> None:
+    from recollect import errors
+
+    ours = {
+        n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.RecollectError)
+    }
+    assert ours <= set(PUBLIC)
