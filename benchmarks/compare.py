@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import random
 import sys
 from collections.abc import Sequence
@@ -27,6 +28,7 @@ from works import WORKS, Work, quick, rows_that_fit
 HERE = Path(__file__).parent
 LARGEST_BUFFER_NBYTES = 2 << 30
 MEMORY_SHARE = 0.4
+BUSY_LOAD = 0.7
 Opened = dict[Participant, dict[str, Any]]
 PEERS = [name for name, entry in ENTRIES.items() if entry.role in ("peer", "note")]
 
@@ -81,6 +83,7 @@ def open_all(work: Work, participants: Sequence[Participant], turn_s: float, res
     """Give everybody who can do this work a full buffer."""
     opened = {}
     for participant in participants:
+        participant.revive()
         try:
             opened[participant] = participant.ask("open", work=work.name, rows=work.rows, turn_s=turn_s)
         except Skipped as skipped:
@@ -148,14 +151,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     rounds = options.rounds or (3 if options.quick else 80)
     turn_s = 0.002 if options.quick else 0.01
     works = [quick(work) for work in works] if options.quick else works
+    load = os.getloadavg()[0]
     results = run(works, peers, rounds, turn_s, options.env)
     print(full_text(results))
+    if load > BUSY_LOAD:
+        print(f"\nThe machine was busy before the start (load {load:.1f}): do not rely on these figures.")
     if options.quick:
         print("\n--quick: small buffers and short turns; these figures say only that everything runs.")
     target = options.json or (None if options.quick else HERE / "results" / "compare.json")
     if target is not None:
         target.parent.mkdir(parents=True, exist_ok=True)
-        settings = {"rounds": rounds, "turn_s": turn_s, "quick": options.quick}
+        settings = {"rounds": rounds, "turn_s": turn_s, "quick": options.quick, "load_before": load}
         target.write_text(json.dumps(as_json(results, settings), indent=1) + "\n")
     missed = any(goal.verdict(results) == "MISS" for goal in GOALS)
     return 1 if options.check and missed else 0

@@ -32,17 +32,24 @@ class Participant:
     """A worker process. Ownership: ends it in `close()`; it also ends by itself when the pipe closes."""
 
     def __init__(self, name: str, env: Path) -> None:
-        self.entry = ENTRIES[name]
-        self.name = name
-        python = python_for(self.entry, env)
-        self.process = subprocess.Popen(
-            [str(python), str(WORKER), name],
+        self.name, self.entry, self.env = name, ENTRIES[name], env
+        self.process = self.start()
+
+    def start(self) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            [str(python_for(self.entry, self.env)), str(WORKER), self.name],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
             text=True,
             env=os.environ | QUIET,
         )
+
+    def revive(self) -> None:
+        """Start again if it crashed: a crash costs one work, not all that follow."""
+        if self.process.poll() is not None:
+            self.close()
+            self.process = self.start()
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
         """Send one request and wait for its reply; raises Skipped."""

@@ -70,15 +70,20 @@ def memory_table(results: Results) -> str:
 
 
 def goals_table(results: Results) -> str:
-    lines = [(g.work, g.text, number(g.measured(results)), g.verdict(results)) for g in GOALS]
+    lines = []
+    for goal in GOALS:
+        measured = goal.measured(results)
+        figure = "-" if measured is None else f"{measured:.3f}"
+        lines.append((goal.work, goal.text, figure, goal.verdict(results)))
     return table(("goal", "", "measured", ""), lines)
 
 
 def wins_text(results: Results) -> str:
-    if not any(OURS in outcome.timings for outcome in results.outcomes.values()):
-        return f"Where a peer wins: {OURS} was not measured."
+    met = [name for name, outcome in results.outcomes.items() if OURS in outcome.timings and outcome.peers]
+    if not met:
+        return f"Where a peer wins: {OURS} and a peer were not timed at the same work."
     wins = [f"- {sentence}" for sentence in peer_wins(results)]
-    return "\n".join(["Where a peer wins:", *wins]) if wins else "No peer wins at any work of this run."
+    return "\n".join(["Where a peer wins:", *wins]) if wins else f"No peer wins at {', '.join(met)}."
 
 
 def full_text(results: Results) -> str:

@@ -78,8 +78,9 @@ ODD = st.sampled_from(
         np.str_("a"),
     ]
 )
-ANYTHING = st.recursive(
-    st.one_of(NUMBERS, ARRAYS, ODD, st.text(max_size=9)),
+SIMPLE = st.one_of(NUMBERS, ARRAYS, ODD, st.text(max_size=9))
+ANYTHING = SIMPLE | st.recursive(
+    SIMPLE,
     lambda inner: st.one_of(st.lists(inner, max_size=4), st.lists(inner, max_size=4).map(tuple)),
     max_leaves=6,
 )
@@ -121,6 +122,18 @@ def test_a_wrong_leaf_in_a_nest_is_named(name: str, data: st.DataObject) -> None
     except SchemaError as error:
         names = (leaf.name, "length must be")  # a batch of another length may be named from the other side
         assert str(error).startswith(names[0]) or names[1] in str(error)  # noqa: PT017
+
+
+@pytest.mark.parametrize("dtype", ["bool", "int8", "float32", "bfloat16"])
+@pytest.mark.parametrize(
+    "value", [Unreadable(), Shapeless(), None, object(), {"x": 1}, 1j, "1", np.str_("1")]
+)
+def test_what_is_no_number_is_a_dtype_error(dtype: str, value: Any) -> None:
+    layout = compile_layout({"x": ((), dtype)})
+    with pytest.raises(DtypeError, match="^x: "):
+        layout.encode_one({"x": value})
+    with pytest.raises(DtypeError, match="^x: "):
+        layout.encode_batch({"x": [value]})
 
 
 def _plant(layout: Layout, path: tuple[str | int, ...], value: Any, batched: bool) -> Any:
@@ -183,6 +196,7 @@ SCALARS = {
     "float64": [0.1, 2**53, 1e300],
     "bfloat16": [0.1, 256, 2**100, float("inf")],
     "int4": [-8, 7],
+    "float8_e8m0fnu": [1, 4.0, 2.0**100],
 }
 REFUSED: dict[str, list[tuple[Any, type[SchemaError]]]] = {
     "bool": [(1, DtypeError), (0.0, DtypeError), (np.int8(1), DtypeError), (None, DtypeError)],
@@ -205,6 +219,7 @@ REFUSED: dict[str, list[tuple[Any, type[SchemaError]]]] = {
         (np.float32(1), DtypeError),
     ],
     "bfloat16": [(1e39, SchemaError), (257, SchemaError), (np.float32(1), DtypeError)],
+    "float8_e8m0fnu": [(0, SchemaError), (-1.0, SchemaError), (3, SchemaError)],
     "int4": [(8, SchemaError), (-9, SchemaError), (1.0, DtypeError), (np.int8(1), DtypeError)],
 }
 
@@ -333,8 +348,13 @@ def test_byte_order_is_not_a_dtype() -> None:
 
 
 def test_strided_values_are_made_contiguous() -> None:
+    torch = pytest.importorskip("torch")
     layout = compile_layout({"x": ((3, 2), "float32")})
     value = np.arange(6, dtype="f4").reshape(2, 3).T
-    array = layout.encode_one({"x": value})[0]
-    assert array.flags.c_contiguous
-    assert (array == value).all()
+    for given_as in (value, torch.from_numpy(value)):
+        array = layout.encode_one({"x": given_as})[0]
+        assert array.flags.c_contiguous
+        assert (array == value).all()
+        _, (batch,) = layout.encode_batch({"x": given_as[None]})
+        assert batch.flags.c_contiguous
+        assert (batch[0] == value).all()

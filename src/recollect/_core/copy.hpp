@@ -2,8 +2,8 @@
 //
 // A row is one sample; a leaf is a run of bytes at a fixed offset in it. Libc's memcpy costs more in its call
 // and size dispatch than in moving the ten to a hundred bytes of a typical leaf, so short leaves are copied by
-// code that the compiler sees whole. Rows are visited in blocks: the next block is prefetched while this one is
-// copied, which hides most of the cost of a random place in memory.
+// code that the compiler sees whole. A random place in memory is asked for some rows before it is copied, which
+// hides most of its cost.
 #pragma once
 
 #include <algorithm>
@@ -30,11 +30,12 @@ template <size_t N> inline void copy_fixed(byte* to, const byte* from) { copy_by
 template <size_t N> inline void copy_fixed(byte* to, const byte* from) { std::memcpy(to, from, N); }
 
 inline void copy_bytes(byte* to, const byte* from, size_t n) {
-    if (n > 256) { std::memcpy(to, from, n); return; }
+    if (n > 1024) { std::memcpy(to, from, n); return; }
     if (n >= 16) {  // whole 16-byte words, the last one overlapping its neighbour
         size_t i = 0;
-        for (; i + 16 <= n; i += 16) copy_fixed<16>(to + i, from + i);
-        if (i < n) copy_fixed<16>(to + n - 16, from + n - 16);
+        for (; i + 32 <= n; i += 32) copy_fixed<32>(to + i, from + i);
+        if (i + 16 <= n) copy_fixed<16>(to + i, from + i);
+        copy_fixed<16>(to + n - 16, from + n - 16);
         return;
     }
     if (n >= 8) { copy_fixed<8>(to, from); copy_fixed<8>(to + n - 8, from + n - 8); return; }
@@ -66,13 +67,10 @@ inline void copy_leaf(size_t n, size_t size, To at_to, From at_from) {
 
 struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 
-inline void prefetch_row(const byte* row, size_t nbytes) {
-    const size_t reach = std::min<size_t>(nbytes, 512);  // beyond that the hardware has seen the stream
-    for (size_t i = 0; i < reach; i += 64) __builtin_prefetch(row + i);
-    __builtin_prefetch(row + reach - 1);  // the row may straddle one line more
-}
-
-constexpr size_t kBlock = 16;                 // rows in flight between prefetch and copy
+constexpr size_t kAhead = 12;      // rows between prefetch and copy: as many lines in flight as the processor takes
+constexpr size_t kStaged = 1024;   // rows up to this size are staged
+constexpr size_t kStage = 16384;   // bytes of staged rows: half of a first-level cache
+constexpr size_t kScatter = 64;    // rows written at a time, leaf by leaf
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
 inline size_t thread_count(size_t nbytes) {
@@ -94,28 +92,59 @@ template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work) {
     for (auto& t : others) t.join();
 }
 
-// Rows `row_at(i)` for i in [begin, end) into leaves[k] + i * size of leaf k.
-template <typename RowAt>
-void gather_leaves(size_t begin, size_t end, RowAt row_at, size_t row_nbytes, const Span* spans, size_t n_spans,
-                   byte* const* leaves) {
-    const byte* now[kBlock];
-    const byte* next[kBlock];
-    auto look = [&](size_t at, const byte** into) {
-        const size_t n = at < end ? std::min(kBlock, end - at) : 0;
-        for (size_t i = 0; i < n; ++i) { into[i] = row_at(at + i); prefetch_row(into[i], row_nbytes); }
-        return n;
-    };
-    size_t n_now = look(begin, now);
-    for (size_t at = begin; at < end; at += kBlock) {
-        const size_t n_next = look(at + kBlock, next);
-        for (size_t k = 0; k < n_spans; ++k) {
-            const size_t size = spans[k].nbytes, offset = spans[k].offset;
-            byte* out = leaves[k] + at * size;
-            copy_leaf(n_now, size, [=](size_t i) { return out + i * size; },
-                      [&](size_t i) { return now[i] + offset; });
+// The part of a row that some leaves lie in.
+struct Extent {
+    size_t offset, nbytes;
+    Extent(const Span* spans, size_t n) {
+        size_t low = SIZE_MAX, high = 0;
+        for (size_t k = 0; k < n; ++k)
+            if (spans[k].nbytes) {
+                low = std::min(low, spans[k].offset);
+                high = std::max(high, spans[k].offset + spans[k].nbytes);
+            }
+        offset = high ? low : 0;
+        nbytes = high - offset;
+    }
+};
+
+inline void prefetch(const byte* at, size_t nbytes) {
+    const size_t reach = std::min<size_t>(nbytes, 512);  // beyond that the hardware has seen the stream
+    for (size_t i = 0; i + 64 < reach; i += 64) __builtin_prefetch(at + i);
+    if (reach) __builtin_prefetch(at + reach - 1);
+}
+
+// Leaves of `n` rows at any addresses into leaves[k] + i * size of leaf k, for sample i = first, first + 1, ...
+//
+// Short rows go whole into a small stage first and from there leaf by leaf: the copy that waits for memory is then
+// one straight run per row, and the one that takes it apart never leaves the cache.
+inline void gather_leaves(const byte* const* rows, size_t n, size_t first, const Span* spans, size_t n_spans,
+                          byte* const* leaves) {
+    const Extent extent(spans, n_spans);
+    const size_t nbytes = extent.nbytes, offset = extent.offset;
+    size_t ahead = 0;
+    for (; ahead < std::min(kAhead, n); ++ahead) prefetch(rows[ahead] + offset, nbytes);
+    if (n_spans == 1 || nbytes > kStaged) {
+        for (size_t i = 0; i < n; ++i) {
+            if (ahead < n) prefetch(rows[ahead++] + offset, nbytes);
+            for (size_t k = 0; k < n_spans; ++k)
+                copy_bytes(leaves[k] + (first + i) * spans[k].nbytes, rows[i] + spans[k].offset, spans[k].nbytes);
         }
-        std::copy(next, next + n_next, now);
-        n_now = n_next;
+        return;
+    }
+    alignas(64) byte stage[kStage];
+    const size_t stride = (nbytes + 15) / 16 * 16, most = kStage / std::max<size_t>(stride, 16);
+    for (size_t at = 0; at < n; at += most) {
+        const size_t m = std::min(most, n - at);
+        for (size_t i = 0; i < m; ++i) {
+            if (ahead < n) prefetch(rows[ahead++] + offset, nbytes);
+            copy_bytes(stage + i * stride, rows[at + i] + offset, nbytes);
+        }
+        for (size_t k = 0; k < n_spans; ++k) {
+            const size_t size = spans[k].nbytes;
+            byte* out = leaves[k] + (first + at) * size;
+            const byte* in = stage + spans[k].offset - offset;
+            copy_leaf(m, size, [=](size_t i) { return out + i * size; }, [=](size_t i) { return in + i * stride; });
+        }
     }
 }
 
@@ -123,9 +152,9 @@ void gather_leaves(size_t begin, size_t end, RowAt row_at, size_t row_nbytes, co
 template <typename RowAt>
 void scatter_leaves(size_t begin, size_t end, RowAt row_at, const Span* spans, size_t n_spans,
                     const byte* const* leaves) {
-    byte* rows[kBlock * 4];
-    for (size_t at = begin; at < end; at += kBlock * 4) {
-        const size_t n = std::min(kBlock * 4, end - at);
+    byte* rows[kScatter];
+    for (size_t at = begin; at < end; at += kScatter) {
+        const size_t n = std::min(kScatter, end - at);
         for (size_t i = 0; i < n; ++i) rows[i] = row_at(at + i);
         for (size_t k = 0; k < n_spans; ++k) {
             const size_t size = spans[k].nbytes, offset = spans[k].offset;

@@ -130,7 +130,9 @@ class Rows {
             reader.run([&, count = n] {
                 const Snapshot& s = reader.snapshot();
                 for (size_t i = 0; i < count; ++i) check_index(places[i], s.total());
-                return gather(*m, s, count, [&](size_t i) { return uint64_t(places[i]); }, codec, leaves.data());
+                auto index = [&](size_t i) { return uint64_t(places[i]); };
+                gather(*m, s, count, index, codec, leaves.data());
+                return all_whole(s, count, index);
             });
         }
         return out.is_none() ? codec.build(arrays, single) : out;
@@ -146,10 +148,9 @@ class Rows {
         {
             Unlocked unlocked(n * m->row_nbytes > kHoldGil);
             Reader reader(*m);
-            std::vector<uint64_t> index;
             reader.run([&] {
                 empty = reader.snapshot().total() == 0;
-                return empty || recollect::draw(*m, reader.snapshot(), key, counter, n, index, codec, leaves.data());
+                return empty || Draw(*m, reader.snapshot(), key, counter, n).run(codec, leaves.data());
             });
         }
         if (empty) return nb::none();
@@ -192,10 +193,7 @@ class Rows {
                 segment[i] = m->tagged ? m->segment(r) : -1;
                 step[i] = m->tagged ? m->step(r) : -1;
             }
-            if (s.is_untouched()) return true;
-            if (!s.same_epochs()) return false;
-            for (size_t i = 0; i < count; ++i) if (!s.is_live(uint64_t(places[i]))) return false;
-            return true;
+            return all_whole(s, count, [&](size_t i) { return uint64_t(places[i]); });
         });
         return nb::make_tuple(rows, generations, segments, steps);
     }
@@ -515,10 +513,7 @@ class Rows {
     static bool copy_row(const Memory& m, size_t r, size_t i, const Codec& codec, byte* const* leaves) {
         const uint64_t before = m.stamp(r).load(std::memory_order_acquire);
         if (before & 1) return false;
-        for (size_t f = 0; f < codec.size(); ++f) {
-            const Span& span = codec.spans()[f];
-            copy_bytes(leaves[f] + i * span.nbytes, m.row(r) + span.offset, span.nbytes);
-        }
+        copy_sample(m, r, i, codec, leaves);
         std::atomic_thread_fence(std::memory_order_acquire);
         return m.stamp(r).load(std::memory_order_relaxed) == before;
     }

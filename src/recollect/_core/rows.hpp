@@ -160,14 +160,8 @@ class Reader {
     Snapshot snapshot_;
 };
 
-// Copy samples [0, n) at logical index `index(i)` into leaves; true when all of them were whole.
-template <typename Index>
-bool gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves) {
-    const RowAddress address(m, s);
-    in_parallel(n, n * m.row_nbytes, [&](size_t begin, size_t end) {
-        gather_leaves(begin, end, [&](size_t i) { return address(index(i)); }, m.row_nbytes, codec.spans(),
-                      codec.size(), leaves);
-    });
+// Were all these samples whole while they were copied?
+template <typename Index> bool all_whole(const Snapshot& s, size_t n, Index index) {
     if (s.is_untouched()) return true;
     if (!s.same_epochs()) return false;
     for (size_t i = 0; i < n; ++i)
@@ -175,36 +169,67 @@ bool gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Cod
     return true;
 }
 
-// n uniform draws: those that were overwritten while they were copied are drawn again from what is left.
-inline bool draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n, std::vector<uint64_t>& index,
-                 const Codec& codec, byte* const* leaves) {
-    index.resize(n);
-    const uint64_t total = s.total();
-    for (size_t i = 0; i < n; ++i) index[i] = draw_one(key, counter + i, total);
-    if (gather(m, s, n, [&](size_t i) { return index[i]; }, codec, leaves)) return true;
-    const double start = monotonic_s();
-    for (uint64_t again = 1; s.same_epochs(); ++again) {
-        std::vector<size_t> lapped;
-        for (size_t i = 0; i < n; ++i) if (!s.is_live(index[i])) lapped.push_back(i);
-        if (lapped.empty()) return s.same_epochs();
-        // Indices count from the oldest: after shrink() those that stay must be renumbered.
-        std::vector<std::pair<size_t, uint64_t>> kept(n);
-        for (size_t i = 0; i < n; ++i) kept[i] = s.place(index[i]);
-        s.shrink();
-        if (s.total() == 0 || monotonic_s() - start > kContention_s) return false;
-        std::vector<uint64_t> before(m.n_lanes, 0);
-        for (size_t k = 1; k < m.n_lanes; ++k) before[k] = before[k - 1] + s[k - 1].count();
-        for (size_t i = 0; i < n; ++i)
-            if (kept[i].second >= s[kept[i].first].low) index[i] = before[kept[i].first] + kept[i].second - s[kept[i].first].low;
-        for (size_t i : lapped) {
-            index[i] = draw_one(mix(key ^ again), counter + i, s.total());
-            const byte* from = m.row(s.row(index[i]));
-            for (size_t k = 0; k < codec.size(); ++k)
-                copy_bytes(leaves[k] + i * codec.spans()[k].nbytes, from + codec.spans()[k].offset, codec.spans()[k].nbytes);
+// Copy samples [0, n) into leaves. `index(i)` is called once per sample.
+template <typename Index>
+void gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves) {
+    const RowAddress address(m, s);
+    in_parallel(n, n * m.row_nbytes, [&](size_t begin, size_t end) {
+        constexpr size_t kBatch = 1024;  // addresses at a time, to keep them in the cache
+        const byte* rows[kBatch];
+        for (size_t at = begin; at < end; at += kBatch) {
+            const size_t count = std::min(kBatch, end - at);
+            for (size_t i = 0; i < count; ++i) rows[i] = address(index(at + i));
+            gather_leaves(rows, count, at, codec.spans(), codec.size(), leaves);
         }
-    }
-    return false;
+    });
 }
+
+inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& codec, byte* const* leaves) {
+    for (size_t k = 0; k < codec.size(); ++k) {
+        const Span& span = codec.spans()[k];
+        copy_bytes(leaves[k] + i * span.nbytes, m.row(row) + span.offset, span.nbytes);
+    }
+}
+
+// n uniform draws into leaves; false when the whole of it must be tried again.
+class Draw {
+  public:
+    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n) : memory_(m), snapshot_(s), key_(key), counter_(counter), index_(n) {}
+
+    bool run(const Codec& codec, byte* const* leaves) {
+        const uint64_t total = snapshot_.total();
+        gather(memory_, snapshot_, index_.size(), [&](size_t i) { return index_[i] = draw_one(key_, counter_ + i, total); },
+               codec, leaves);
+        const double start = monotonic_s();
+        for (uint64_t again = 1; !all_whole(snapshot_, index_.size(), [&](size_t i) { return index_[i]; }); ++again)
+            if (!snapshot_.same_epochs() || monotonic_s() - start > kContention_s || !redraw(again, codec, leaves)) return false;
+        return true;
+    }
+
+  private:
+    // Draw again what was overwritten while it was copied, from what is left of the snapshot.
+    bool redraw(uint64_t again, const Codec& codec, byte* const* leaves) {
+        const size_t n = index_.size();
+        std::vector<std::pair<size_t, uint64_t>> places(n);
+        for (size_t i = 0; i < n; ++i) places[i] = snapshot_.place(index_[i]);
+        snapshot_.shrink();
+        if (snapshot_.total() == 0) return false;
+        std::vector<uint64_t> before(memory_.n_lanes, 0);  // indices count from the oldest: what stays is renumbered
+        for (size_t k = 1; k < memory_.n_lanes; ++k) before[k] = before[k - 1] + snapshot_[k - 1].count();
+        for (size_t i = 0; i < n; ++i) {
+            auto [k, p] = places[i];
+            if (p >= snapshot_[k].low) { index_[i] = before[k] + p - snapshot_[k].low; continue; }
+            index_[i] = draw_one(mix(key_ ^ again), counter_ + i, snapshot_.total());
+            copy_sample(memory_, snapshot_.row(index_[i]), i, codec, leaves);
+        }
+        return true;
+    }
+
+    Memory& memory_;
+    Snapshot& snapshot_;
+    uint64_t key_, counter_;
+    std::vector<uint64_t> index_;
+};
 
 // How a block of rows ends segments. Without tags nothing of it matters.
 struct Ends {

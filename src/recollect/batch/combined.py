@@ -67,7 +67,8 @@ class CombinedBatch(BatchBase):
             )
         self._check_equal()
         first = self.batches[0]
-        super().__init__(first.single_space, self._with_batch_index(first.single_metadata_space))
+        self._inner_metadata_space = _metadata_space(first)
+        super().__init__(first.single_space, self._with_batch_index(self._inner_metadata_space))
         self._device = device
         self.use_thread_pool = use_thread_pool
         self._pool = _Pool(len(self.batches))
@@ -164,7 +165,7 @@ class CombinedBatch(BatchBase):
         if not metadata:
             return self._outward((data, None), None, False)
         found = [part[1] for part in parts]
-        inner = self.batches[0].single_metadata_space
+        inner = self._inner_metadata_space
         merged = None if inner is None else assemble(inner, found, places, self.backend)
         member = np.empty(sum(map(len, places)), np.int64)
         for share in shares:
@@ -331,8 +332,15 @@ class CombinedBatch(BatchBase):
             self.batches[share.member]._check_remove_at(share.index)
 
 
+def _metadata_space(batch: BatchBase) -> spaces.Dict | None:
+    """The metadata that members have in common: not the `batch_index` of members that are combined too."""
+    space = batch.single_metadata_space
+    parts = {} if space is None else {k: s for k, s in space.spaces.items() if k != "batch_index"}
+    return make_dict(parts.items()) if parts else None
+
+
 def _metadata_difference(a: BatchBase, b: BatchBase) -> str | None:
-    ours, theirs = a.single_metadata_space, b.single_metadata_space
+    ours, theirs = _metadata_space(a), _metadata_space(b)
     if ours is None or theirs is None:
         return None if ours is theirs else "metadata in only one of them"
     return first_difference(ours, theirs)

@@ -87,9 +87,16 @@ def write_header(mapping: _core.Mapping, geometry: Geometry, nonce: bytes) -> No
     """Write the static part; the words behind it start as zeros."""
     g = geometry
     packed = _HEADER.pack(
-        MAGIC, VERSION, _TAGGED if g.tagged else 0, g.layout_hash.encode()[:32], nonce, g.capacity or 0, g.n_lanes,
-        g.row_nbytes, _core.process_word(os.getpid()),
-    )  # fmt: skip
+        MAGIC,
+        VERSION,
+        _TAGGED if g.tagged else 0,
+        g.layout_hash.encode()[:32],
+        nonce,
+        g.capacity or 0,
+        g.n_lanes,
+        g.row_nbytes,
+        _core.process_word(os.getpid()),
+    )
     mapping.view(0, len(packed))[:] = np.frombuffer(packed, np.uint8)
 
 
@@ -101,7 +108,9 @@ def read_header(mapping: _core.Mapping, what: str) -> tuple[Geometry, bytes]:
     if magic != MAGIC:
         raise FormatError(f"{what}: must begin with {MAGIC!r}, got {magic!r}; it is not a segment of rows")
     if version != VERSION:
-        raise FormatError(f"{what}: version {version} is not readable here; it needs a release that writes it")
+        raise FormatError(
+            f"{what}: version {version} is not readable here; it needs a release that writes it"
+        )
     text = layout_hash.rstrip(b"\0").decode("ascii", "replace")
     return Geometry(capacity or None, n_lanes, row_nbytes, bool(flags & _TAGGED), text), nonce
 
@@ -113,4 +122,6 @@ def check_same(wanted: Geometry, found: Geometry, what: str) -> None:
         if name == "layout_hash":
             mine = mine[:32]
         if mine != theirs:
-            raise AttachError(f"{what}: {name} must be {mine}, found {theirs}; attach with the layout it was made with")
+            raise AttachError(
+                f"{what}: {name} must be {mine}, found {theirs}; attach with the layout it was made with"
+            )

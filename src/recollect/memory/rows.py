@@ -15,11 +15,13 @@ from recollect.memory.segment import Handle, Segment
 from recollect.spaces import Layout
 
 
-class _Closed:
-    """Stands in for the native rows after close(): whatever is asked of it raises."""
+class Closed:
+    """Stands in for what was closed: whatever is asked of it raises."""
 
     def __getattr__(self, name: str) -> Any:
         raise ClosedError("this object was closed; open or create it again")
+
+    __call__ = __getattr__
 
 
 class Rows:
@@ -46,8 +48,15 @@ class Rows:
         return cls(segments.in_shared(_geometry(layout, capacity, n_lanes, tagged), "capacity"), layout)
 
     @classmethod
-    def in_file(cls, path: Path, layout: Layout, capacity: int | None, n_lanes: int = 1, tagged: bool = False,
-                sparse: bool = False) -> Rows:  # fmt: skip
+    def in_file(
+        cls,
+        path: Path,
+        layout: Layout,
+        capacity: int | None,
+        n_lanes: int = 1,
+        tagged: bool = False,
+        sparse: bool = False,
+    ) -> Rows:
         geometry = _geometry(layout, capacity, n_lanes, tagged)
         return cls(segments.in_file(path, geometry, "capacity", sparse=sparse), layout)
 
@@ -90,13 +99,17 @@ class Rows:
         """Bytes of address space; untouched pages cost nothing."""
         return self.geometry.nbytes
 
+    def check_open(self) -> None:
+        """Raise ClosedError after `close()`."""
+        self._open()
+
     def sync(self) -> None:
         """Write a file's pages to disk."""
         self._open().mapping.sync()
 
     def close(self) -> None:
         if self._segment is not None:
-            segment, self._segment, self.native = self._segment, None, _Closed()
+            segment, self._segment, self.native = self._segment, None, Closed()
             segment.release()
 
     def _open(self) -> Segment:

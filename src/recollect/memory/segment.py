@@ -40,15 +40,37 @@ class Segment:
     Concurrency: `hold` and `release` from any thread.
     """
 
-    def __init__(self, mapping: _core.Mapping, geometry: Geometry, fd: int, nonce: bytes, path: str | None,
-                 writable: bool, *, rows: _core.Rows | None = None) -> None:  # fmt: skip
-        self.mapping, self.geometry, self.nonce, self.path, self.writable = mapping, geometry, nonce, path, writable
+    def __init__(
+        self,
+        mapping: _core.Mapping,
+        geometry: Geometry,
+        fd: int,
+        nonce: bytes,
+        path: str | None,
+        writable: bool,
+        *,
+        rows: _core.Rows | None = None,
+    ) -> None:
+        self.mapping, self.geometry, self.nonce, self.path, self.writable = (
+            mapping,
+            geometry,
+            nonce,
+            path,
+            writable,
+        )
         self.fd = fd
         self.users = 0
         self.rows = rows or _core.Rows(
-            mapping, geometry.capacity or 0, geometry.n_lanes, geometry.row_nbytes, geometry.tagged, writable,
-            fd < 0, fd if geometry.capacity is None else -1, geometry.sections(mapping),
-        )  # fmt: skip
+            mapping,
+            geometry.capacity or 0,
+            geometry.n_lanes,
+            geometry.row_nbytes,
+            geometry.tagged,
+            writable,
+            fd < 0,
+            fd if geometry.capacity is None else -1,
+            geometry.sections(mapping),
+        )
 
     @property
     def is_shared(self) -> bool:
@@ -119,7 +141,9 @@ def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) 
         path.unlink(missing_ok=True)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             raise OSError(
-                errno.ENOSPC, f"{what}: needs {human_nbytes(geometry.nbytes)} of disk, which are not free", str(path)
+                errno.ENOSPC,
+                f"{what}: needs {human_nbytes(geometry.nbytes)} of disk, which are not free",
+                str(path),
             ) from None
         raise
 
@@ -136,9 +160,16 @@ def over_file(path: Path, geometry: Geometry) -> Segment:
     write_header(rest, geometry, nonce)
     stamps, ids, steps, _ = geometry.sections(rest) or (None,) * 4
     native = _core.Rows(
-        rest, geometry.capacity or 0, geometry.n_lanes, geometry.row_nbytes, geometry.tagged, True, True, -1,
+        rest,
+        geometry.capacity or 0,
+        geometry.n_lanes,
+        geometry.row_nbytes,
+        geometry.tagged,
+        True,
+        True,
+        -1,
         (stamps, ids, steps, (rows, 0)),
-    )  # fmt: skip
+    )
     return Segment(rest, geometry, -1, nonce, None, False, rows=native)
 
 
@@ -166,7 +197,9 @@ def attach(handle: Handle) -> Segment:
     try:
         fd = os.open(target, flags | os.O_CLOEXEC)
     except OSError as error:
-        raise AttachError(f"{what}: its owner is gone or closed it ({error.strerror}); create it again") from None
+        raise AttachError(
+            f"{what}: its owner is gone or closed it ({error.strerror}); create it again"
+        ) from None
     try:
         return _attach(fd, handle.path, True, handle, what)
     except BaseException:

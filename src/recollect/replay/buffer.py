@@ -11,11 +11,11 @@ import numpy as np
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.location import Bools, Ints, Location
-from recollect.batch.structure import batch_length
-from recollect.errors import ReadOnlyError, SchemaError
+from recollect.errors import ReadOnlyError
 from recollect.indexing import normalize, positions
+from recollect.memory.rows import Closed, packed_codec
 from recollect.replay import snapshot
-from recollect.replay.engine import Engine, Keys, RowsEngine, Segments
+from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments, n_offered
 from recollect.replay.lane import Lane
 from recollect.replay.lowest import LowestEngine
 from recollect.replay.plain import PlainEngine
@@ -77,6 +77,8 @@ class ReplayBuffer(BatchBase):
         active = None
         if active_segment_start_physical is not None:
             active = (active_segment_start_physical, active_segment_length)
+        elif active_segment_length:
+            raise ValueError(f"active_segment_length: needs active_segment_start_physical, got {active_segment_length} alone")
         self.engine.adopt(count, offset, list(physical_segments or ()), active)  # type: ignore[attr-defined]
 
     @classmethod
@@ -223,14 +225,16 @@ class ReplayBuffer(BatchBase):
 
     def get_packed_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch whole packed rows as bytes, `(n, row_nbytes)` or `(row_nbytes,)`: one block, one transfer."""
+        index = normalize(idx, self.engine.count())
         if not isinstance(self.engine, RowsEngine):
             raise TypeError(f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage")
-        from recollect.memory.rows import packed_codec
-
-        index = normalize(idx, self.engine.count())
         single = isinstance(index, int)
         rows = np.array([index]) if single else np.ascontiguousarray(index)
-        return self.engine.native.read(packed_codec(self.engine.layout.row_nbytes), rows, single, out)
+        codec = packed_codec(self.engine.layout.row_nbytes)
+        if out is None or not single:
+            return self.engine.native.read(codec, rows, single, out)
+        self.engine.native.read(codec, rows, False, np.asarray(out)[None])
+        return out
 
     def get_column_at(self, keys: Keys, idx: Any) -> Any:
         data = self.engine.read(normalize(idx, self.engine.count()), keys)
@@ -271,32 +275,24 @@ class ReplayBuffer(BatchBase):
         """Add one sample; readers see it once this returns. A full lane gives up its oldest."""
         try:
             self._append(value)
-        except SchemaError:
+        except REFUSED:
             self.engine.reject(1)
             raise
 
     def extend(self, value: Any, *, ends: Any = None) -> None:
         """Add a block of samples as one segment; `ends` (bool, one per sample) closes one after each True."""
-        if ends is not None and not self.engine.tracked:
-            raise ValueError("ends: this buffer keeps no segments; create it with maintain_segment_metadata=True")
         try:
             self.engine.extend(value, ends)
-        except SchemaError:
-            self.engine.reject(self._offered(value))
+        except REFUSED:
+            self.engine.reject(n_offered(self.storage, value))
             raise
 
     def _extend_part(self, block: Any, closes: bool) -> None:
         try:
             self.engine.extend_part(block, closes)
-        except SchemaError:
-            self.engine.reject(self._offered(block))
+        except REFUSED:
+            self.engine.reject(n_offered(self.storage, block))
             raise
-
-    def _offered(self, value: Any) -> int:
-        try:
-            return batch_length(self.single_space, value)
-        except (TypeError, KeyError, IndexError):
-            return 1
 
     def set_at(self, idx: Any, value: Any) -> None:
         """Overwrite samples in place; their generations are renewed, their segments stay."""
@@ -334,6 +330,7 @@ class ReplayBuffer(BatchBase):
 
     def on_lane(self, number: int) -> Lane:
         """Claim a lane by number and return a handle that writes to it."""
+        self.engine.count()  # raises when closed
         if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
             raise ValueError("on_lane: this buffer has no lanes; use a row storage that evicts the oldest")
         return Lane(self.engine, number)
@@ -394,6 +391,7 @@ class ReplayBuffer(BatchBase):
 
     def close(self) -> None:
         """Give up the storage; may be called twice."""
+        self.engine = self._append = self._draw_rows = Closed()  # type: ignore[assignment]
         self.storage.close()
 
     def __enter__(self) -> Self:

@@ -6,17 +6,22 @@ storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
+from recollect.batch.structure import leaf_paths, pick
 from recollect.errors import SegmentOpenError
 from recollect.spaces import Layout
+from recollect.storage.base import SpaceStorage
 from recollect.storage.rows import RowStorage, encode_at
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keys = tuple[str | int, ...]
 Segments = list[tuple[int, int]]
+
+REFUSED = (ValueError, SegmentOpenError)  # a write that raises one of these counts as rejected
 
 
 class Engine(Protocol):
@@ -65,9 +70,9 @@ class RowsEngine:
 
     def adopt(self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None) -> None:
         """Take over rows that hold `count` samples from row `offset` on; what cannot be is a ValueError."""
-        capacity, lanes = self.storage.capacity, self.storage.rows.geometry.n_lanes
+        lanes = self.storage.rows.geometry.n_lanes
         whole = [*segments, *([active] if active else [])]
-        check_adoption(count, offset, capacity, lanes, whole, self.tracked)
+        check_adoption(self.storage, lanes, count, offset, whole, self.tracked)
         self.native.set_window(0, offset, offset + count)
         for number, (first, length) in enumerate(whole):
             self.native.set_tags(first, length, number * lanes + 1, 0)
@@ -100,7 +105,7 @@ class RowsEngine:
             self.native.write(self.codec, arrays, 1, self.lane, None, True)
 
     def extend(self, value: Any, ends: Any = None) -> None:
-        self._write(value, None if ends is None else _flags(ends), keep_open=False, check=True)
+        self._write(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         if not self.tracked:
@@ -171,27 +176,42 @@ class RowsEngine:
         self.native.reject(n)
 
 
-def _flags(ends: Any) -> Any:
+def n_offered(storage: SpaceStorage, value: Any) -> int:
+    """How many samples a refused block held, by the first leaf that has a length; one if none has."""
+    for path, _ in leaf_paths(storage.single_instance_space):
+        with suppress(TypeError, KeyError, IndexError):
+            return len(pick(value, path))
+    return 1
+
+
+def checked_ends(ends: Any, tracked: bool) -> Any:
+    """The flags as an array, or None; ValueError for what cannot end segments."""
+    if ends is None:
+        return None
+    if not tracked:
+        raise ValueError("ends: this buffer keeps no segments; create it with maintain_segment_metadata=True")
     flags = np.asarray(ends)
     if flags.dtype != bool or flags.ndim != 1:
         raise ValueError(f"ends: must be a 1-D bool array, got {flags.dtype} of shape {flags.shape}")
     return np.ascontiguousarray(flags)
 
 
-def check_adoption(count: int, offset: int, capacity: int | None, lanes: int, segments: list[tuple[int, int]],
+def check_adoption(storage: SpaceStorage, lanes: int, count: int, offset: int, segments: list[tuple[int, int]],
                    tracked: bool) -> None:  # fmt: skip
-    """Raise ValueError for a count, offset or segments that no ring could have."""
-    if count < 0 or (capacity is not None and count > capacity // lanes):
-        raise ValueError(f"count: must be in [0, {None if capacity is None else capacity // lanes}], got {count}")
-    if offset < 0 or (offset != 0 if capacity is None else offset >= capacity // lanes):
+    """Raise ValueError for a count, offset or segments that no ring over this storage could have."""
+    run = None if storage.capacity is None else storage.capacity // lanes
+    most = len(storage) if run is None else run
+    if not 0 <= count <= most:
+        raise ValueError(f"count: must be in [0, {most}], the rows there are, got {count}")
+    if not 0 <= offset < (run or 1):
         raise ValueError(f"offset: must be a row of the ring (0 when unbounded), got {offset}")
     if segments and not tracked:
         raise ValueError("physical_segments: need maintain_segment_metadata=True")
     expected = 0
     for first, length in segments:
-        place = first - offset if capacity is None else (first - offset) % capacity
-        if length < 1 or place != expected or place + length > count:
+        at = offset + expected if run is None else (offset + expected) % run
+        if length < 1 or first != at or expected + length > count:
             raise ValueError(f"physical_segments: must follow each other within the {count} samples, got {(first, length)}")
-        expected = place + length
+        expected += length
     if tracked and expected != count:
         raise ValueError(f"physical_segments: must cover the {count} samples, got {expected}")

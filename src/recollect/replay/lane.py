@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any, Self
 
 from recollect.errors import ClosedError
-from recollect.replay.engine import RowsEngine
+from recollect.replay.engine import REFUSED, RowsEngine, n_offered
 
 
 class Lane:
@@ -22,11 +23,21 @@ class Lane:
 
     def append(self, value: Any) -> None:
         """Add one sample to this lane."""
-        self._open().append(value)
+        engine = self._open()
+        try:
+            engine.append(value)
+        except REFUSED:
+            engine.reject(1)
+            raise
 
     def extend(self, value: Any, *, ends: Any = None) -> None:
         """Add a block of samples to this lane."""
-        self._open().extend(value, ends)
+        engine = self._open()
+        try:
+            engine.extend(value, ends)
+        except REFUSED:
+            engine.reject(n_offered(engine.storage, value))
+            raise
 
     def mark_segment_end(self) -> None:
         """Close this lane's open segment; none: nothing happens."""
@@ -41,11 +52,13 @@ class Lane:
         """Release the lane; its open segment ends."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            engine.native.release(self.number)
+            with suppress(ClosedError):  # with the buffer the lane was given up too
+                engine.native.release(self.number)
 
     def _open(self) -> RowsEngine:
         if self._engine is None:
             raise ClosedError(f"lane {self.number}: this handle was closed; call on_lane({self.number}) again")
+        self._engine.storage.rows.check_open()
         return self._engine
 
     def __enter__(self) -> Self:

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from recollect.errors import SegmentOpenError
-from recollect.replay.engine import Ints, Keys, Segments, check_adoption
+from recollect.errors import ReadOnlyError, SegmentOpenError
+from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.spaces import space_to_json
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
@@ -53,7 +53,7 @@ class PlainEngine:
     def adopt(self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None) -> None:
         """Take over rows that hold `count` samples from row `offset` on."""
         whole = [*segments, *([active] if active else [])]
-        check_adoption(count, offset, self.storage.capacity, 1, whole, self.tracked)
+        check_adoption(self.storage, 1, count, offset, whole, self.tracked)
         self._place(count, offset, [(i + 1, length, 0) for i, (_, length) in enumerate(whole)])
         self._open = active is not None
 
@@ -95,13 +95,14 @@ class PlainEngine:
     # -- writes
 
     def append(self, value: Any) -> None:
+        self._check_mutable()
         arrays = self.layout.encode_one(value)
         with self._lock:
             self._put(self.layout.decode_batch([a[None] for a in arrays], 1), 1)
             self._tag(1, None, keep_open=True)
 
     def extend(self, value: Any, ends: Any = None) -> None:
-        self._extend(value, None if ends is None else np.asarray(ends, bool), keep_open=False, check=True)
+        self._extend(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         self._extend(value, None, keep_open=not closes, check=not self._copying)
@@ -110,37 +111,51 @@ class PlainEngine:
             self.end_segment()
 
     def _extend(self, value: Any, ends: Any, *, keep_open: bool, check: bool) -> None:
-        n, arrays = self.layout.encode_batch(value)
-        if ends is not None and len(ends) != n:
-            raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
+        self._check_mutable()
         with self._lock:
             if check and self._open:
                 raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
+            n, arrays = self.layout.encode_batch(value)
+            if ends is not None and len(ends) != n:
+                raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
             if n == 0:
                 return
             skip = max(0, n - self.storage.capacity) if self.storage.capacity else 0
             if self.storage.capacity and n >= self.storage.capacity:  # only the newest stay, from row 0 on
-                self._restart()
+                self._restart(skip)
             self._doors["offered"] += skip
             self._put(self.layout.decode_batch([a[skip:] for a in arrays], n - skip), n - skip)
-            self._tag(n - skip, None if ends is None else ends[skip:], keep_open=keep_open)
+            self._tag(n, ends, keep_open=keep_open)
 
-    def _restart(self) -> None:
+    def _restart(self, skip: int = 0) -> None:
+        """Empty the ring and go to row 0; an open segment goes on `skip` positions before it."""
         capacity = self.storage.capacity or 1
         self._low = self._cursor = -(-self._cursor // capacity) * capacity
-        self._segments = []
+        self._segments = self._segments[-1:] if self._open else []
+        for segment in self._segments:
+            shift = self._cursor - skip - segment[2]
+            segment[1] += shift
+            segment[2] += shift
+
+    def _check_mutable(self) -> None:
+        if not self.storage.is_mutable:
+            raise ReadOnlyError(f"{type(self.storage).__name__}: was opened for reading; load it with read_only=False")
 
     def _put(self, block: Any, n: int) -> None:
         at = np.arange(self._cursor, self._cursor + n)
         if self.storage.capacity is None:
             self.storage.extend_length(n)
-        self.storage.set(self._rows(at), block)
+        try:
+            self.storage.set(self._rows(at), block)
+        except BaseException:
+            if self.storage.capacity is None:
+                self.storage.shrink_length(n)
+            raise
         self._renew(at)
         self._cursor += n
         self._doors["offered"] += n
         if self.storage.capacity:
             self._low = max(self._low, self._cursor - self.storage.capacity)
-            self._clip()
 
     def _renew(self, positions: Ints) -> None:
         rows = self._rows(positions)
@@ -165,6 +180,7 @@ class PlainEngine:
                 self._next_id += 1
             start, self._open = first + cut, False
         self._open = keep_open and (ends is None or not bool(ends[-1]))
+        self._clip()  # not before: an open segment may have lost all its samples but the new ones
 
     def _clip(self) -> None:
         while self._segments and self._segments[0][2] <= self._low:
@@ -187,28 +203,34 @@ class PlainEngine:
             return
         with self._lock:
             self._check(gone)
-            first = int(gone[0])
-            if self._open and int(gone[-1]) + self._low >= self._segments[-1][1]:
+            first, last = int(gone[0]), int(gone[-1])
+            if self._open and last + self._low >= self._segments[-1][1]:
                 raise SegmentOpenError("a sample of the open segment cannot be removed; call mark_segment_end() first")
-            keep = np.setdiff1d(np.arange(first, self.count()), gone)
-            self._cut(gone)
+            # The newer move down, or in a ring the older up, whichever are fewer.
+            up = self.storage.capacity is not None and last + 1 < self.count() - first
+            keep = np.setdiff1d(np.arange(0, last + 1) if up else np.arange(first, self.count()), gone)
+            to = self._low + np.arange(len(keep)) + (len(gone) if up else first)
             if len(keep):
-                self.storage.set(self._rows(self._low + np.arange(first, first + len(keep))), self.read(keep))
-                self._renew(self._low + np.arange(first, first + len(keep)))
-            self._cursor -= len(gone)
+                self.storage.set(self._rows(to), self.read(keep))
+                self._renew(to)
+            self._cut(gone, len(gone) if up else 0)
+            if up:
+                self._low += len(gone)
+            else:
+                self._cursor -= len(gone)
             self._doors["removed"] += len(gone)
             if self.storage.capacity is None:
                 self.storage.shrink_length(len(gone))
 
-    def _cut(self, gone: Ints) -> None:
-        """Shrink, split and move segments for the removal of these indices."""
+    def _cut(self, gone: Ints, up: int) -> None:
+        """Shrink, split and move segments for the removal of these indices; `up` is how far the older move."""
         kept: list[list[int]] = []
         removed = gone + self._low
         for ident, start, end, step in self._segments:
             inside = removed[(removed >= start) & (removed < end)]
             alive = np.setdiff1d(np.arange(start, end), inside)
             for part in np.split(alive, np.flatnonzero(np.diff(alive) > 1) + 1) if len(alive) else ():
-                shift = int(np.searchsorted(removed, part[0]))
+                shift = int(np.searchsorted(removed, part[0])) - up
                 fresh = bool(kept) and kept[-1][0] == ident
                 kept.append([self._take_id() if fresh else ident, int(part[0]) - shift, int(part[-1]) + 1 - shift,
                              step + int(part[0]) - start])  # fmt: skip
@@ -269,8 +291,8 @@ class PlainEngine:
     def index_of(self, row: Ints, generation: Ints) -> Ints:
         with self._lock:
             index = (row - self._low) % self.storage.capacity if self.storage.capacity else row - self._low
-            fits = (row >= 0) & (index >= 0) & (index < self.count())
-            current = np.where(fits, self._generations[np.where(fits, row, 0)] == generation, False) if len(self._generations) else fits
+            fits = (row >= 0) & (row < len(self._generations)) & (index >= 0) & (index < self.count())
+            current = fits & (self._generations[np.where(fits, row, 0)] == generation) if len(self._generations) else fits
             return np.where(current, index, -1).astype(np.int64)
 
     def counters(self) -> dict[str, int]:

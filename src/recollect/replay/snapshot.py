@@ -32,6 +32,7 @@ def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
             "dumps: a segment is open; call mark_segment_end() first, or dumps(path, cut_open=True) "
             "to save it as ending at its last sample"
         )
+    buffer.engine.count()  # raises when closed, before any file is made
     storage = buffer.inner_storage
     if isinstance(storage, MemmapStorage) and storage.is_live_at(path):
         storage.rows.sync()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from threading import Lock
 from typing import Any
 
 import numpy as np
@@ -57,10 +56,14 @@ class BatchSampler(View):
         array([4, 5])
     """
 
+    batch: Any
+    _data: Any
+
     def __init__(self, single_space: Any, single_metadata_space: Any = None, batch_size: int = 1) -> None:
         """Set the spaces of one sample and how many a batch has; `data` is assigned by the subclass."""
         BatchBase.__init__(self, single_space, single_metadata_space)
         self.batch_size = _checked_size(batch_size)
+        self.batch = self._data = _NoSource(type(self).__name__)
         self._stream = IndexStream()
         self.rng = _generator(self._stream.seed)
         self._batches = 0
@@ -70,12 +73,13 @@ class BatchSampler(View):
         self._lock()
 
     def _lock(self) -> None:
-        turn = Lock()
-        # Bound once: the fast path of a sampler is a few attribute loads.
-        self._enter, self._leave = turn.acquire, turn.release
+        # One token: who pops it has the turn. `pop` and `append` of a list are atomic, and much faster
+        # than a Lock. Bound once: the fast path of a sampler is a few attribute loads.
+        turn: list[None] = [None]
+        self._enter, self._leave = turn.pop, turn.append
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the lock and what is bound to it."""
+        """Leave out the turn: a copy has its own."""
         return {key: value for key, value in vars(self).items() if key not in self._unpicklable()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -87,19 +91,10 @@ class BatchSampler(View):
 
     # The source
 
-    def __getattr__(self, name: str) -> Any:
-        """Explain the one attribute that a subclass must bring."""
-        if name in ("batch", "_data"):
-            raise AttributeError(
-                f"{type(self).__name__}: data must be assigned first, got no source; set .data"
-            )
-        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
-
     @property
     def data(self) -> BatchBase:
         """The batch that samples are drawn from."""
-        data: BatchBase = self._data
-        return data
+        return self._data if isinstance(self._data, BatchBase) else self._data.refuse()
 
     @data.setter
     def data(self, data: BatchBase) -> None:
@@ -160,7 +155,7 @@ class BatchSampler(View):
         try:
             return self._draw_index()
         finally:
-            self._leave()
+            self._leave(None)
 
     def _draw_index(self) -> Ints:
         raise NotImplementedError(
@@ -174,7 +169,7 @@ class BatchSampler(View):
                 size = len(self._data)
                 index = self._draw_index()
                 try:
-                    found = self.batch._read(index, (), flat, metadata)
+                    found: Read = self.batch._read(index, (), flat, metadata)
                 except IndexError:
                     if len(self._data) >= size:
                         raise
@@ -182,11 +177,13 @@ class BatchSampler(View):
                     self._batches += 1
                     return found
         finally:
-            self._leave()
+            self._leave(None)
 
     def _take_turn(self) -> None:
-        if not self._enter(False):
-            raise self._busy()
+        try:
+            self._enter()
+        except IndexError:
+            raise self._busy() from None
 
     def _busy(self) -> RuntimeError:
         name = type(self).__name__
@@ -237,7 +234,7 @@ class BatchSampler(View):
             self._epoch, self._resumed = epoch, None
             return epoch
         finally:
-            self._leave()
+            self._leave(None)
 
     def _next_of(self, epoch: Epoch, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
         self._take_turn()
@@ -248,7 +245,7 @@ class BatchSampler(View):
             self._batches += found is not None
             return found
         finally:
-            self._leave()
+            self._leave(None)
 
     def _end_epoch(self, epoch: Epoch) -> None:
         if self._epoch is epoch:
@@ -262,7 +259,7 @@ class BatchSampler(View):
         try:
             self._seed(seed)
         finally:
-            self._leave()
+            self._leave(None)
 
     def _seed(self, seed: int) -> None:
         stream = IndexStream(seed)
@@ -296,7 +293,7 @@ class BatchSampler(View):
         try:
             self._load(state)
         finally:
-            self._leave()
+            self._leave(None)
 
     def _load(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]
@@ -320,6 +317,27 @@ class BatchSampler(View):
                 raise ValueError(
                     f"{name}: {key} must be {value!r} to load this state, got {given!r}; make it so"
                 )
+
+
+class _NoSource:
+    """Stands where the source of a sampler will be; whatever is asked of it says what is missing.
+
+    (A `__getattr__` of the sampler itself would do, but makes each of its attributes slower to read.)
+    """
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def refuse(self) -> Any:
+        raise RuntimeError(f"{self._name}: data must be assigned first, got none; set .data")
+
+    def __len__(self) -> int:
+        return int(self.refuse())
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self.refuse()
 
 
 def _transformations_in(batch: BatchBase) -> Iterator[Any]:

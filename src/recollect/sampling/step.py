@@ -58,13 +58,15 @@ class StepSampler(BatchSampler):
     def sample(self, *, out: Any = None) -> Any:
         """Draw a batch, into the arrays `out` if they are given."""
         # The hot path: everything is bound, and the source does the rest in one call.
-        if not self._enter(False):
-            raise self._busy()
+        try:
+            self._enter()
+        except IndexError:
+            raise self._busy() from None
         try:
             data = self._draw_at(self._stream, self.batch_size)
             self._batches += 1
         finally:
-            self._leave()
+            self._leave(None)
         return data if out is None else fill(out, data)
 
     def _draw_index(self) -> Ints:

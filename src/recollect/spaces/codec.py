@@ -1,24 +1,22 @@
-"""Between a sample and its fields: one codec per leaf, one for a nest of leaves.
+"""Between the value of a leaf and its columns: one codec per kind of leaf.
 
-A codec turns a value into the arrays of its fields and back, for one sample and for a batch. A Text is its
-UTF-8 bytes and their number; a Sequence is its length and the fields of its elements, padded with zeros to
+A codec turns a value into the arrays of its columns and back, for one sample and for a batch. A Text is its
+UTF-8 bytes and their number; a Sequence is its length and the columns of its elements, padded with zeros to
 the most that there may be.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, cast
 
 import numpy as np
-from gymnasium import Space, spaces
+from gymnasium import spaces
 
 from recollect.errors import DtypeError, SchemaError
 from recollect.spaces.convert import to_array, to_batch
-from recollect.spaces.dtypes import native
-from recollect.spaces.nested import Template, compile_build, compile_pick
-from recollect.spaces.tree import ELEMENT, LeafKind, Path, array_form, children, node_kind, path_name, subject
+from recollect.spaces.tree import LeafKind
 
 Array = np.ndarray[Any, Any]
 LENGTH = "#length"
@@ -54,7 +52,7 @@ class ArrayCodec:
         self.columns = (Column(name, dtype, shape),)
         self._is_scalar = kind == "discrete"
 
-    # Each begins with the usual case, an array that is right already: it is worth most of the time of a write.
+    # Each begins with the usual case, an array that is right already: most of the time of a write is there.
     def encode_one(self, value: Any, cast: bool) -> list[Array]:
         if type(value) is np.ndarray and value.dtype is self.dtype and value.shape == self.shape:
             return [value if value.flags.c_contiguous else value.copy()]
@@ -131,11 +129,10 @@ def _utf8(text: str) -> bytes:
 class SequenceCodec:
     """A Sequence leaf: its length, and its elements' columns padded with zeros to `most`."""
 
-    def __init__(self, name: str, space: spaces.Sequence, most: int, element: Codec) -> None:
-        self.name, self.most, self.element = name, most, element
-        self.stack = space.stack
+    def __init__(self, name: str, most: int, element: Codec, stack: bool, is_nested: bool) -> None:
+        self.name, self.most, self.element, self.stack = name, most, element, stack
         # Elements of a Dict or Tuple come one by one unless stacked; of other spaces both look the same.
-        self._one_by_one = not space.stack and isinstance(element, NestCodec)
+        self._one_by_one = is_nested and not stack
         padded = (Column(c.name, c.dtype, (most, *c.shape)) for c in element.columns)
         self.columns = (Column(name + LENGTH, _INT32, ()), *padded)
 
@@ -183,100 +180,3 @@ def _as_items(value: Any, name: str, what: str) -> Sequence[Any]:
     if isinstance(value, np.ndarray) and value.ndim > 0:
         return cast(Sequence[Any], value)
     raise SchemaError(f"{name}: must be a tuple or list of {what}, got {type(value).__name__}; pass a tuple")
-
-
-class NestCodec:
-    """A Dict or Tuple: the leaves in order, taken out of and put back into the nested form."""
-
-    def __init__(self, template: Template, path: Path, names: list[str], leaves: list[Codec]) -> None:
-        self._pick, self._build = compile_pick(template, path), compile_build(template)
-        self._names, self._leaves = names, leaves
-        ends = np.cumsum([len(leaf.columns) for leaf in leaves]).tolist()
-        self._spans = [slice(a, b) for a, b in zip([0, *ends], ends, strict=False)]
-        self.columns = tuple(column for leaf in leaves for column in leaf.columns)
-
-    def _values(self, value: Any) -> list[Any]:
-        values: list[Any] = []
-        self._pick(value, values)
-        return values
-
-    def encode_one(self, value: Any, cast: bool) -> list[Array]:
-        out: list[Array] = []
-        for leaf, part in zip(self._leaves, self._values(value), strict=True):
-            out += leaf.encode_one(part, cast)
-        return out
-
-    def encode_batch(self, value: Any, cast: bool) -> tuple[int, list[Array]]:
-        out: list[Array] = []
-        n = -1
-        for name, leaf, part in zip(self._names, self._leaves, self._values(value), strict=True):
-            count, arrays = leaf.encode_batch(part, cast)
-            if n < 0:
-                n = count
-            elif n != count:
-                raise SchemaError(
-                    f"{name}: length must be {n} as that of {self._names[0]}, got {count}; "
-                    "give all leaves one length"
-                )
-            out += arrays
-        return n, out
-
-    def decode_one(self, arrays: Sequence[Array]) -> Any:
-        pairs = zip(self._leaves, self._spans, strict=True)
-        return self._build([leaf.decode_one(arrays[span]) for leaf, span in pairs])
-
-    def decode_batch(self, arrays: Sequence[Array], n: int) -> Any:
-        pairs = zip(self._leaves, self._spans, strict=True)
-        return self._build([leaf.decode_batch(arrays[span], n) for leaf, span in pairs])
-
-
-@dataclass(frozen=True, slots=True)
-class LeafCodec:
-    """A leaf of a space with the codec of its values."""
-
-    path: Path
-    name: str
-    kind: LeafKind
-    codec: Codec
-
-
-@dataclass(frozen=True, slots=True)
-class Plan:
-    """A space compiled: the template of a sample, its leaves, and the codec of the whole."""
-
-    template: Template
-    leaves: list[LeafCodec]
-    codec: Codec
-
-
-def compile_codec(space: Space[Any], path: Path, most: Mapping[str, int]) -> Plan:
-    """Compile a space found at `path`; `most` is the greatest length of each Sequence by name."""
-    leaves: list[LeafCodec] = []
-    template = _template(space, path, most, leaves)
-    if not leaves:
-        raise ValueError(f"{subject(path)}: must have at least one leaf, got {space}; add one")
-    if template[0] == "leaf":
-        return Plan(template, leaves, leaves[0].codec)
-    names = [leaf.name for leaf in leaves]
-    return Plan(template, leaves, NestCodec(template, path, names, [leaf.codec for leaf in leaves]))
-
-
-def _template(space: Space[Any], path: Path, most: Mapping[str, int], leaves: list[LeafCodec]) -> Template:
-    kind = node_kind(space, path)
-    if kind == "dict" or kind == "tuple":
-        nodes = [(key, _template(child, (*path, key), most, leaves)) for key, child in children(space)]
-        return kind, tuple(nodes) if kind == "dict" else tuple(node for _, node in nodes)
-    name = path_name(path)
-    leaves.append(LeafCodec(path, name, kind, _leaf_codec(space, kind, path, most)))
-    return "leaf", len(leaves) - 1
-
-
-def _leaf_codec(space: Space[Any], kind: LeafKind, path: Path, most: Mapping[str, int]) -> Codec:
-    name = path_name(path)
-    if isinstance(space, spaces.Text):
-        return TextCodec(name, space)
-    if isinstance(space, spaces.Sequence):
-        element = compile_codec(space.feature_space, (*path, ELEMENT), most).codec
-        return SequenceCodec(name, space, most[name], element)
-    dtype, shape = array_form(space)
-    return ArrayCodec(name, kind, native(dtype), shape)

@@ -120,8 +120,9 @@ def _from_number(value: bool | int | float, dtype: np.dtype[Any], name: str) -> 
 
 
 def _rounded(value: int | float, dtype: np.dtype[Any], name: str) -> Array:
-    if abs(value) <= (float_bounds(dtype)[1] if type(value) is float else 2 ** exact_bits(dtype)):
-        return np.array(value, dtype=dtype)  # the usual case: it cannot overflow, or is an exact int
+    low, high = float_bounds(dtype)
+    if low <= value <= high and (type(value) is float or abs(value) <= 2 ** exact_bits(dtype)):
+        return np.array(value, dtype=dtype)  # the usual case: it cannot overflow, and an int is exact
     try:
         wide = np.float64(value)
     except OverflowError:

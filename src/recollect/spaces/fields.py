@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
-from recollect.spaces.codec import Column, LeafCodec
+from recollect.spaces.codec import Column
+from recollect.spaces.plan import LeafCodec
 from recollect.spaces.tree import LeafKind, Path
 
 ROW_ALIGNMENT = 8

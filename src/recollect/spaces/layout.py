@@ -19,13 +19,14 @@ import numpy as np
 from gymnasium import Space
 
 from recollect.errors import FormatError
-from recollect.spaces.codec import Codec, compile_codec
+from recollect.spaces.codec import Codec
 from recollect.spaces.dtypes import dtype_name
 from recollect.spaces.fields import Field, Leaf, assign, pack, place
 from recollect.spaces.flatten import FlatPlan, plan_flat
 from recollect.spaces.json import canonical, space_from_json, space_to_json
 from recollect.spaces.make import as_space
 from recollect.spaces.nested import Template
+from recollect.spaces.plan import compile_codec
 from recollect.spaces.tree import as_keys, path_name, sequence_paths, space_at
 
 Array = np.ndarray[Any, Any]
@@ -225,15 +226,15 @@ def _to_json(
     }
 
 
-def _checked_lengths(space: Space[Any], most: Mapping[str, int]) -> dict[str, int]:
+def _checked_lengths(space: Space[Any], most: Mapping[str, Any]) -> dict[str, int]:
     names = [path_name(path) for path in sequence_paths(space)]
     for name, length in most.items():
         if name not in names:
             raise ValueError(f"max_lengths: keys must be Sequence leaves of the space, {names}, got {name!r}")
-        if type(length) is not int or length < 1:
+        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
             raise ValueError(f"max_lengths: {name!r} must be an int of at least 1, got {length!r}")
     for name in names:
         if name not in most:
             remedy = f"pass max_lengths={{{name!r}: ...}}"
             raise ValueError(f"{name}: a Sequence needs its greatest length, got none; {remedy}")
-    return dict(most)
+    return {name: int(length) for name, length in most.items()}

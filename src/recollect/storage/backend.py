@@ -26,22 +26,51 @@ class ToBackendOrDeviceStorage(SpaceStorage):
         self.is_multiprocessing_safe, self.is_mutable = inner.is_multiprocessing_safe, inner.is_mutable
 
     @classmethod
-    def create(cls, single_instance_space: Any, *args: Any, capacity: int | None, cache_path: PathName | None = None,
-               multiprocessing: bool = False, inner: Any = "memory", backend: Any = None, device: Any = None,
-               **kwargs: Any) -> Self:  # fmt: skip
+    def create(
+        cls,
+        single_instance_space: Any,
+        *args: Any,
+        capacity: int | None,
+        cache_path: PathName | None = None,
+        multiprocessing: bool = False,
+        inner: Any = "memory",
+        backend: Any = None,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> Self:
         """Make the inner storage (`inner`: a class or short name) and wrap it."""
         made = find_storage(inner).create(
-            single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing, **kwargs
+            single_instance_space,
+            *args,
+            capacity=capacity,
+            cache_path=cache_path,
+            multiprocessing=multiprocessing,
+            **kwargs,
         )
         return cls(made, backend, device)
 
     @classmethod
-    def load_from(cls, path: PathName, single_instance_space: Any, *, capacity: int | None = None,
-                  read_only: bool = True, multiprocessing: bool = False, inner: Any = "memory", backend: Any = None,
-                  device: Any = None, **kwargs: Any) -> Self:  # fmt: skip
+    def load_from(
+        cls,
+        path: PathName,
+        single_instance_space: Any,
+        *,
+        capacity: int | None = None,
+        read_only: bool = True,
+        multiprocessing: bool = False,
+        inner: Any = "memory",
+        backend: Any = None,
+        device: Any = None,
+        **kwargs: Any,
+    ) -> Self:
         """Load the inner storage and wrap it."""
         loaded = find_storage(inner).load_from(
-            path, single_instance_space, capacity=capacity, read_only=read_only, multiprocessing=multiprocessing, **kwargs
+            path,
+            single_instance_space,
+            capacity=capacity,
+            read_only=read_only,
+            multiprocessing=multiprocessing,
+            **kwargs,
         )
         return cls(loaded, backend, device)
 

@@ -110,7 +110,9 @@ class SpaceStorage(ABC):
     def set_flattened(self, index: Any, value: Any) -> None:
         """Overwrite rows, given as vectors."""
         flat = as_numpy(value)
-        self.set(index, self.layout.unflatten_one(flat) if flat.ndim == 1 else self.layout.unflatten_batch(flat))
+        self.set(
+            index, self.layout.unflatten_one(flat) if flat.ndim == 1 else self.layout.unflatten_batch(flat)
+        )
 
     def get_column(self, nested_keys: Any, index: Any) -> Any:
         """Read one nested field of some rows."""
@@ -124,12 +126,16 @@ class SpaceStorage(ABC):
     def extend_length(self, length: int) -> None:
         """Move an unbounded storage's end by `length` rows; a fixed one ignores it."""
         if self.capacity is None:
-            raise NotImplementedError(f"{type(self).__name__}: an unbounded storage must define extend_length")
+            raise NotImplementedError(
+                f"{type(self).__name__}: an unbounded storage must define extend_length"
+            )
 
     def shrink_length(self, length: int) -> None:
         """Take the last `length` rows off an unbounded storage; a fixed one ignores it."""
         if self.capacity is None:
-            raise NotImplementedError(f"{type(self).__name__}: an unbounded storage must define shrink_length")
+            raise NotImplementedError(
+                f"{type(self).__name__}: an unbounded storage must define shrink_length"
+            )
 
     def clear(self) -> None:
         """Drop all rows and any open segment."""

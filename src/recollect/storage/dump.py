@@ -106,10 +106,14 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
         raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
     if not isinstance(manifest, dict) or manifest.get("format") not in formats:
         got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise FormatError(f"{file}: format must be one of {list(formats)}, got {got!r}; it is another program's")
+        raise FormatError(
+            f"{file}: format must be one of {list(formats)}, got {got!r}; it is another program's"
+        )
     version = manifest.get("format_version")
     if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatError(f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}")
+        raise FormatError(
+            f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
+        )
     crc = manifest.pop("crc32c", None)
     if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
         raise FormatError(f"{file}: its checksum does not match; it is damaged")
@@ -122,7 +126,9 @@ def check_files(path: Path, manifest: dict[str, Any], *, verify: bool) -> None:
         with open_named(path, name) as f:
             nbytes = os.fstat(f.fileno()).st_size
             if nbytes != about["bytes"]:
-                raise FormatError(f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated")
+                raise FormatError(
+                    f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
+                )
             if verify and file_crc(f) != about["crc32c"]:
                 raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
 
@@ -135,7 +141,9 @@ def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
     try:
         return open(target, mode)  # type: ignore[return-value]
     except FileNotFoundError:
-        raise FormatError(f"{target}: is gone; the dump was replaced or damaged meanwhile: load again") from None
+        raise FormatError(
+            f"{target}: is gone; the dump was replaced or damaged meanwhile: load again"
+        ) from None
 
 
 def last_commit(path: Path) -> int:

@@ -36,15 +36,25 @@ class MemmapStorage(RowStorage):
     needs_path = True
 
     @classmethod
-    def create(cls, single_instance_space: Any, *args: Any, cache_path: PathName | None = None, **kwargs: Any) -> Self:
+    def create(
+        cls, single_instance_space: Any, *args: Any, cache_path: PathName | None = None, **kwargs: Any
+    ) -> Self:
         """Make a new file below the directory `cache_path`; one that holds a dump is refused unless `overwrite`."""
         storage = super().create(single_instance_space, *args, cache_path=cache_path, **kwargs)
         storage.write_live("recollect.storage")
         return storage
 
     @classmethod
-    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
-                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+    def _make_rows(
+        cls,
+        layout: Layout,
+        capacity: int | None,
+        num_lanes: int,
+        segments: bool,
+        cache_path: PathName | None,
+        overwrite: bool,
+        **kwargs: Any,
+    ) -> Rows:
         sparse = kwargs.pop("sparse", False)
         if kwargs:
             raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
@@ -52,19 +62,31 @@ class MemmapStorage(RowStorage):
             raise ValueError(f"cache_path: {cls.__name__} needs the directory of its file, got None")
         path = Path(cache_path)
         if (path / MANIFEST).exists() and not overwrite:
-            raise FileExistsError(f"{path}: holds a dump already; load it with load_from, or pass overwrite=True")
+            raise FileExistsError(
+                f"{path}: holds a dump already; load it with load_from, or pass overwrite=True"
+            )
         return _new_file(path, layout, capacity, num_lanes, segments, sparse)
 
     @classmethod
-    def from_dump(cls, path: Path, manifest: dict[str, Any], space: Any, *, read_only: bool, verify: bool,
-                  cast: bool = False) -> Self:  # fmt: skip
+    def from_dump(
+        cls,
+        path: Path,
+        manifest: dict[str, Any],
+        space: Any,
+        *,
+        read_only: bool,
+        verify: bool,
+        cast: bool = False,
+    ) -> Self:
         layout = stored_layout(path, manifest)
         live = bool(manifest.get("live"))
         if live:
             try:
                 rows = Rows.open_file(live_file(path, manifest), layout, writable=not read_only)
             except FileNotFoundError as error:
-                raise FormatError(f"{error.filename}: is gone; the dump was replaced or damaged: load again") from None
+                raise FormatError(
+                    f"{error.filename}: is gone; the dump was replaced or damaged: load again"
+                ) from None
         elif read_only:
             rows = open_rows(path, manifest, layout, verify=verify)
         else:
@@ -81,12 +103,16 @@ class MemmapStorage(RowStorage):
         writer = DumpWriter(Path(str(self.cache_filename)))
         writer.keep.add(f"{STORAGE}/{self.file_name}")
         record = self.record(windows_of(self.rows))
-        segments = None if record["segments"] is None else []
+        segments: list[Any] | None = None if record["segments"] is None else []
         writer.finish({**record, **(extra or {}), "segments": segments, "live": True, "format": format_name})
 
     def is_live_at(self, path: PathName) -> bool:
         """Whether `path` is the directory that this storage lives in."""
-        return self.cache_filename is not None and self.is_mutable and Path(path).resolve() == Path(self.cache_filename).resolve()
+        return (
+            self.cache_filename is not None
+            and self.is_mutable
+            and Path(path).resolve() == Path(self.cache_filename).resolve()
+        )
 
     @property
     def file_name(self) -> str:
@@ -104,9 +130,13 @@ class MemmapStorage(RowStorage):
             super().dumps(path)
 
 
-def _new_file(path: Path, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool) -> Rows:
+def _new_file(
+    path: Path, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool
+) -> Rows:
     (path / STORAGE).mkdir(parents=True, exist_ok=True)
-    number = 1 + max((int(f.stem[5:]) for f in (path / STORAGE).glob("live-*.bin") if f.stem[5:].isdigit()), default=0)
+    number = 1 + max(
+        (int(f.stem[5:]) for f in (path / STORAGE).glob("live-*.bin") if f.stem[5:].isdigit()), default=0
+    )
     return Rows.in_file(path / STORAGE / f"live-{number}.bin", layout, capacity, num_lanes, segments, sparse)
 
 

@@ -26,8 +26,16 @@ class MemoryStorage(RowStorage):
     short_name = "memory"
 
     @classmethod
-    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
-                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+    def _make_rows(
+        cls,
+        layout: Layout,
+        capacity: int | None,
+        num_lanes: int,
+        segments: bool,
+        cache_path: PathName | None,
+        overwrite: bool,
+        **kwargs: Any,
+    ) -> Rows:
         refuse(cls, cache_path, kwargs)
         return Rows.in_ram(layout, capacity, num_lanes, segments)
 
@@ -37,4 +45,6 @@ def refuse(cls: type[RowStorage], cache_path: PathName | None, kwargs: dict[str,
     if kwargs:
         raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
     if cache_path is not None:
-        raise ValueError(f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage")
+        raise ValueError(
+            f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage"
+        )

@@ -20,7 +20,7 @@ _registered: dict[str, type[SpaceStorage]] = {}
 
 def register_storage(name: str, cls: type[SpaceStorage]) -> None:
     """Make a storage of your own loadable by name; the name stands in the files it writes."""
-    if not (isinstance(cls, type) and issubclass(cls, SpaceStorage)):
+    if not _is_storage(cls):
         raise TypeError(f"register_storage: must be a SpaceStorage class, got {cls!r}")
     if name in _OWN or _registered.get(name, cls) is not cls:
         raise ValueError(f"register_storage: the name {name!r} is taken; choose another")
@@ -30,14 +30,16 @@ def register_storage(name: str, cls: type[SpaceStorage]) -> None:
 
 def find_storage(name: Any) -> type[SpaceStorage]:
     """Return the class of a short name, or the class itself."""
-    if isinstance(name, type) and issubclass(name, SpaceStorage):
-        return name
+    found: type[SpaceStorage]
+    if _is_storage(name):
+        found = name
+        return found  # noqa: RET504: typed
     if name in _registered:
         return _registered[name]
     if name in _OWN:
         module, _, attribute = _OWN[name].partition(":")
-        found: type[SpaceStorage] = getattr(import_module(module), attribute)
-        return found
+        found = getattr(import_module(module), attribute)
+        return found  # noqa: RET504: typed
     known = sorted({*_OWN, *_registered})
     raise ValueError(f"storage: must be a SpaceStorage class or one of {known}, got {name!r}")
 
@@ -47,4 +49,10 @@ def find_stored(name: Any, where: str) -> type[SpaceStorage]:
     try:
         return find_storage(name)
     except ValueError as error:
-        raise FormatError(f"{where}: its storage is not known here ({error}); call register_storage first") from None
+        raise FormatError(
+            f"{where}: its storage is not known here ({error}); call register_storage first"
+        ) from None
+
+
+def _is_storage(cls: Any) -> bool:
+    return isinstance(cls, type) and issubclass(cls, SpaceStorage)

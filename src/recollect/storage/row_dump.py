@@ -57,12 +57,16 @@ def write_rows(writer: DumpWriter, rows: Rows, segments: Any = None) -> list[Lan
     """Write the rows that outlive the copying, beside live writers; return the windows that were saved."""
     for _ in range(_TRIES):
         before = rows.native.windows()
-        top = _write_files(writer, rows, [_window(rows, k, low, end) for k, (low, end, _) in enumerate(before)])
+        top = _write_files(
+            writer, rows, [_window(rows, k, low, end) for k, (low, end, _) in enumerate(before)]
+        )
         after = rows.native.windows()
         if all(a[2] == b[2] for a, b in zip(before, after)):
             break
     else:
-        raise ContentionError("dumps: samples were overwritten in place or removed during every try; pause that")
+        raise ContentionError(
+            "dumps: samples were overwritten in place or removed during every try; pause that"
+        )
     kept = [_window(rows, k, max(b[0], a[0]), max(b[1], a[0])) for k, (b, a) in enumerate(zip(before, after))]
     return [w if w.count and max(end for _, end in w.rows()) <= top else _none_of(w) for w in kept]
 
@@ -115,7 +119,11 @@ def segments_record(rows: Rows, windows: list[LaneWindow]) -> list[list[int]] | 
         head = max(0, -place)
         length = min(place + length, w.count) - max(place, 0)
         if length > 0:
-            row = w.start + (w.offset + max(place, 0)) if run is None else w.start + (w.offset + max(place, 0)) % run
+            row = (
+                w.start + (w.offset + max(place, 0))
+                if run is None
+                else w.start + (w.offset + max(place, 0)) % run
+            )
             kept.append((lane, max(place, 0), [ident, lane, row, length, step + head]))
     return [record for *_, record in sorted(kept)]
 

@@ -7,10 +7,17 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
-from recollect.errors import ReadOnlyError, SchemaError
+from recollect.errors import FormatError, ReadOnlyError, SchemaError
 from recollect.indexing import normalize
 from recollect.memory.rows import Rows, codec_of
-from recollect.spaces import Layout, as_space, compile_layout, first_difference, space_to_json
+from recollect.spaces import (
+    Layout,
+    as_space,
+    compile_layout,
+    first_difference,
+    space_from_json,
+    space_to_json,
+)
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
 from recollect.storage.dump import DumpWriter, read_manifest
@@ -29,8 +36,9 @@ class RowStorage(SpaceStorage):
     allows_none: ClassVar[bool] = True  # capacity=None
     needs_path: ClassVar[bool] = False
 
-    def __init__(self, rows: Rows, space: Any, *, capacity: int | None, cast: bool = False,
-                 is_mutable: bool = True) -> None:  # fmt: skip
+    def __init__(
+        self, rows: Rows, space: Any, *, capacity: int | None, cast: bool = False, is_mutable: bool = True
+    ) -> None:
         super().__init__(space)
         self.rows, self.capacity, self.cast, self.is_mutable = rows, capacity, cast, is_mutable
         self.codec = codec_of(rows.layout)
@@ -55,7 +63,9 @@ class RowStorage(SpaceStorage):
     ) -> Self:
         """Make new rows. `segments=False` saves 16 bytes a row where no boundaries are kept."""
         if args:
-            raise TypeError(f"{cls.__name__}.create: takes no positional arguments after the space, got {args!r}")
+            raise TypeError(
+                f"{cls.__name__}.create: takes no positional arguments after the space, got {args!r}"
+            )
         if multiprocessing and not cls.is_multiprocessing_safe:
             raise ValueError(
                 f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
@@ -69,8 +79,16 @@ class RowStorage(SpaceStorage):
         return storage
 
     @classmethod
-    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
-                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+    def _make_rows(
+        cls,
+        layout: Layout,
+        capacity: int | None,
+        num_lanes: int,
+        segments: bool,
+        cache_path: PathName | None,
+        overwrite: bool,
+        **kwargs: Any,
+    ) -> Rows:
         raise NotImplementedError
 
     @classmethod
@@ -84,8 +102,11 @@ class RowStorage(SpaceStorage):
         multiprocessing: bool = False,
         verify: bool = False,
         cast: bool = False,
+        **kwargs: Any,
     ) -> Self:
         """Open a row dump in this kind of memory."""
+        if kwargs:
+            raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(kwargs)}")
         path = Path(path)
         manifest = read_manifest(path, FORMATS)
         space = as_space(single_instance_space)
@@ -98,13 +119,23 @@ class RowStorage(SpaceStorage):
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
 
     @classmethod
-    def from_dump(cls, path: Path, manifest: dict[str, Any], space: Any, *, read_only: bool, verify: bool,
-                  cast: bool = False) -> Self:  # fmt: skip
+    def from_dump(
+        cls,
+        path: Path,
+        manifest: dict[str, Any],
+        space: Any,
+        *,
+        read_only: bool,
+        verify: bool,
+        cast: bool = False,
+    ) -> Self:
         """Load the rows that a checked manifest names."""
         source = cls._open_source(path, manifest, verify=verify or not cls.needs_path)
         capacity = manifest["capacity"]
         try:
-            rows = cls._make_rows(source.layout, capacity, source.geometry.n_lanes, source.geometry.tagged, None, False)
+            rows = cls._make_rows(
+                source.layout, capacity, source.geometry.n_lanes, source.geometry.tagged, None, False
+            )
             copy_rows(source, rows)
         finally:
             source.close()
@@ -198,7 +229,9 @@ class RowStorage(SpaceStorage):
         end = window.offset + window.count
         cursor = end if window.capacity is None else end % window.capacity
         if row != cursor:
-            raise ValueError(f"mark_segment_start: must be row {cursor}, where the next sample goes, got {row}")
+            raise ValueError(
+                f"mark_segment_start: must be row {cursor}, where the next sample goes, got {row}"
+            )
         self.rows.native.end_segment()
 
     def mark_segment_end(self) -> None:
@@ -245,7 +278,8 @@ class RowStorage(SpaceStorage):
             "offset": first.offset,
             "capacity": self.capacity,
             "lanes": [
-                {"start": w.start, "capacity": w.capacity, "count": w.count, "offset": w.offset} for w in windows
+                {"start": w.start, "capacity": w.capacity, "count": w.count, "offset": w.offset}
+                for w in windows
             ],
             "segments": segments_record(self.rows, windows),
             "segment_counter": self.rows.native.segment_counter(),
@@ -263,16 +297,31 @@ class RowStorage(SpaceStorage):
 
     def _check_mutable(self, verb: str) -> None:
         if not self.is_mutable:
-            raise ReadOnlyError(f"{type(self).__name__}: was opened for reading, got {verb}(); load it with read_only=False")
+            raise ReadOnlyError(
+                f"{type(self).__name__}: was opened for reading, got {verb}(); load it with read_only=False"
+            )
 
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:
             return super().__reduce__()
-        return _attach, (type(self), self.rows, self.capacity, self.cast, self.is_mutable, self.cache_filename)
+        return _attach, (
+            type(self),
+            self.rows,
+            self.capacity,
+            self.cast,
+            self.is_mutable,
+            self.cache_filename,
+        )
 
 
-def _attach(cls: type[RowStorage], rows: Rows, capacity: int | None, cast: bool, is_mutable: bool,
-            cache_filename: str | None) -> RowStorage:  # fmt: skip
+def _attach(
+    cls: type[RowStorage],
+    rows: Rows,
+    capacity: int | None,
+    cast: bool,
+    is_mutable: bool,
+    cache_filename: str | None,
+) -> RowStorage:
     storage = cls(rows, rows.layout.space, capacity=capacity, cast=cast, is_mutable=is_mutable)
     storage.cache_filename = cache_filename
     return storage
@@ -298,15 +347,12 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         return
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
-    if not isinstance(num_lanes, int) or num_lanes < 1 or capacity % num_lanes:
+    if num_lanes < 1 or capacity % num_lanes:
         raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
 
 
 def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
     """The layout that a manifest describes."""
-    from recollect.errors import FormatError
-    from recollect.spaces import space_from_json
-
     try:
         return compile_layout(space_from_json(manifest["space"]), manifest.get("max_lengths") or None)
     except (KeyError, TypeError, ValueError) as error:
@@ -315,4 +361,4 @@ def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
 
 def live_file(path: Path, manifest: dict[str, Any]) -> Path:
     """The file of a live memmap storage."""
-    return path / manifest["storage_path_relative"] / manifest["storage"]["options"]["file"]
+    return Path(path, manifest["storage_path_relative"], manifest["storage"]["options"]["file"])

@@ -29,9 +29,19 @@ class SharedMemoryStorage(RowStorage):
     allows_none = False
 
     @classmethod
-    def _make_rows(cls, layout: Layout, capacity: int | None, num_lanes: int, segments: bool,
-                   cache_path: PathName | None, overwrite: bool, **kwargs: Any) -> Rows:  # fmt: skip
+    def _make_rows(
+        cls,
+        layout: Layout,
+        capacity: int | None,
+        num_lanes: int,
+        segments: bool,
+        cache_path: PathName | None,
+        overwrite: bool,
+        **kwargs: Any,
+    ) -> Rows:
         refuse(cls, cache_path, kwargs)
         if capacity is None:
-            raise ValueError("capacity: SharedMemoryStorage needs a number of rows, got None; load it as memory or memmap")
+            raise ValueError(
+                "capacity: SharedMemoryStorage needs a number of rows, got None; load it as memory or memmap"
+            )
         return Rows.in_shared(layout, capacity, num_lanes, segments)
