@@ -186,7 +186,9 @@ def test_what_is_no_array_has_no_backend(x: Any) -> None:
 def test_finding_a_backend_loads_none() -> None:
     code = (
         "import sys, numpy as np; from recollect.backends import backend_of, move;"
+        "from recollect.backends.registry import find_backend;"
         "assert backend_of(np.zeros(1)).name == 'numpy'; move({'x': np.zeros(1)}, 'numpy');"
+        "Foreign = type('Foreign', (), {'__dlpack__': None}); assert find_backend(Foreign()) is None;"
         "sys.exit(str(bad) if (bad := {'torch', 'jax'} & set(sys.modules)) else 0)"
     )
     subprocess.run(
@@ -228,6 +230,17 @@ def test_move_goes_between_all_backends(name: str, other: str) -> None:
     assert_same(back["x"], data["x"])
     assert_same(back["b"], data["b"])
     assert bool(back["t"][1]) is True
+
+
+def test_move_reads_arrays_of_other_libraries() -> None:
+    class Foreign:
+        def __dlpack__(self, **kwargs: Any) -> Any:
+            return np.arange(3).__dlpack__(**kwargs)
+
+        def __dlpack_device__(self) -> Any:
+            return np.arange(3).__dlpack_device__()
+
+    assert_same(move({"x": Foreign()}), {"x": np.arange(3)})
 
 
 def test_move_passes_on_what_is_there_already() -> None:

@@ -17,6 +17,7 @@
 #include <vector>
 
 #include "copy.hpp"
+#include "pool.hpp"
 
 namespace nb = nanobind;
 
@@ -93,20 +94,28 @@ class Codec {
         }
     }
 
-    // New arrays for n samples (n < 0: one sample, no batch axis).
+    // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
     void make_arrays(npy_intp n, std::vector<nb::object>& arrays, std::vector<byte*>& leaves) const {
         arrays.reserve(fields_.size());
         leaves.reserve(fields_.size());
-        for (const Field& f : fields_) {
-            npy_intp dims[NPY_MAXDIMS];
-            int ndim = 0;
-            if (n >= 0) dims[ndim++] = n;
-            for (npy_intp d : f.shape) dims[ndim++] = d;
-            Py_INCREF(f.descr);  // PyArray_Empty takes a reference
-            PyObject* array = PyArray_Empty(ndim, dims, f.descr, 0);
-            if (!array) throw nb::python_error();
-            arrays.push_back(nb::steal(array));
-            leaves.push_back(static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array))));
+        size_t total = 0;
+        for (const Span& span : spans_) total += aligned(span.nbytes * size_t(std::max<npy_intp>(n, 1)));
+        nb::object owner;
+        byte* at = nullptr;
+        if (total >= Pool::kSmallest) {
+            const size_t size = Pool::round(total);
+            auto* block = new Block{pool().take(size), size};
+            at = static_cast<byte*>(block->data);
+            owner = nb::capsule(block, [](void* p) noexcept {
+                auto* b = static_cast<Block*>(p);
+                pool().give(b->data, b->size);
+                delete b;
+            });
+        }
+        for (size_t k = 0; k < fields_.size(); ++k) {
+            arrays.push_back(make_array(fields_[k], n, at, owner));
+            leaves.push_back(static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(arrays.back().ptr()))));
+            if (at) at += aligned(spans_[k].nbytes * size_t(std::max<npy_intp>(n, 1)));
         }
     }
 
@@ -125,6 +134,24 @@ class Codec {
     }
 
   private:
+    struct Block { void* data; size_t size; };
+    static size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
+
+    static nb::object make_array(const Field& f, npy_intp n, byte* at, const nb::object& owner) {
+        npy_intp dims[NPY_MAXDIMS];
+        int ndim = 0;
+        if (n >= 0) dims[ndim++] = n;
+        for (npy_intp d : f.shape) dims[ndim++] = d;
+        Py_INCREF(f.descr);  // the new array takes a reference
+        PyObject* made = at ? PyArray_NewFromDescr(&PyArray_Type, f.descr, ndim, dims, nullptr, at, NPY_ARRAY_CARRAY, nullptr)
+                            : PyArray_Empty(ndim, dims, f.descr, 0);
+        if (!made) throw nb::python_error();
+        nb::object array = nb::steal(made);
+        if (at && PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(made), nb::object(owner).release().ptr()) != 0)
+            throw nb::python_error();
+        return array;
+    }
+
     static Node read_plan(nb::handle plan) {
         nb::tuple t = nb::cast<nb::tuple>(plan);
         const std::string kind = nb::cast<std::string>(t[0]);

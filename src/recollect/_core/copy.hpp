@@ -70,7 +70,6 @@ struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 constexpr size_t kAhead = 12;      // rows between prefetch and copy: as many lines in flight as the processor takes
 constexpr size_t kStaged = 1024;   // rows up to this size are staged
 constexpr size_t kStage = 16384;   // bytes of staged rows: half of a first-level cache
-constexpr size_t kScatter = 64;    // rows written at a time, leaf by leaf
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
 inline size_t thread_count(size_t nbytes) {
@@ -148,19 +147,27 @@ inline void gather_leaves(const byte* const* rows, size_t n, size_t first, const
     }
 }
 
-// Leaves of samples [begin, end) into rows `row_at(i)`; the mirror of gather_leaves.
-template <typename RowAt>
-void scatter_leaves(size_t begin, size_t end, RowAt row_at, const Span* spans, size_t n_spans,
-                    const byte* const* leaves) {
-    byte* rows[kScatter];
-    for (size_t at = begin; at < end; at += kScatter) {
-        const size_t n = std::min(kScatter, end - at);
-        for (size_t i = 0; i < n; ++i) rows[i] = row_at(at + i);
+// Leaves of samples [begin, end) into rows that follow each other from `to` on (sample 0's row); the mirror of
+// gather_leaves. Rows are put together in the stage and leave it in one piece, as memcpy likes it best.
+inline void scatter_leaves(byte* to, size_t row_nbytes, size_t begin, size_t end, const Span* spans, size_t n_spans,
+                           const byte* const* leaves) {
+    if (row_nbytes > kStaged) {
+        for (size_t i = begin; i < end; ++i)
+            for (size_t k = 0; k < n_spans; ++k)
+                copy_bytes(to + i * row_nbytes + spans[k].offset, leaves[k] + i * spans[k].nbytes, spans[k].nbytes);
+        return;
+    }
+    alignas(64) byte stage[kStage] = {};  // padding between leaves is zeros
+    const size_t most = kStage / std::max<size_t>(row_nbytes, 8);
+    for (size_t at = begin; at < end; at += most) {
+        const size_t n = std::min(most, end - at);
         for (size_t k = 0; k < n_spans; ++k) {
-            const size_t size = spans[k].nbytes, offset = spans[k].offset;
+            const size_t size = spans[k].nbytes;
             const byte* in = leaves[k] + at * size;
-            copy_leaf(n, size, [&](size_t i) { return rows[i] + offset; }, [=](size_t i) { return in + i * size; });
+            byte* out = stage + spans[k].offset;
+            copy_leaf(n, size, [=](size_t i) { return out + i * row_nbytes; }, [=](size_t i) { return in + i * size; });
         }
+        copy_bytes(to + at * row_nbytes, stage, n * row_nbytes);
     }
 }
 

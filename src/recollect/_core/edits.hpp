@@ -16,7 +16,7 @@ class Hold {
     Hold(const Hold&) = delete;
     ~Hold() {
         for (auto& lock : locks_) lock.second.reset();
-        for (size_t k : borrowed_) memory_.release(k);
+        for (size_t k : borrowed_) memory_.release(k, true);
     }
     bool has(size_t k) const { return locks_.count(k); }
     void take(size_t k) {

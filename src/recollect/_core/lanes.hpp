@@ -41,6 +41,7 @@ struct Shared {
 };
 
 enum Op : uint64_t { kNone = 0, kOverwrite, kMark, kDown, kUp, kInstall };
+constexpr uint64_t kTorn = 8;  // beside kDown and kUp: what leaves was torn, and counts as dropped, not as removed
 
 struct alignas(128) Lane {
     word reserved, cursor, tail, epoch;
@@ -76,19 +77,26 @@ class Memory {
     size_t capacity;  // 0: unbounded
     size_t n_lanes, run, row_nbytes;
     bool tagged, writable, is_private;
+    const bool can_repair;  // the mapping is writable, whatever its user may do
     int fd;  // of an unbounded file; chunks are appended to it
 
     Memory(std::shared_ptr<Mapping> header, size_t capacity_, size_t n_lanes_, size_t row_nbytes_, bool tagged_,
            bool writable_, bool is_private_, int fd_)
         : capacity(capacity_), n_lanes(n_lanes_), run(capacity_ ? capacity_ / n_lanes_ : 0), row_nbytes(row_nbytes_),
-          tagged(tagged_), writable(writable_), is_private(is_private_), fd(fd_),
-          locks_(std::make_unique<std::mutex[]>(n_lanes_)), forks_(fork_count.load()), header_(std::move(header)) {
+          tagged(tagged_), writable(writable_), is_private(is_private_), can_repair(writable_), fd(fd_),
+          locks_(std::make_unique<std::mutex[]>(n_lanes_)), kept_(std::make_unique<std::atomic<bool>[]>(n_lanes_)),
+          forks_(fork_count.load()), header_(std::move(header)) {
         watch_forks();
         born_forks_ = forks_;
         lanes_ = reinterpret_cast<Lane*>(header_->base() + kHeaderNbytes);
         shared_ = reinterpret_cast<Shared*>(header_->base() + kSharedWords);
     }
-    ~Memory() { if (fd >= 0) ::close(fd); }
+    // Whoever gives up the memory gives up its lanes: this process may live on, and would block them for ever.
+    ~Memory() {
+        if (writable && !is_private)
+            for (size_t k = 0; k < n_lanes; ++k) release(k);
+        if (fd >= 0) ::close(fd);
+    }
 
     Lane& lane(size_t k) const { return lanes_[k]; }
     Shared& shared() const { return *shared_; }
@@ -99,6 +107,8 @@ class Memory {
         ready_.store(++n_chunks_, std::memory_order_release);
     }
 
+    void keep(std::shared_ptr<Mapping> mapping) { keep_.push_back(std::move(mapping)); }
+
     // --- rows by number -----------------------------------------------------------------------------------------
     size_t row_of(size_t k, uint64_t position) const { return run ? k * run + position % run : position; }
 
@@ -107,6 +117,17 @@ class Memory {
         if (row < kFirstChunk) return {&chunks_[0], row};
         const size_t c = 64 - __builtin_clzll(row / kFirstChunk);
         return {&chunks_[c], row - (kFirstChunk << (c - 1))};
+    }
+    // The n positions from `start` on as runs of neighbours: f(chunk, first row in it, first of the n, how many).
+    template <typename F> void each_run(size_t k, uint64_t start, size_t n, F f) const {
+        for (size_t done = 0; done < n;) {
+            const size_t r = row_of(k, start + done);
+            auto [chunk, first] = find(r);
+            const size_t end = run ? (k + 1) * run : r < kFirstChunk ? kFirstChunk : r - first + r - first;
+            const size_t count = std::min(n - done, end - r);
+            f(*chunk, first, done, count);
+            done += count;
+        }
     }
     byte* row(size_t r) const {
         if (capacity) return chunks_[0].rows + r * row_nbytes;
@@ -158,6 +179,7 @@ class Memory {
         if (is_private)
             throw Forked("this memory belongs to the process that made it; a forked child may only read it");
         locks_ = std::make_unique<std::mutex[]>(n_lanes);  // a thread of the parent may have held one
+        kept_ = std::make_unique<std::atomic<bool>[]>(n_lanes);
         default_lane_ = -1;
         forks_ = now;
     }
@@ -173,11 +195,14 @@ class Memory {
         pid_t busy = 0;
         for (size_t k = 0; k < n_lanes; ++k) {
             const uint64_t owner = lane(k).owner.load(std::memory_order_acquire);
-            if (owner != own_word() && try_claim(k)) { default_lane_ = int64_t(k); return k; }
+            if (owner != own_word() && try_keep(k)) { default_lane_ = int64_t(k); return k; }
             if (owner != own_word()) busy = pid_of(owner);
         }
         for (size_t k = 0; k < n_lanes; ++k)
-            if (lane(k).owner.load(std::memory_order_acquire) == own_word()) { default_lane_ = int64_t(k); return k; }
+            if (lane(k).owner.load(std::memory_order_acquire) == own_word() && try_keep(k)) {
+                default_lane_ = int64_t(k);
+                return k;
+            }
         throw Busy(busy, -1);
     }
 
@@ -189,12 +214,13 @@ class Memory {
         check_fork();
         Lane& w = lane(k);
         const uint64_t me = own_word();
+        if (w.owner.load(std::memory_order_acquire) == me) return true;
+        Locked hold(lock(k));  // before the claim: another thread of ours must not write to a lane not yet repaired
         for (;;) {
             uint64_t owner = w.owner.load(std::memory_order_acquire);
             if (owner == me) return true;
             if (owner && is_alive(owner)) return false;
             if (!w.owner.compare_exchange_strong(owner, me, std::memory_order_acq_rel)) continue;
-            Locked hold(lock(k));
             w.open_segment.store(0, std::memory_order_relaxed);  // it ended at its last committed row
             repair(k);
             return true;
@@ -203,10 +229,27 @@ class Memory {
     void claim(size_t k) {
         if (!try_claim(k)) throw Busy(pid_of(lane(k).owner.load()), int(k));
     }
-    void release(size_t k) {
+    // Claim lane k until release(k); a lane that another thread only borrows for an edit stays ours after it.
+    bool try_keep(size_t k) {
+        if (kept_[k].load(std::memory_order_acquire) && lane(k).owner.load(std::memory_order_acquire) == own_word()) return true;
+        while (try_claim(k)) {
+            Locked hold(lock(k));
+            if (lane(k).owner.load(std::memory_order_acquire) != own_word()) continue;
+            kept_[k].store(true, std::memory_order_release);
+            return true;
+        }
+        return false;
+    }
+    void keep_lane(size_t k) {
+        check_fork();
+        if (!try_keep(k)) throw Busy(pid_of(lane(k).owner.load()), int(k));
+    }
+    void release(size_t k, bool unless_kept = false) {
         Lane& w = lane(k);
         if (w.owner.load(std::memory_order_acquire) != own_word()) return;
         Locked hold(lock(k));
+        if (unless_kept && kept_[k].load(std::memory_order_acquire)) return;
+        kept_[k].store(false, std::memory_order_release);
         w.open_segment.store(0, std::memory_order_relaxed);
         w.owner.store(0, std::memory_order_release);
         if (default_lane_ == int64_t(k)) default_lane_ = -1;
@@ -235,7 +278,7 @@ class Memory {
         w.op.store(kNone, std::memory_order_release);
         w.epoch.store((w.epoch.load(std::memory_order_relaxed) | 1) + 1, std::memory_order_release);
     }
-    void set_op(Lane& w, Op op) {
+    void set_op(Lane& w, uint64_t op) {
         fault_point();
         w.op.store(op, std::memory_order_release);
         fault_point();
@@ -253,25 +296,31 @@ class Memory {
     }
 
     // Remove the positions whose rows are tombs, from `first` to `last`, moving the shorter side up or the newer down.
-    void compact(size_t k, uint64_t first, uint64_t last, uint64_t n_gone, uint64_t removed_after) {
+    // `gone_after` is what the door they leave by (removed or, with kTorn, dropped) then counts.
+    void compact(size_t k, uint64_t first, uint64_t last, uint64_t n_gone, uint64_t gone_after, uint64_t torn = 0) {
         Lane& w = lane(k);
         const Window v = window(k);
         const bool down = !run || v.cursor - first <= last + 1 - v.low;
         const uint64_t start = down ? first - v.low : last - v.low + 1;  // up counts from one above
         w.journal[0].store(start << 32 | start, std::memory_order_relaxed);
         w.journal[1].store(v.low, std::memory_order_relaxed);
-        w.journal[2].store(removed_after, std::memory_order_relaxed);
+        w.journal[2].store(gone_after, std::memory_order_relaxed);
         w.journal[3].store(w.skip.load(std::memory_order_relaxed) + (down ? n_gone : 0), std::memory_order_relaxed);
         w.journal[4].store(v.cursor, std::memory_order_relaxed);
-        set_op(w, down ? kDown : kUp);
+        set_op(w, (down ? kDown : kUp) | torn);
         down ? finish_down(k) : finish_up(k);
     }
 
     // Finish or undo what a killed writer left in lane k. The caller holds the lane and its lock.
     void repair(size_t k) {
         Lane& w = lane(k);
-        if (!(w.epoch.load(std::memory_order_acquire) & 1)) return;
-        switch (w.op.load(std::memory_order_acquire)) {
+        if (!(w.epoch.load(std::memory_order_acquire) & 1)) {
+            // An oversized block was begun ahead of the cursor and displaced everything: go on behind what it took.
+            const uint64_t low = low_of(w), cursor = w.cursor.load();
+            if (low > cursor) install(k, low, low, w.reserved.load(), w.skip.load() - (low - cursor), w.removed.load());
+            return;
+        }
+        switch (w.op.load(std::memory_order_acquire) & ~kTorn) {
             case kInstall: finish_install(w); break;
             case kDown: finish_down(k); break;
             case kUp: finish_up(k); break;
@@ -306,13 +355,13 @@ class Memory {
         each_row(k, [&](uint64_t p, word& s) {
             if (!(s.load() & (kTomb | 1))) return;  // a tomb: an earlier repair was killed too
             s.store(((s.load() + 1) & ~uint64_t(1)) | kTomb);
+            fault_point();
             if (n++ == 0) first = p;
             last = p;
         });
         if (n == 0) return;
-        w.dropped.fetch_add(n);
         split_at_tombs(k, first, last);
-        compact(k, first, last, n, w.removed.load());
+        compact(k, first, last, n, w.dropped.load() + n, kTorn);
     }
 
   public:
@@ -323,25 +372,36 @@ class Memory {
         return static_cast<int64_t>(n * n_lanes + k + 1);
     }
 
-    // What follows a hole in a segment becomes a segment of its own, so that no window spans the hole. Killed half
-    // way this leaves one boundary too many, never one too few.
+    // What follows a hole in a segment becomes a segment of its own, so that no window spans the hole. New ids are
+    // written from the newest row back: killed half way this leaves one boundary too many, never one too few, and
+    // never two stretches of one id.
     void split_at_tombs(size_t k, uint64_t first, uint64_t last) {
         if (!tagged) return;
         const Window v = window(k);
         int64_t old = segment(row_of(k, first)), fresh = 0;
         bool survivors = first > v.low && segment(row_of(k, first - 1)) == old, hole = false;
+        std::vector<std::pair<size_t, int64_t>> renamed;
         for (uint64_t p = first; p < v.cursor; ++p) {
             const size_t r = row_of(k, p);
             if (segment(r) != old) {
-                if (p > last) return;
+                if (p > last) break;
                 old = segment(r), fresh = 0, survivors = hole = false;
             }
-            if (is_tomb(r)) { hole = true; continue; }
+            if (is_tomb(r)) {
+                hole = true;
+                if (fresh) renamed.emplace_back(r, fresh);  // if the removal is taken back it must not be left behind
+                continue;
+            }
             if (hole && survivors) fresh = new_segment(k);
             hole = false;
             survivors = true;
-            if (fresh) { auto [c, i] = find(r); poke(c->segment + i, fresh); }
-            else if (p > last) return;
+            if (fresh) renamed.emplace_back(r, fresh);
+            else if (p > last) break;
+        }
+        for (size_t n = renamed.size(); n-- > 0;) {
+            auto [c, i] = find(renamed[n].first);
+            __atomic_store_n(c->segment + i, renamed[n].second, __ATOMIC_RELEASE);
+            fault_point();
         }
     }
 
@@ -354,6 +414,7 @@ class Memory {
         fault_point();
         end_row(to);
     }
+    static word& door(Lane& w) { return w.op.load() & kTorn ? w.dropped : w.removed; }
     bool is_tomb(size_t r) const { return stamp(r).load(std::memory_order_relaxed) & kTomb; }
 
     // Progress is one word (to, from), so a kill between two words cannot happen; a row is moved again if unsure.
@@ -368,7 +429,7 @@ class Memory {
             if (to != from) move_row(row_of(k, base + from), row_of(k, base + to));
             ++to;
         }
-        w.removed.store(w.journal[2].load());
+        door(w).store(w.journal[2].load());
         w.skip.store(w.journal[3].load());
         fault_point();
         w.cursor.store(base + to, std::memory_order_release);
@@ -384,7 +445,7 @@ class Memory {
             if (to != from) move_row(row_of(k, base + from - 1), row_of(k, base + to - 1));
             --to;
         }
-        w.removed.store(w.journal[2].load());
+        door(w).store(w.journal[2].load());
         fault_point();
         w.tail.store(base + to, std::memory_order_release);
     }
@@ -400,7 +461,7 @@ class Memory {
             const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
             if (error) throw std::system_error(error, std::generic_category(), "growing the file");
         }
-        auto mapping = std::make_shared<Mapping>(fd, offset, nbytes, writable);
+        auto mapping = std::make_shared<Mapping>(fd, offset, nbytes, can_repair);
         Chunk chunk;
         chunk.stamp = reinterpret_cast<word*>(mapping->base());
         if (tagged) {
@@ -412,6 +473,7 @@ class Memory {
     }
 
     std::unique_ptr<std::mutex[]> locks_;
+    std::unique_ptr<std::atomic<bool>[]> kept_;  // claimed to write to, not borrowed for one edit
     uint32_t forks_, born_forks_;
     int64_t default_lane_ = -1;
     std::mutex growth_, edits_;

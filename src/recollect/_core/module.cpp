@@ -84,7 +84,7 @@ class Rows {
             const size_t offset = nb::cast<size_t>(pair[1]);
             if (offset > mapping->nbytes() || nbytes > mapping->nbytes() - offset)
                 throw nb::value_error("sections: one reaches past its mapping");
-            keep_.push_back(mapping);
+            memory_->keep(mapping);
             return mapping->base() + offset;
         };
         Chunk chunk;
@@ -95,14 +95,15 @@ class Rows {
         memory_->add_chunk(chunk, header);
     }
 
-    void close() { memory_.reset(); keep_.clear(); }
+    void close() { memory_.reset(); }
     bool is_closed() const { return !memory_; }
 
     // --- reading ---
     size_t count() const {
         auto m = memory();
         size_t n = 0;
-        for (size_t k = 0; k < m->n_lanes; ++k) n += m->window(k).count();
+        Reader reader(*m);  // not the windows as they are: half way through a change they add up to nothing true
+        reader.run([&] { n = reader.snapshot().total(); return true; });
         return n;
     }
 
@@ -363,7 +364,7 @@ class Rows {
         auto m = writable();
         if (lane < 0) return m->default_lane();
         check_lane(*m, size_t(lane));
-        m->claim(size_t(lane));
+        m->keep_lane(size_t(lane));
         return size_t(lane);
     }
     int64_t held_lane() const { return memory()->held_lane(); }
@@ -391,6 +392,7 @@ class Rows {
     }
     void set_tags(size_t first_row, size_t n, int64_t segment, int64_t step) {
         auto m = writable();
+        if (!m->tagged) throw nb::value_error("set_tags: these rows keep no segments");
         check_row(*m, int64_t(first_row));
         const size_t k = m->run ? first_row / m->run : 0, begin = k * m->run;
         for (size_t i = 0; i < n; ++i) {
@@ -433,7 +435,10 @@ class Rows {
     void reserve_rows(size_t n) { writable()->reach(n); }
 
     // --- counting ---
-    void reject(uint64_t n) { memory()->shared().rejected.fetch_add(n); }
+    void reject(uint64_t n) {
+        auto m = memory();
+        if (m->writable) m->shared().rejected.fetch_add(n);
+    }
     nb::dict counters() const {
         auto m = memory();
         uint64_t offered = 0, live = 0, removed = 0, dropped = 0;
@@ -479,7 +484,7 @@ class Rows {
     static size_t lane_for(Memory& m, int64_t lane) {
         if (lane < 0) return m.default_lane();
         check_lane(m, size_t(lane));
-        m.claim(size_t(lane));
+        m.keep_lane(size_t(lane));
         return size_t(lane);
     }
     static void prepare(const Codec& codec, npy_intp n, nb::object& out, std::vector<nb::object>& arrays,
@@ -493,13 +498,13 @@ class Rows {
     }
     void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, size_t n, int64_t lane, nb::object ends,
                       bool keep_open) {
-        if (n == 0) return;
         Ends e{nullptr, keep_open};
         if (!ends.is_none()) {
             auto [flags, n_flags] = array_of<bool>(ends, "ends");
             if (n_flags != n) throw nb::value_error("ends: must have one flag per sample");
             e.flags = reinterpret_cast<const uint8_t*>(flags);
         }
+        if (n == 0) return;
         const size_t k = lane_for(m, lane);
         Locked lock(m.lock(k));
         Unlocked unlocked(n * m.row_nbytes > kHoldGil);
@@ -542,7 +547,6 @@ class Rows {
     }
 
     std::shared_ptr<Memory> memory_;
-    std::vector<MappingPtr> keep_;
 };
 
 // --- trees -----------------------------------------------------------------------------------------------------------
@@ -594,9 +598,10 @@ void set_min(Tree<Min>& tree, nb::handle rows, nb::handle values, nb::handle ord
     tree.set(r, ranked.data(), n);
 }
 
+// The classes are never given up: a static object would be, after the interpreter has ended.
 PyObject* error_class(const char* name) {
-    static nb::object errors = nb::module_::import_("recollect.errors");
-    return nb::object(errors.attr(name)).release().ptr();
+    static PyObject* errors = nb::module_::import_("recollect.errors").release().ptr();
+    return nb::object(nb::handle(errors).attr(name)).release().ptr();
 }
 
 void translate(const std::exception_ptr& p, void*) {
@@ -701,8 +706,8 @@ NB_MODULE(_native, m) {
         .def("index_of", &Rows::index_of, nb::arg("row"), nb::arg("generation"))
         .def("segments", &Rows::segments)
         .def("open_segment", &Rows::open_segment, nb::arg("lane"))
-        .def("append", &Rows::append, nb::arg("codec"), nb::arg("sample"), nb::arg("lane") = -1)
-        .def("extend", &Rows::extend, nb::arg("codec"), nb::arg("batch"), nb::arg("lane") = -1, nb::arg("ends") = nb::none(),
+        .def("append", &Rows::append, nb::arg("codec"), nb::arg("sample").none(), nb::arg("lane") = -1)
+        .def("extend", &Rows::extend, nb::arg("codec"), nb::arg("batch").none(), nb::arg("lane") = -1, nb::arg("ends") = nb::none(),
              nb::arg("keep_open") = false)
         .def("write", &Rows::write, nb::arg("codec"), nb::arg("arrays"), nb::arg("n"), nb::arg("lane") = -1,
              nb::arg("ends") = nb::none(), nb::arg("keep_open") = false)

@@ -7,6 +7,7 @@
 namespace recollect {
 
 constexpr size_t kHoldGil = 16 * 1024;   // copies smaller than this are over before another thread could start
+constexpr uint64_t kRedraws = 64;        // rounds of drawing lapped rows again before the whole draw starts afresh
 constexpr double kContention_s = 1.0;    // how long a read may be lapped
 constexpr double kLookAtOwner_s = 0.002; // after waiting this long for a change to end, ask whether its writer lives
 
@@ -65,7 +66,7 @@ class Snapshot {
         std::atomic_thread_fence(std::memory_order_acquire);
         for (size_t k = 0; k < memory_.n_lanes; ++k)
             if (memory_.lane(k).epoch.load(std::memory_order_relaxed) != windows_[k].epoch ||
-                memory_.low_of(memory_.lane(k)) > windows_[k].low) return false;
+                std::min(memory_.low_of(memory_.lane(k)), windows_[k].cursor) > windows_[k].low) return false;
         return true;
     }
     bool same_epochs() const {
@@ -130,15 +131,17 @@ class Reader {
 
     // Call `attempt()` on a fresh snapshot until it returns true.
     template <typename Attempt> void run(Attempt attempt) {
-        const double start = monotonic_s();
-        for (uint64_t n = 0;; ++n) {
+        double start = 0;  // of the trouble, if there is any
+        for (;;) {
             if (snapshot_.take()) {
-                memory_.reach(memory_.capacity ? 0 : snapshot_[0].cursor);
+                if (!memory_.capacity) memory_.reach(snapshot_[0].cursor);
                 if (attempt()) return;
+                if (start == 0) start = monotonic_s();
             } else {
+                if (start == 0) start = monotonic_s();
                 wait_for_change(start);
             }
-            if (n > 3 && monotonic_s() - start > kContention_s)
+            if (monotonic_s() - start > kContention_s)
                 throw Lapped("a read was lapped by writers for 1 s; read newer samples or a larger buffer");
         }
     }
@@ -151,9 +154,9 @@ class Reader {
         if (monotonic_s() - start < kLookAtOwner_s) return;
         const Lane& w = memory_.lane(k);
         if (is_alive(w.owner.load(std::memory_order_acquire))) { nap(50'000); return; }
-        if (!memory_.writable || memory_.is_forked_copy())
+        if (!memory_.can_repair || memory_.is_forked_copy())
             throw Lapped("its writer was killed while it changed samples in place; open it for writing once to repair it");
-        if (memory_.try_claim(k)) memory_.release(k);
+        if (memory_.try_claim(k)) memory_.release(k, true);
     }
 
     Memory& memory_;
@@ -200,9 +203,9 @@ class Draw {
         const uint64_t total = snapshot_.total();
         gather(memory_, snapshot_, index_.size(), [&](size_t i) { return index_[i] = draw_one(key_, counter_ + i, total); },
                codec, leaves);
-        const double start = monotonic_s();
-        for (uint64_t again = 1; !all_whole(snapshot_, index_.size(), [&](size_t i) { return index_[i]; }); ++again)
-            if (!snapshot_.same_epochs() || monotonic_s() - start > kContention_s || !redraw(again, codec, leaves)) return false;
+        auto index = [&](size_t i) { return index_[i]; };
+        for (uint64_t again = 1; !all_whole(snapshot_, index_.size(), index); ++again)
+            if (again > kRedraws || !snapshot_.same_epochs() || !redraw(again, codec, leaves)) return false;
         return true;
     }
 
@@ -258,7 +261,6 @@ class Writer {
             const size_t piece = std::min(half, n - done);
             const uint64_t start = first ? round_up(lane_.cursor.load()) : lane_.cursor.load();
             put(at.data(), piece, codec, start, [&](size_t i, size_t row) {
-                if (!memory_.tagged) return;
                 if (segment == 0) segment = memory_.new_segment(k_), step = 0;
                 memory_.set_tag(row, segment, step);
                 after_row(done + i, ends, segment, step, false);
@@ -333,19 +335,25 @@ class Writer {
     void put(const byte* const* leaves, size_t n, const Codec& codec, uint64_t start, Tag tag) {
         memory_.reach(start + n);
         reserve(start + n);
-        const size_t run = memory_.run, first = memory_.row_of(k_, start), lane_first = k_ * run;
-        auto row_at = [&](size_t i) {
-            const size_t r = first + i;
-            return run && r >= lane_first + run ? r - run : r;
-        };
-        for (size_t i = 0; i < n; ++i) memory_.begin_row(row_at(i));
+        memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t, size_t count) {
+            for (word* w = c.stamp + first; count--; ++w)
+                w->store((w->load(std::memory_order_relaxed) & ~kTomb) | 1, std::memory_order_relaxed);
+        });
         std::atomic_thread_fence(std::memory_order_release);
         fault_point();
-        in_parallel(n, n * memory_.row_nbytes, [&](size_t begin, size_t end) {
-            scatter_leaves(begin, end, [&](size_t i) { return memory_.row(row_at(i)); }, codec.spans(), codec.size(), leaves);
+        memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {
+            byte* to = c.rows + first * memory_.row_nbytes - done * memory_.row_nbytes;  // where sample 0 would be
+            in_parallel(count, count * memory_.row_nbytes, [&](size_t begin, size_t end) {
+                scatter_leaves(to, memory_.row_nbytes, done + begin, done + end, codec.spans(), codec.size(), leaves);
+            });
         });
         fault_point();
-        for (size_t i = 0; i < n; ++i) { tag(i, row_at(i)); memory_.end_row(row_at(i)); }
+        memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {
+            if (memory_.tagged)
+                for (size_t i = 0; i < count; ++i) tag(done + i, memory_.row_of(k_, start + done + i));
+            for (word* w = c.stamp + first; count--; ++w)
+                w->store((w->load(std::memory_order_relaxed) | 1) + 1, std::memory_order_release);
+        });
         fault_point();
     }
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from recollect.backends.base import Backend
 from recollect.backends.registry import find_backend, get_backend
+from recollect.spaces.arrays import as_numpy
 
 
 def map_arrays(fn: Callable[[Any], Any], data: Any) -> Any:
@@ -46,7 +47,7 @@ def move(data: Any, backend: str | Backend | None = None, device: Any = None) ->
         if target.is_array(x):
             return x if device is None else target.to_device(x, device)
         source = find_backend(x)
-        array = np.asarray(x) if source is None else source.to_numpy(x)
+        array = as_numpy(x) if source is None else source.to_numpy(x)
         return target.from_numpy(array, device)
 
     return map_arrays(convert, data)

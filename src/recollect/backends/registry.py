@@ -57,5 +57,5 @@ def find_backend(x: object) -> Backend | None:
         return _NUMPY
     if not hasattr(x, "__dlpack__"):
         return None
-    loaded = (_load(name) for name in _OPTIONAL if name in sys.modules)
+    loaded = (_load(name) for name in _OPTIONAL if sys.modules.get(name) is not None)
     return next((backend for backend in loaded if backend.is_array(x)), None)

@@ -24,8 +24,9 @@ PAGE = 4096
 MAGIC = b"RECOLROW"
 VERSION = 1
 _TAGGED = 1
-# magic, version, flags, layout hash, nonce, capacity (0: unbounded), lanes, row bytes, process that made it
-_HEADER = struct.Struct("<8sII32s16sQQQQ")
+# magic, version, flags, layout hash, nonce, capacity (0: unbounded), lanes, row bytes, process that made it, crc32c
+_HEADER = struct.Struct("<8sII32s16sQQQQI")
+_CRC_AT = _HEADER.size - 4
 
 
 def page_up(nbytes: int) -> int:
@@ -96,23 +97,50 @@ def write_header(mapping: _core.Mapping, geometry: Geometry, nonce: bytes) -> No
         g.n_lanes,
         g.row_nbytes,
         _core.process_word(os.getpid()),
+        0,
     )
+    packed = packed[:_CRC_AT] + struct.pack("<I", _core.crc32c(packed[:_CRC_AT]))
     mapping.view(0, len(packed))[:] = np.frombuffer(packed, np.uint8)
 
 
 def read_header(mapping: _core.Mapping, what: str) -> tuple[Geometry, bytes]:
     """Return the geometry and the nonce; FormatError if this is no segment of rows."""
-    magic, version, flags, layout_hash, nonce, capacity, n_lanes, row_nbytes, _ = _HEADER.unpack(
-        mapping.view(0, _HEADER.size).tobytes()
-    )
+    packed = mapping.view(0, _HEADER.size).tobytes()
+    magic, version, flags, layout_hash, nonce, capacity, n_lanes, row_nbytes, _, crc = _HEADER.unpack(packed)
     if magic != MAGIC:
         raise FormatError(f"{what}: must begin with {MAGIC!r}, got {magic!r}; it is not a segment of rows")
     if version != VERSION:
         raise FormatError(
             f"{what}: version {version} is not readable here; it needs a release that writes it"
         )
+    if crc != _core.crc32c(packed[:_CRC_AT]):
+        raise FormatError(f"{what}: the checksum of its header does not match; it is damaged")
     text = layout_hash.rstrip(b"\0").decode("ascii", "replace")
     return Geometry(capacity or None, n_lanes, row_nbytes, bool(flags & _TAGGED), text), nonce
+
+
+def check_lanes(mapping: _core.Mapping, geometry: Geometry, nbytes: int, what: str) -> None:
+    """Raise FormatError if the words of a lane cannot be, or speak of rows that a file of `nbytes` has not."""
+    for k in range(geometry.n_lanes):
+        at = _core.HEADER_NBYTES + _core.LANE_NBYTES * k
+        # Writers may be at work: `cursor` before `reserved`, which runs ahead of it; both only in a quiet epoch.
+        epoch, cursor, reserved, tail = (mapping.load(at + offset) for offset in (24, 8, 0, 16))
+        if epoch & 1 or mapping.load(at + 24) != epoch:
+            continue
+        if not (cursor <= reserved and tail <= reserved < 1 << 62):
+            raise FormatError(f"{what}: lane {k} has a cursor at {cursor} of {reserved}; it is damaged")
+        if geometry.capacity is None and nbytes < geometry.nbytes + _chunks_nbytes(geometry, cursor):
+            raise FormatError(f"{what}: must hold {cursor} rows, got {nbytes} bytes; it is truncated")
+
+
+def _chunks_nbytes(geometry: Geometry, n_rows: int) -> int:
+    """Of the chunks that an unbounded segment of `n_rows` has behind its header."""
+    total, held, rows = 0, 0, _core.FIRST_CHUNK
+    while held < n_rows:
+        total += page_up(8 * rows) * (3 if geometry.tagged else 1) + page_up(geometry.row_nbytes * rows)
+        held += rows
+        rows = held
+    return total
 
 
 def check_same(wanted: Geometry, found: Geometry, what: str) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
-from recollect.errors import ClosedError
+from recollect.errors import AttachError, ClosedError, FormatError
 from recollect.memory import segment as segments
 from recollect.memory.geometry import Geometry, check_same
 from recollect.memory.segment import Handle, Segment
@@ -21,7 +21,8 @@ class Closed:
     def __getattr__(self, name: str) -> Any:
         raise ClosedError("this object was closed; open or create it again")
 
-    __call__ = __getattr__
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called
 
 
 class Rows:
@@ -66,9 +67,9 @@ class Rows:
         try:
             g = rows.geometry
             check_same(_geometry(layout, g.capacity, g.n_lanes, g.tagged), g, str(path))
-        except BaseException:
+        except AttachError as error:
             rows.close()
-            raise
+            raise FormatError(str(error)) from None
         return rows
 
     @classmethod

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from recollect import _core
 from recollect.errors import AttachError, FormatError
-from recollect.memory.geometry import Geometry, check_same, page_up, read_header, write_header
+from recollect.memory.geometry import Geometry, check_lanes, check_same, page_up, read_header, write_header
 from recollect.memory.limits import check_fits, human_nbytes
 
 
@@ -31,12 +31,14 @@ class Handle:
     path: str | None
     nonce: bytes
     geometry: Geometry
+    writable: bool
 
 
 class Segment:
     """A mapped segment and the native rows in it; one per process and nonce, shared by its users.
 
-    Ownership: the kernel's; `release` of the last user unmaps and closes, nothing is ever unlinked.
+    Ownership: the kernel's; `release` of the last user unmaps and closes, nothing is ever unlinked. A descriptor
+    that nobody released goes with the last reference.
     Concurrency: `hold` and `release` from any thread.
     """
 
@@ -49,6 +51,7 @@ class Segment:
         path: str | None,
         writable: bool,
         *,
+        can_repair: bool = True,
         rows: _core.Rows | None = None,
     ) -> None:
         self.mapping, self.geometry, self.nonce, self.path, self.writable = (
@@ -59,6 +62,7 @@ class Segment:
             writable,
         )
         self.fd = fd
+        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
         self.users = 0
         self.rows = rows or _core.Rows(
             mapping,
@@ -66,11 +70,13 @@ class Segment:
             geometry.n_lanes,
             geometry.row_nbytes,
             geometry.tagged,
-            writable,
+            can_repair,
             fd < 0,
             fd if geometry.capacity is None else -1,
             geometry.sections(mapping),
         )
+        if rows is None and can_repair and not writable:
+            self.rows.freeze()
 
     @property
     def is_shared(self) -> bool:
@@ -81,7 +87,7 @@ class Segment:
         """Return what another process needs to attach to this segment."""
         if not self.is_shared:
             raise TypeError("this memory belongs to one process; use SharedMemoryStorage to share it")
-        return Handle(os.getpid(), self.fd, self.path, self.nonce, self.geometry)
+        return Handle(os.getpid(), self.fd, self.path, self.nonce, self.geometry, self.writable)
 
     def hold(self) -> Segment:
         """Count one more user."""
@@ -97,8 +103,8 @@ class Segment:
                 return
             _attached.pop(self.nonce, None)
             self.rows.close()
-            if self.fd >= 0:
-                os.close(self.fd)
+            if self._close_fd is not None:
+                self._close_fd()
                 self.fd = -1
             del self.mapping
 
@@ -174,10 +180,22 @@ def over_file(path: Path, geometry: Geometry) -> Segment:
 
 
 def open_file(path: Path, *, writable: bool) -> Segment:
-    """Attach to an existing file."""
-    fd = os.open(path, (os.O_RDWR if writable else os.O_RDONLY) | os.O_CLOEXEC)
+    """Attach to an existing file. A reader too opens it for writing if it may: to mend what a killed writer left."""
     try:
-        return _attach(fd, str(path), writable, None, str(path))
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        can_repair = True
+    except PermissionError:
+        can_repair = False
+    except OSError as error:
+        if error.errno != errno.EROFS:
+            raise
+        can_repair = False
+    if not can_repair:
+        if writable:
+            raise PermissionError(errno.EACCES, "may not be written; load it with read_only=True", str(path))
+        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        return _attach(fd, str(path), writable, None, str(path), can_repair)
     except BaseException:
         os.close(fd)
         raise
@@ -187,27 +205,30 @@ def attach(handle: Handle) -> Segment:
     """Attach to the segment a handle speaks of; AttachError if it is gone or another."""
     with _lock:
         known = _attached.get(handle.nonce)
-    if known is not None and known.fd >= 0:
+    if handle.writable and known is not None and known.fd >= 0:
         return known
     if handle.path is not None:
-        what, target, flags = handle.path, handle.path, os.O_RDWR
+        what, target = handle.path, handle.path
     else:
         what, target = f"segment of process {handle.pid}", f"/proc/{handle.pid}/fd/{handle.fd}"
-        flags = os.O_RDWR
     try:
-        fd = os.open(target, flags | os.O_CLOEXEC)
+        if handle.path is None and not os.readlink(target).startswith("/memfd:recollect"):
+            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+        fd = os.open(target, os.O_RDWR | os.O_CLOEXEC)
     except OSError as error:
         raise AttachError(
             f"{what}: its owner is gone or closed it ({error.strerror}); create it again"
         ) from None
     try:
-        return _attach(fd, handle.path, True, handle, what)
+        return _attach(fd, handle.path, handle.writable, handle, what, True)
     except BaseException:
         os.close(fd)
         raise
 
 
-def _attach(fd: int, path: str | None, writable: bool, handle: Handle | None, what: str) -> Segment:
+def _attach(
+    fd: int, path: str | None, writable: bool, handle: Handle | None, what: str, can_repair: bool
+) -> Segment:
     nbytes = os.fstat(fd).st_size
     try:
         if nbytes < page_up(1):
@@ -223,15 +244,16 @@ def _attach(fd: int, path: str | None, writable: bool, handle: Handle | None, wh
         if nonce != handle.nonce:
             raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
         check_same(handle.geometry, geometry, what)
+    mapping = _core.Mapping(fd, 0, geometry.nbytes, can_repair)
+    check_lanes(mapping, geometry, nbytes, what)
+    if not writable:  # its own rows, which refuse to write, even beside a writer of this process
+        return Segment(mapping, geometry, fd, nonce, path, False, can_repair=can_repair)
     with _lock:
         known = _attached.get(nonce)
-        if known is not None and known.fd >= 0 and (known.writable or not writable):
+        if known is not None and known.fd >= 0:
             os.close(fd)
             return known
-    segment = Segment(_core.Mapping(fd, 0, geometry.nbytes, writable), geometry, fd, nonce, path, writable)
-    with _lock:
-        if writable:
-            _attached[nonce] = segment
+        segment = _attached[nonce] = Segment(mapping, geometry, fd, nonce, path, True)
     return segment
 
 

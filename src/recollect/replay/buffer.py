@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -11,7 +12,7 @@ import numpy as np
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.location import Bools, Ints, Location
-from recollect.errors import ReadOnlyError
+from recollect.errors import ContentionError, ReadOnlyError
 from recollect.indexing import normalize, positions
 from recollect.memory.rows import Closed, packed_codec
 from recollect.replay import snapshot
@@ -146,6 +147,8 @@ class ReplayBuffer(BatchBase):
         if issubclass(cls, RowStorage):
             kwargs |= {"num_lanes": num_lanes, "cast": cast, "max_lengths": max_lengths, "overwrite": overwrite}
             kwargs["segments"] = maintain_segment_metadata or evict == "lowest"
+            if issubclass(cls, MemmapStorage):
+                kwargs["live_as"] = (snapshot.FORMAT, {"evict": record})
         elif num_lanes != 1 or evict == "lowest":
             raise ValueError(f"num_lanes, evict: {cls.__name__} has one lane and evicts the oldest; use a row storage")
         storage = cls.create(
@@ -156,8 +159,6 @@ class ReplayBuffer(BatchBase):
                 storage, tracked=maintain_segment_metadata, evict=record, multiprocessing=multiprocessing,
                 cache_path=cache_path, state=None,
             )  # fmt: skip
-            if isinstance(storage, MemmapStorage):
-                storage.write_live(snapshot.FORMAT, {"evict": record})
         except BaseException:
             storage.close()
             raise
@@ -210,11 +211,30 @@ class ReplayBuffer(BatchBase):
 
     def get_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch samples, into the caller's buffers `out` if they are given."""
-        index = normalize(idx, self.engine.count())
+        try:
+            return self._read_at(normalize(idx, self.engine.count()), out)
+        except IndexError:
+            return self._counted_again(idx, lambda index: self._read_at(index, out))
+
+    def _read_at(self, index: Any, out: Any) -> Any:
         if out is not None:
             return self._filled(index, out)
         data = self.engine.read(index)
         return data if self._outward is None else self._outward(data)
+
+    def _counted_again(self, idx: Any, read: Callable[[Any], Any]) -> Any:
+        """Read at an index that was in range when it was counted, while writers displace the oldest samples.
+
+        Slices and negative indices mean the buffer of one moment: they are counted again until count and read agree.
+        """
+        end = time.monotonic() + 1.0
+        while True:
+            index = normalize(idx, self.engine.count())  # raises what is out of range now
+            try:
+                return read(index)
+            except IndexError:
+                if time.monotonic() > end:
+                    raise ContentionError("writers overtook every try of 1 s; read fewer samples") from None
 
     def _filled(self, index: Any, out: Any) -> Any:
         from recollect.batch.structure import fill
@@ -225,7 +245,12 @@ class ReplayBuffer(BatchBase):
 
     def get_packed_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch whole packed rows as bytes, `(n, row_nbytes)` or `(row_nbytes,)`: one block, one transfer."""
-        index = normalize(idx, self.engine.count())
+        try:
+            return self._read_packed(normalize(idx, self.engine.count()), out)
+        except IndexError:
+            return self._counted_again(idx, lambda index: self._read_packed(index, out))
+
+    def _read_packed(self, index: Any, out: Any) -> Any:
         if not isinstance(self.engine, RowsEngine):
             raise TypeError(f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage")
         single = isinstance(index, int)
@@ -237,7 +262,10 @@ class ReplayBuffer(BatchBase):
         return out
 
     def get_column_at(self, keys: Keys, idx: Any) -> Any:
-        data = self.engine.read(normalize(idx, self.engine.count()), keys)
+        try:
+            data = self.engine.read(normalize(idx, self.engine.count()), keys)
+        except IndexError:
+            data = self._counted_again(idx, lambda index: self.engine.read(index, keys))
         return data if self._outward is None else self._outward(data)
 
     def draw_at(self, stream: Draws, n: int) -> Any:
@@ -256,7 +284,13 @@ class ReplayBuffer(BatchBase):
 
     def locate(self, idx: Any) -> Location:
         """Return where samples are: row, generation, segment (its id) and step, all at one moment."""
-        index = normalize(idx, self.engine.count())
+        try:
+            return self._locate(normalize(idx, self.engine.count()))
+        except IndexError:
+            found: Location = self._counted_again(idx, self._locate)
+            return found
+
+    def _locate(self, index: Any) -> Location:
         if isinstance(index, int):
             return Location(*(a[0] for a in self.engine.locate(np.array([index]))), np.int64(index))  # type: ignore[arg-type]
         return Location(*self.engine.locate(index), index)

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from recollect.batch.structure import leaf_paths, pick
-from recollect.errors import SegmentOpenError
+from recollect.errors import LaneBusyError, SegmentOpenError
 from recollect.spaces import Layout
 from recollect.storage.base import SpaceStorage
 from recollect.storage.rows import RowStorage, encode_at
@@ -73,12 +73,13 @@ class RowsEngine:
         lanes = self.storage.rows.geometry.n_lanes
         whole = [*segments, *([active] if active else [])]
         check_adoption(self.storage, lanes, count, offset, whole, self.tracked)
+        if active and self.native.claim() != 0:  # the caller's own lane, so that its next append goes on with it
+            raise LaneBusyError("active_segment_start_physical: lane 0 is taken; adopt the storage before others write")
         self.native.set_window(0, offset, offset + count)
         for number, (first, length) in enumerate(whole):
             self.native.set_tags(first, length, number * lanes + 1, 0)
         self.native.set_segment_counter(len(whole))
         if active:
-            self.native.claim(0)
             self.native.set_open(0, (len(whole) - 1) * lanes + 1)
 
     # -- reads

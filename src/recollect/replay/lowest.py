@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import numpy as np
@@ -19,15 +20,18 @@ class LowestEngine(RowsEngine):
     """Samples stay in their rows; a new one takes the row of the lowest, or is rejected if it is lower itself.
 
     The order of arrival, which decides between equals, stands in the rows' step tags, so it survives with them. The
-    tree over the keys is this process's own and is built from the rows when it is first needed.
+    tree over the keys is this object's own: it is built from the rows when it is first needed, and again when
+    another object over the same rows has changed them.
     """
 
     def __init__(self, storage: RowStorage, key: str) -> None:
         super().__init__(storage, tracked=False)
         self.key = key
         self.field = key_field(storage.layout, key)
+        self._lock = threading.Lock()
         self._tree: _core.MinTree | None = None
         self._next = 0
+        self._seen: Any = None  # the window and epoch that the tree was made for
 
     def append(self, value: Any) -> None:
         self._add([a[None] for a in self.layout.encode_one(value, self.storage.cast)], 1)
@@ -42,43 +46,55 @@ class LowestEngine(RowsEngine):
     def overwrite(self, index: int | Ints, value: Any) -> None:
         at, arrays = encode_at(self.layout, index, value, self.storage.cast)
         keys = self._keys(arrays)
-        self.native.overwrite(self.codec, at, arrays)
-        rows, _, _, orders = self.native.locate(at)
-        self._ready().set(rows, keys, orders)
+        with self._lock:
+            tree = self._ready()
+            self.native.overwrite(self.codec, at, arrays)
+            rows, _, _, orders = self.native.locate(at)
+            tree.set(rows, keys, orders)
+            self._seen = self.native.windows()
 
     def remove(self, index: Ints) -> None:
-        super().remove(index)
-        self._tree = None  # rows have moved
+        with self._lock:
+            super().remove(index)
 
     def clear(self) -> None:
-        super().clear()
-        self._tree = None
+        with self._lock:
+            super().clear()
+
+    def quiet(self) -> threading.Lock:
+        """A context in which this object changes nothing."""
+        return self._lock
 
     def _add(self, arrays: list[Any], n: int) -> None:
         keys = self._keys(arrays)
+        with self._lock:
+            self._add_each(arrays, keys, n)
+            self._seen = self.native.windows()
+
+    def _add_each(self, arrays: list[Any], keys: Any, n: int) -> None:
         tree, capacity = self._ready(), self.storage.capacity or 0
         held = self.count()
         fresh = min(n, capacity - held)
         if fresh:
-            self.native.write(self.codec, [a[:fresh] for a in arrays], fresh, self.lane, None, True)
-            self._enter(self.native.locate(np.arange(held, held + fresh))[0], keys[:fresh])
+            self.native.write(self.codec, [a[:fresh] for a in arrays], fresh, self.lane, None, False)
+            self._enter(tree, self.native.locate(np.arange(held, held + fresh))[0], keys[:fresh])
         for i in range(fresh, n):
             value, _, row = tree.lowest()
             if keys[i] < value:
                 self.reject(1)
                 continue
             self.native.replace(self.codec, int(row), [a[i : i + 1] for a in arrays])
-            self._enter(np.array([row]), keys[i : i + 1])
+            self._enter(tree, np.array([row]), keys[i : i + 1])
 
-    def _enter(self, rows: Ints, keys: Any) -> None:
+    def _enter(self, tree: _core.MinTree, rows: Ints, keys: Any) -> None:
         orders = np.arange(self._next, self._next + len(rows))
         self._next += len(rows)
         for row, order in zip(rows.tolist(), orders.tolist()):
             self.native.set_tags(row, 1, 1, order)
-        self._ready().set(rows, keys, orders)
+        tree.set(rows, keys, orders)
 
     def _ready(self) -> _core.MinTree:
-        if self._tree is None:
+        if self._tree is None or self._seen != self.native.windows():
             self._tree = _core.MinTree(self.storage.capacity or 1)
             index = np.arange(self.count())
             rows, _, _, orders = self.native.locate(index)

@@ -229,10 +229,10 @@ class PlainEngine:
         for ident, start, end, step in self._segments:
             inside = removed[(removed >= start) & (removed < end)]
             alive = np.setdiff1d(np.arange(start, end), inside)
-            for part in np.split(alive, np.flatnonzero(np.diff(alive) > 1) + 1) if len(alive) else ():
+            parts = np.split(alive, np.flatnonzero(np.diff(alive) > 1) + 1) if len(alive) else ()
+            for number, part in enumerate(parts):  # the first keeps the id
                 shift = int(np.searchsorted(removed, part[0])) - up
-                fresh = bool(kept) and kept[-1][0] == ident
-                kept.append([self._take_id() if fresh else ident, int(part[0]) - shift, int(part[-1]) + 1 - shift,
+                kept.append([self._take_id() if number else ident, int(part[0]) - shift, int(part[-1]) + 1 - shift,
                              step + int(part[0]) - start])  # fmt: skip
         self._segments = kept
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from recollect.errors import FormatError, SegmentOpenError
-from recollect.memory.rows import Rows
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference, space_from_json
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import STORAGE, DumpWriter, check_files, read_manifest
+from recollect.storage.dump import DumpWriter, check_files, read_manifest
 from recollect.storage.memmap import MemmapStorage
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.row_dump import write_rows
-from recollect.storage.rows import RowStorage, live_file, stored_layout
+from recollect.storage.row_dump import write_orders, write_rows
+from recollect.storage.rows import RowStorage, open_live, stored_layout
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer
@@ -40,19 +38,15 @@ def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
         return
     writer = DumpWriter(Path(path))
     if isinstance(storage, RowStorage):
-        record = storage.record(write_rows(writer, storage.rows))
+        with buffer.engine.quiet() if isinstance(buffer.engine, LowestEngine) else nullcontext():
+            record = storage.record(write_rows(writer, storage.rows))
+            if isinstance(buffer.engine, LowestEngine):
+                write_orders(writer, storage.rows, record["count"])
         if not buffer.engine.tracked:
             record["segments"] = None
-        if isinstance(buffer.engine, LowestEngine):
-            _write_orders(writer, buffer.engine)
     else:
         record = buffer.engine.dump(writer)  # type: ignore[attr-defined]
     writer.finish({**record, "evict": buffer.evict_record(), "format": FORMAT})
-
-
-def _write_orders(writer: DumpWriter, engine: LowestEngine) -> None:
-    with writer.file(f"orders-{writer.commit}.bin") as f:
-        f.write(engine.native.locate(np.arange(engine.count()))[3].astype("<i8").data)
 
 
 def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only: bool, multiprocessing: bool,
@@ -91,8 +85,6 @@ def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, 
     opened = load_storage(path, manifest, space=stored, read_only=read_only, multiprocessing=multiprocessing,
                           storage=storage, **kwargs)  # fmt: skip
     try:
-        if isinstance(opened, RowStorage) and manifest["evict"]["by"] == "lowest":
-            _read_orders(path, manifest, opened)
         wrapped: SpaceStorage = opened
         if backend not in (None, "numpy") or device is not None:
             wrapped = ToBackendOrDeviceStorage(opened, backend, device)
@@ -103,15 +95,6 @@ def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, 
     except BaseException:
         opened.close()
         raise
-
-
-def _read_orders(path: Path, manifest: dict[str, Any], storage: RowStorage) -> None:
-    if manifest["live"]:
-        return
-    orders = np.fromfile(path / STORAGE / f"orders-{manifest['commit']}.bin", "<i8")
-    rows = storage.rows.native.locate(np.arange(len(orders)))[0]
-    for row, order in zip(rows.tolist(), orders.tolist()):
-        storage.rows.native.set_tags(row, 1, 1, order)
 
 
 def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
@@ -129,7 +112,7 @@ def peek(path: PathName) -> dict[str, Any] | None:
         return None
     manifest = read_manifest(path, (FORMAT,))
     if manifest.get("live"):
-        rows = Rows.open_file(live_file(path, manifest), stored_layout(path, manifest), writable=False)
+        rows = open_live(path, manifest, stored_layout(path, manifest), writable=False)
         try:
             manifest["count"] = rows.native.count()
         finally:

@@ -34,7 +34,8 @@ class DumpWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        (path / STORAGE).mkdir(parents=True, exist_ok=True)
+        _make_directory(path / STORAGE)
+        _core.fault_point()
         self.commit = last_commit(path) + 1
         self.files: dict[str, dict[str, Any]] = {}
         self.keep: set[str] = set()  # live files, which have no entry
@@ -57,11 +58,13 @@ class DumpWriter:
         """Name a file that was written by other means (and sync it)."""
         with open(self.path / STORAGE / name, "rb+") as f:
             os.fsync(f.fileno())
+            _core.fault_point()
             self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Commit: sync and rename the manifest, sync the directory, delete what is no longer named."""
         sync_directory(self.path / STORAGE)
+        _core.fault_point()
         write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files})
         self._sweep()
 
@@ -75,6 +78,14 @@ class DumpWriter:
             for name in dirs:
                 if not os.listdir(Path(root, name)):
                     Path(root, name).rmdir()
+
+
+def _make_directory(path: Path) -> None:
+    """Make a directory and its parents; each new name is synced, so that a power loss cannot take it back."""
+    if not path.is_dir():
+        _make_directory(path.parent)
+        path.mkdir(exist_ok=True)
+        sync_directory(path.parent)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
-from recollect.errors import FormatError
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.base import PathName
 from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter
 from recollect.storage.row_dump import copy_rows, open_rows, windows_of
-from recollect.storage.rows import RowStorage, live_file, stored_layout
+from recollect.storage.rows import RowStorage, open_live, stored_layout
 
 
 class MemmapStorage(RowStorage):
@@ -37,11 +36,25 @@ class MemmapStorage(RowStorage):
 
     @classmethod
     def create(
-        cls, single_instance_space: Any, *args: Any, cache_path: PathName | None = None, **kwargs: Any
+        cls,
+        single_instance_space: Any,
+        *args: Any,
+        cache_path: PathName | None = None,
+        live_as: tuple[str, dict[str, Any]] = ("recollect.storage", {}),
+        **kwargs: Any,
     ) -> Self:
-        """Make a new file below the directory `cache_path`; one that holds a dump is refused unless `overwrite`."""
+        """Make a new file below the directory `cache_path`; one that holds a dump is refused unless `overwrite`.
+
+        `live_as` is what its manifest says it is: a buffer's, when a buffer makes it, so that one commit makes both.
+        """
         storage = super().create(single_instance_space, *args, cache_path=cache_path, **kwargs)
-        storage.write_live("recollect.storage")
+        try:
+            storage.write_live(*live_as)
+        except BaseException:
+            file = Path(str(storage.rows.path))
+            storage.close()
+            file.unlink(missing_ok=True)
+            raise
         return storage
 
     @classmethod
@@ -81,12 +94,7 @@ class MemmapStorage(RowStorage):
         layout = stored_layout(path, manifest)
         live = bool(manifest.get("live"))
         if live:
-            try:
-                rows = Rows.open_file(live_file(path, manifest), layout, writable=not read_only)
-            except FileNotFoundError as error:
-                raise FormatError(
-                    f"{error.filename}: is gone; the dump was replaced or damaged: load again"
-                ) from None
+            rows = open_live(path, manifest, layout, writable=not read_only)
         elif read_only:
             rows = open_rows(path, manifest, layout, verify=verify)
         else:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import _core
 from recollect.errors import ContentionError, FormatError
 from recollect.memory.rows import Rows, packed_codec
 from recollect.spaces import Layout
@@ -56,12 +57,14 @@ def _window(rows: Rows, lane: int, low: int, cursor: int) -> LaneWindow:
 def write_rows(writer: DumpWriter, rows: Rows, segments: Any = None) -> list[LaneWindow]:
     """Write the rows that outlive the copying, beside live writers; return the windows that were saved."""
     for _ in range(_TRIES):
+        rows.native.count()  # waits until no change in place is under way, and ends that of a dead writer
         before = rows.native.windows()
-        top = _write_files(
-            writer, rows, [_window(rows, k, low, end) for k, (low, end, _) in enumerate(before)]
-        )
+        try:
+            top = _write_files(writer, rows, _live_ranges(rows, before))
+        except ContentionError:  # a writer began to overwrite one of these rows and was stopped or killed in it
+            continue
         after = rows.native.windows()
-        if all(a[2] == b[2] for a, b in zip(before, after)):
+        if all(a[2] == b[2] and a[2] % 2 == 0 for a, b in zip(before, after)):
             break
     else:
         raise ContentionError(
@@ -75,8 +78,25 @@ def _none_of(window: LaneWindow) -> LaneWindow:
     return LaneWindow(window.start, window.capacity, 0, 0)
 
 
-def _write_files(writer: DumpWriter, rows: Rows, windows: list[LaneWindow]) -> int:
-    ranges = [r for w in windows for r in w.rows()]
+def _live_ranges(rows: Rows, windows: list[Any]) -> list[tuple[int, int]]:
+    """The rows that windows show. Where the cursor was never used, rows were set by number: all that were written."""
+    if any(cursor for _, cursor, _ in windows):
+        return [r for k, (low, end, _) in enumerate(windows) for r in _window(rows, k, low, end).rows()]
+    top = 0
+    for first, n in _parts(rows.geometry.capacity or 0, 8):
+        written = np.flatnonzero(rows.native.generations(first, n))
+        top = first + int(written[-1]) + 1 if len(written) else top
+    return [(0, top)] if top else []
+
+
+def _parts(n_rows: int, row_nbytes: int) -> Iterator[tuple[int, int]]:
+    """`(first, n)` of parts that take no more than a chunk of memory each."""
+    step = max(1, _CHUNK_NBYTES // max(row_nbytes, 1))
+    for first in range(0, n_rows, step):
+        yield first, min(step, n_rows - first)
+
+
+def _write_files(writer: DumpWriter, rows: Rows, ranges: list[tuple[int, int]]) -> int:
     top = max((end for _, end in ranges), default=0)
     size = rows.geometry.row_nbytes
     with writer.file(f"rows-{writer.commit}.bin") as f:
@@ -84,22 +104,23 @@ def _write_files(writer: DumpWriter, rows: Rows, windows: list[LaneWindow]) -> i
         for first, _, block in _blocks(rows, ranges):
             f.seek(first * size)
             f.write(block.data)
+            _core.fault_point()
     with writer.file(f"stamps-{writer.commit}.bin") as f:
-        generations = rows.native.generations(0, top)
-        live = np.zeros(top, bool)
-        for first, end in ranges:
-            live[first:end] = True
-        f.write(np.where(live, generations, 0).astype("<i8").data)
+        os.ftruncate(f.fileno(), top * 8)
+        for start, end in ranges:
+            for first, n in _parts(end - start, 8):
+                f.seek((start + first) * 8)
+                f.write(rows.native.generations(start + first, n).astype("<i8").data)
     return top
 
 
 def _blocks(rows: Rows, ranges: list[tuple[int, int]]) -> Iterator[tuple[int, int, Any]]:
     size = rows.geometry.row_nbytes
-    codec, step = packed_codec(size), max(1, _CHUNK_NBYTES // max(size, 1))
+    codec = packed_codec(size)
     for start, end in ranges:
-        for first in range(start, end, step):
-            last = min(first + step, end)
-            yield first, last, rows.native.read_rows(codec, np.arange(first, last))
+        for first, n in _parts(end - start, size):
+            last = start + first + n
+            yield start + first, last, rows.native.read_rows(codec, np.arange(start + first, last))
 
 
 def segments_record(rows: Rows, windows: list[LaneWindow]) -> list[list[int]] | None:
@@ -154,17 +175,18 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
             raise FormatError(f"{path}: its layout hash is not that of its space; it is damaged")
         held = capacity or max(windows[0].count + windows[0].offset, 1)
         rows = Rows.in_mapped_file(
-            path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), segments is not None
+            path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), segments is not None or has_orders(manifest)
         )
     except (KeyError, TypeError, IndexError) as error:
         raise FormatError(f"{path}: its manifest lacks or garbles {error}; it is damaged") from None
     except FileNotFoundError as error:
         raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
     try:
-        stamps = np.fromfile(path / STORAGE / f"stamps-{commit}.bin", "<i8").astype(np.int64)
-        rows.native.set_generations(0, stamps)
+        _set_stamps(rows, path / STORAGE / f"stamps-{commit}.bin", held)
         _set_windows(rows, windows)
         _set_segments(rows, segments, manifest.get("segment_counter", 0))
+        if has_orders(manifest):
+            _set_orders(rows, path / STORAGE / f"orders-{commit}.bin")
         rows.native.freeze()
     except FileNotFoundError as error:
         rows.close()
@@ -175,17 +197,55 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
     return rows
 
 
+def _set_stamps(rows: Rows, file: Path, n_rows: int) -> None:
+    with open(file, "rb") as f:
+        n = os.fstat(f.fileno()).st_size // 8
+        if n > n_rows:
+            raise FormatError(f"{file}: must have at most {n_rows} stamps, got {n}; it is damaged")
+        for first, part in _parts(n, 8):
+            rows.native.set_generations(first, np.fromfile(f, "<i8", part).astype(np.int64))
+
+
 def copy_rows(source: Rows, target: Rows) -> None:
     """Copy rows, generations, windows and segments of a quiet source to a new target of the same layout."""
     windows = windows_of(source)
-    ranges = [r for w in windows for r in w.rows()]
+    ranges = _live_ranges(source, source.native.windows())
     target.native.reserve_rows(max((end for _, end in ranges), default=0))
     codec = packed_codec(source.geometry.row_nbytes)
     for first, last, block in _blocks(source, ranges):
         target.native.overwrite_rows(codec, np.arange(first, last), [block])
         target.native.set_generations(first, source.native.generations(first, last - first))
     _set_windows(target, windows)
-    _set_segments(target, segments_record(source, windows), source.native.segment_counter())
+    if source.geometry.tagged:
+        _copy_tags(source, target)
+
+
+def _copy_tags(source: Rows, target: Rows) -> None:
+    row, _, segment, step = source.native.locate(np.arange(source.native.count()))
+    cuts = np.flatnonzero((np.diff(row) != 1) | (np.diff(segment) != 0) | (np.diff(step) != 1)) + 1
+    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(row)]) if len(row) else ():
+        target.native.set_tags(int(row[first]), last - first, int(segment[first]), int(step[first]))
+    target.native.set_segment_counter(source.native.segment_counter())
+
+
+def has_orders(manifest: dict[str, Any]) -> bool:
+    """Whether each row has its order of arrival (evict="lowest") in the place of a step."""
+    return bool((manifest.get("evict") or {}).get("by") == "lowest")
+
+
+def write_orders(writer: DumpWriter, rows: Rows, count: int) -> None:
+    """Write the order of arrival of the `count` samples that were saved."""
+    with writer.file(f"orders-{writer.commit}.bin") as f:
+        f.write(rows.native.locate(np.arange(count))[3].astype("<i8").data)
+
+
+def _set_orders(rows: Rows, file: Path) -> None:
+    orders = np.fromfile(file, "<i8")
+    if len(orders) != rows.native.count():
+        raise FormatError(f"{file}: must have {rows.native.count()} numbers, got {len(orders)}; it is damaged")
+    at = rows.native.locate(np.arange(len(orders)))[0]
+    for row, order in zip(at.tolist(), orders.tolist()):
+        rows.native.set_tags(row, 1, 1, order)
 
 
 def _set_windows(rows: Rows, windows: list[LaneWindow]) -> None:

@@ -20,7 +20,7 @@ from recollect.spaces import (
 )
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import DumpWriter, read_manifest
+from recollect.storage.dump import MANIFEST, DumpWriter, read_manifest
 from recollect.storage.row_dump import copy_rows, open_rows, segments_record, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -147,7 +147,7 @@ class RowStorage(SpaceStorage):
     def _open_source(cls, path: Path, manifest: dict[str, Any], *, verify: bool) -> Rows:
         layout = stored_layout(path, manifest)
         if manifest.get("live"):
-            return Rows.open_file(live_file(path, manifest), layout, writable=False)
+            return open_live(path, manifest, layout, writable=False)
         return open_rows(path, manifest, layout, verify=verify)
 
     # -- what it is
@@ -361,4 +361,24 @@ def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
 
 def live_file(path: Path, manifest: dict[str, Any]) -> Path:
     """The file of a live memmap storage."""
-    return Path(path, manifest["storage_path_relative"], manifest["storage"]["options"]["file"])
+    try:
+        file = Path(path, manifest["storage_path_relative"], manifest["storage"]["options"]["file"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{path / MANIFEST}: lacks or garbles {error}; it is damaged") from None
+    if not file.resolve().is_relative_to(path.resolve()):
+        raise FormatError(f"{path / MANIFEST}: names a file outside itself, {file}; it is damaged or forged")
+    return file
+
+
+def open_live(path: Path, manifest: dict[str, Any], layout: Layout, *, writable: bool) -> Rows:
+    """Open the file of a live memmap storage; FormatError if it is not the one that the manifest speaks of."""
+    file = live_file(path, manifest)
+    try:
+        rows = Rows.open_file(file, layout, writable=writable)
+    except FileNotFoundError:
+        raise FormatError(f"{file}: is gone; the dump was replaced or damaged meanwhile: load again") from None
+    g = rows.geometry
+    if (g.capacity, g.n_lanes) != (manifest["capacity"], len(manifest["lanes"])):
+        rows.close()
+        raise FormatError(f"{file}: capacity and lanes must be as in {path / MANIFEST}, got {g}; it is another's")
+    return rows

@@ -20,7 +20,8 @@ import pytest
 from recollect.backends import get_backend, map_arrays
 from recollect.batch import BatchBase
 from recollect.batch.structure import empty_batch, flat_layout, leaf_paths, unbatch
-from recollect.errors import ReadOnlyError, SchemaError
+from recollect.errors import EmptyError, ReadOnlyError, SchemaError
+from recollect.sampling import IndexStream
 from recollect.spaces import as_numpy
 
 Make = Callable[[int], BatchBase]
@@ -327,6 +328,18 @@ class BatchContract:
         for path, _ in leaf_paths(batch.single_space):
             field = batch.get_column(path)
             assert equal(field[[2, 0]], _at(batch[[2, 0]], path))
+            assert equal(batch.get_column_at(path, [2, 0]), _at(batch[[2, 0]], path))
+            drawn = batch.draw_column_at(path, IndexStream(1), 9)
+            assert equal(drawn, _at(batch[IndexStream(1).indices(N, 9)], path))
+
+    def test_draws_are_those_of_the_stream(self, batch: BatchBase) -> None:
+        stream = IndexStream(3)
+        assert equal(batch.draw_at(stream, 9), batch[IndexStream(3).indices(N, 9)])
+        assert stream.counter == 9
+
+    def test_nothing_can_be_drawn_from_an_empty_batch(self, make_batch: Make) -> None:
+        with pytest.raises(EmptyError):
+            make_batch(0).draw_at(IndexStream(0), 1)
 
     def test_segments_are_sorted_and_disjoint(self, batch: BatchBase) -> None:
         segments = batch.get_segments()

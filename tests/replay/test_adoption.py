@@ -1,0 +1,141 @@
+"""The constructor adopts a storage: what cannot be is a ValueError, what can be is taken as it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.replay.make import SPACE, ListStorage, block, numbers, sample
+
+from recollect.errors import SegmentOpenError
+from recollect.replay import ReplayBuffer
+from recollect.storage import MemoryStorage, SpaceStorage
+
+
+def storage(kind: str, capacity: int | None = 6, n: int = 6, **kwargs: Any) -> SpaceStorage:
+    """Rows 0..n-1 hold the numbers 0..n-1."""
+    made: SpaceStorage
+    if kind == "memory":
+        made = MemoryStorage.create(SPACE, capacity=capacity, **kwargs)
+    else:
+        made = ListStorage.create(SPACE, capacity=capacity)
+    made.extend_length(n)
+    made.set(slice(0, n), block(list(range(n))))
+    return made
+
+
+BOTH = pytest.mark.parametrize("kind", ["memory", "list"])
+
+
+@BOTH
+def test_adopts_rows_round_the_end(kind: str) -> None:
+    with ReplayBuffer(storage(kind), "storage", 4, 4) as buffer:
+        assert numbers(buffer) == [4, 5, 0, 1] and buffer.offset == 4 and buffer.get_segments() is None
+        buffer.append(sample(10))
+        assert numbers(buffer) == [4, 5, 0, 1, 10] and buffer.locate(-1).row == 2
+        stats = buffer.stats()
+        assert (stats.offered, stats.live, stats.evicted) == (5, 5, 0)
+
+
+@BOTH
+def test_adopts_segments_and_an_open_one(kind: str) -> None:
+    with ReplayBuffer(
+        storage(kind), "storage", 5, 3, maintain_segment_metadata=True, physical_segments=[(3, 1), (4, 3)],
+        active_segment_start_physical=1, active_segment_length=1,
+    ) as buffer:  # fmt: skip
+        assert numbers(buffer) == [3, 4, 5, 0, 1]
+        assert buffer.get_segments() == [(0, 1), (1, 4)] and buffer.open_segment == (4, 5)
+        with pytest.raises(SegmentOpenError):
+            buffer.extend(block([7]))
+        buffer.append(sample(9))
+        place = buffer.locate(...)
+        assert place.step.tolist() == [0, 0, 1, 2, 0, 1] and len(set(place.segment.tolist())) == 3
+        buffer.mark_segment_end()
+        buffer.extend(block([10]))
+        ids = buffer.locate(...).segment.tolist()
+        assert len(set(ids)) == 3 and ids[-1] not in place.segment  # a new id, and the oldest was dropped
+
+
+@BOTH
+def test_adopts_an_unbounded_storage(kind: str) -> None:
+    with ReplayBuffer(storage(kind, None), "storage", 6) as buffer:
+        buffer.extend(block([6, 7]))
+        buffer.remove_at(0)
+        assert numbers(buffer) == [1, 2, 3, 4, 5, 6, 7] and buffer.offset == 0
+
+
+def test_segments_in_a_lane_go_round_the_lane() -> None:
+    with ReplayBuffer(
+        storage("memory", num_lanes=2), "storage", 3, 1, maintain_segment_metadata=True, physical_segments=[(1, 2), (0, 1)]
+    ) as buffer:
+        assert numbers(buffer) == [1, 2, 0] and buffer.get_segments() == [(0, 2), (2, 3)]
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("count", "offset", "kwargs", "text"),
+    [
+        (-1, 0, {}, "count"),
+        (7, 0, {}, "count"),
+        (3, -1, {}, "offset"),
+        (3, 6, {}, "offset"),
+        (3, 0, {"physical_segments": [(0, 3)]}, "maintain_segment_metadata"),
+        (0, 0, {"active_segment_length": 2}, "active_segment_length"),
+        (3, 0, {"tracked": []}, "cover"),
+        (3, 0, {"tracked": [(0, 2)]}, "cover"),
+        (3, 0, {"tracked": [(0, 4)]}, "physical_segments"),
+        (3, 0, {"tracked": [(1, 2)]}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 2), (1, 2)]}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 0), (0, 3)]}, "physical_segments"),
+        (3, 0, {"tracked": [(0, -1), (0, 3)]}, "physical_segments"),
+        (3, 0, {"tracked": [(6, 3)]}, "physical_segments"),
+        (3, 0, {"tracked": [(-6, 3)]}, "physical_segments"),
+        (3, 0, {"tracked": [(2, 1), (0, 2)]}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 3)], "active_segment_start_physical": 3}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 3)], "active_segment_start_physical": 3, "active_segment_length": 1}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 2)], "active_segment_start_physical": 0, "active_segment_length": 1}, "physical_segments"),
+    ],
+)  # fmt: skip
+def test_refuses_what_cannot_be(kind: str, count: int, offset: int, kwargs: dict[str, Any], text: str) -> None:
+    if "tracked" in kwargs:
+        kwargs = {**kwargs, "maintain_segment_metadata": True, "physical_segments": kwargs["tracked"]}
+        del kwargs["tracked"]
+    with storage(kind) as given:
+        with pytest.raises(ValueError, match=text):
+            ReplayBuffer(given, "storage", count, offset, **kwargs)
+        assert given.get(slice(0, 6))["x"].tolist() == list(range(6))
+
+
+@BOTH
+@pytest.mark.parametrize(("count", "offset"), [(7, 0), (3, 1), (-1, 0)])
+def test_refuses_what_an_unbounded_storage_cannot_hold(kind: str, count: int, offset: int) -> None:
+    with storage(kind, None) as given:
+        with pytest.raises(ValueError, match="count|offset"):
+            ReplayBuffer(given, "storage", count, offset)
+        assert len(given) == 6
+
+
+def test_refuses_more_than_a_lane_holds() -> None:
+    with storage("memory", num_lanes=2) as given, pytest.raises(ValueError, match="count"):
+        ReplayBuffer(given, "storage", 4)
+
+
+def test_refuses_segments_where_the_storage_keeps_none() -> None:
+    with storage("memory", segments=False) as given, pytest.raises(ValueError, match="segments=True"):
+        ReplayBuffer(given, "storage", maintain_segment_metadata=True)
+
+
+def test_refuses_to_share_what_belongs_to_one_process() -> None:
+    with storage("memory") as given, pytest.raises(ValueError, match="SharedMemoryStorage"):
+        ReplayBuffer(given, "storage", multiprocessing=True)
+
+
+def test_adopted_rows_that_were_removed_before_are_whole() -> None:
+    with storage("memory", 4, 4) as given:
+        first = ReplayBuffer(given, "storage", 4)
+        first.remove_at([1, 3])
+        again = ReplayBuffer(given, "storage", 4)
+        again.remove_at(1)
+        assert len(again) == 3 and again.stats().removed == 1
+        assert np.array_equal(again[:]["y"][:, 0], again[:]["x"])
