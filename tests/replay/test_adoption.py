@@ -66,8 +66,10 @@ def test_adopts_an_unbounded_storage(kind: str) -> None:
 
 
 def test_segments_in_a_lane_go_round_the_lane() -> None:
+    given = storage("memory", num_lanes=2)
+    found = [(1, 2), (0, 1)]
     with ReplayBuffer(
-        storage("memory", num_lanes=2), "storage", 3, 1, maintain_segment_metadata=True, physical_segments=[(1, 2), (0, 1)]
+        given, "storage", 3, 1, maintain_segment_metadata=True, physical_segments=found
     ) as buffer:
         assert numbers(buffer) == [1, 2, 0] and buffer.get_segments() == [(0, 2), (2, 3)]
 
@@ -81,7 +83,7 @@ def test_segments_in_a_lane_go_round_the_lane() -> None:
         (3, -1, {}, "offset"),
         (3, 6, {}, "offset"),
         (3, 0, {"physical_segments": [(0, 3)]}, "maintain_segment_metadata"),
-        (0, 0, {"active_segment_length": 2}, "active_segment_length"),
+        (0, 0, {"active_segment_length": 2}, "active_segment_start_physical"),
         (3, 0, {"tracked": []}, "cover"),
         (3, 0, {"tracked": [(0, 2)]}, "cover"),
         (3, 0, {"tracked": [(0, 4)]}, "physical_segments"),
@@ -92,15 +94,20 @@ def test_segments_in_a_lane_go_round_the_lane() -> None:
         (3, 0, {"tracked": [(6, 3)]}, "physical_segments"),
         (3, 0, {"tracked": [(-6, 3)]}, "physical_segments"),
         (3, 0, {"tracked": [(2, 1), (0, 2)]}, "physical_segments"),
-        (3, 0, {"tracked": [(0, 3)], "active_segment_start_physical": 3}, "physical_segments"),
-        (3, 0, {"tracked": [(0, 3)], "active_segment_start_physical": 3, "active_segment_length": 1}, "physical_segments"),
-        (3, 0, {"tracked": [(0, 2)], "active_segment_start_physical": 0, "active_segment_length": 1}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 3)], "active": (3, 0)}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 3)], "active": (3, 1)}, "physical_segments"),
+        (3, 0, {"tracked": [(0, 2)], "active": (0, 1)}, "physical_segments"),
     ],
 )  # fmt: skip
-def test_refuses_what_cannot_be(kind: str, count: int, offset: int, kwargs: dict[str, Any], text: str) -> None:
+def test_refuses_what_cannot_be(
+    kind: str, count: int, offset: int, kwargs: dict[str, Any], text: str
+) -> None:
     if "tracked" in kwargs:
-        kwargs = {**kwargs, "maintain_segment_metadata": True, "physical_segments": kwargs["tracked"]}
-        del kwargs["tracked"]
+        first, length = kwargs.get("active", (None, 0))
+        kwargs = {
+            "maintain_segment_metadata": True, "physical_segments": kwargs["tracked"],
+            "active_segment_start_physical": first, "active_segment_length": length,
+        }  # fmt: skip
     with storage(kind) as given:
         with pytest.raises(ValueError, match=text):
             ReplayBuffer(given, "storage", count, offset, **kwargs)
@@ -136,6 +143,6 @@ def test_adopted_rows_that_were_removed_before_are_whole() -> None:
         first = ReplayBuffer(given, "storage", 4)
         first.remove_at([1, 3])
         again = ReplayBuffer(given, "storage", 4)
-        again.remove_at(1)
+        again.remove_at(2)
         assert len(again) == 3 and again.stats().removed == 1
         assert np.array_equal(again[:]["y"][:, 0], again[:]["x"])

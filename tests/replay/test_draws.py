@@ -47,7 +47,7 @@ def test_draws_cover_all_lanes(kind: str, tmp_path: Path) -> None:
 def test_draws_are_uniform(n_held: int) -> None:
     with create("memory", directory="", capacity=1_000) as buffer:
         buffer.extend(block(list(range(n_held + 400))))  # round the end of the ring
-        buffer.remove_at(range(0, len(buffer) - n_held))
+        buffer.remove_at(range(len(buffer) - n_held))
         n = 200 * n_held
         counts = np.bincount(buffer.draw_at(IndexStream(12345), n)["x"] - 400, minlength=n_held)
         assert len(counts) == n_held
@@ -78,4 +78,6 @@ def test_nothing_to_draw_from(kind: str, tmp_path: Path) -> None:
 def test_a_shared_buffer_draws_the_same_everywhere() -> None:
     with create("shared", directory="", capacity=50) as buffer, pickle.loads(pickle.dumps(buffer)) as twin:
         buffer.extend(block(list(range(70))))
-        assert buffer.draw_at(IndexStream(1), 64)["x"].tolist() == twin.draw_at(IndexStream(1), 64)["x"].tolist()
+        assert (
+            buffer.draw_at(IndexStream(1), 64)["x"].tolist() == twin.draw_at(IndexStream(1), 64)["x"].tolist()
+        )

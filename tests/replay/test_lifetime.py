@@ -108,7 +108,9 @@ def test_a_closed_lane_handle_raises() -> None:
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_an_unpickled_buffer_has_the_same_rows(kind: str, tmp_path: Path) -> None:
-    buffer = create(kind, directory=tmp_path, capacity=10_000, multiprocessing=True, maintain_segment_metadata=True)
+    buffer = create(
+        kind, directory=tmp_path, capacity=10_000, multiprocessing=True, maintain_segment_metadata=True
+    )
     handle = pickle.dumps(buffer)
     assert len(handle) < 4_096  # however many rows there are
     twin, third = pickle.loads(handle), pickle.loads(handle)
@@ -118,7 +120,11 @@ def test_an_unpickled_buffer_has_the_same_rows(kind: str, tmp_path: Path) -> Non
     assert buffer.open_segment == twin.open_segment == (0, 2)
     with pytest.raises(ValueError, match="another batch"):
         twin.extend_from(buffer)
-    assert twin.stats() == buffer.stats() and twin.capacity == 10_000 and twin.single_space == buffer.single_space
+    assert (
+        twin.stats() == buffer.stats()
+        and twin.capacity == 10_000
+        and twin.single_space == buffer.single_space
+    )
     buffer.close()
     twin.append(sample(3))
     assert numbers(twin) == numbers(third) == [1, 2, 3]
@@ -141,17 +147,21 @@ def test_memory_of_one_process_is_not_pickled(kind: str) -> None:
 
 
 def test_settings_travel_with_the_handle() -> None:
-    with create("shared", directory="", cast=True, num_lanes=2, maintain_segment_metadata=True) as buffer:
-        with pickle.loads(pickle.dumps(buffer)) as twin:
-            twin.append({"x": np.int32(3), "y": np.zeros(2)})
-            assert twin.get_segments() == [] and twin.open_segment == (0, 1)
+    buffer = create("shared", directory="", cast=True, num_lanes=2, maintain_segment_metadata=True)
+    with buffer, pickle.loads(pickle.dumps(buffer)) as twin:
+        twin.append({"x": np.int32(3), "y": np.zeros(2)})
+        assert twin.get_segments() == [] and twin.open_segment == (0, 1)
 
 
 @pytest.mark.parametrize("kind", SHARED)
 def test_closing_gives_up_the_lanes(kind: str, tmp_path: Path) -> None:
     """This process lives on; without that it would keep the lane from everybody else."""
-    writer = create(kind, directory=tmp_path, capacity=4, maintain_segment_metadata=True, multiprocessing=True)
-    with open(writer.inner_storage.rows.path or f"/proc/self/fd/{writer.inner_storage.rows._segment.fd}", "rb") as f:
+    writer = create(
+        kind, directory=tmp_path, capacity=4, maintain_segment_metadata=True, multiprocessing=True
+    )
+    with open(
+        writer.inner_storage.rows.path or f"/proc/self/fd/{writer.inner_storage.rows._segment.fd}", "rb"
+    ) as f:
         header_fd = os.dup(f.fileno())
     writer.append(sample(1))
     owner = writer.inner_storage.rows.native.owner(0)
@@ -180,7 +190,9 @@ for call in (lambda: buffer.remove_at(0), lambda: buffer.extend({"x": [1, 2]})):
         print("refused")
 """
     path = str(Path(recollect.__file__).parents[1])
-    done = subprocess.run([sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert (done.returncode, done.stdout.split()) == (0, ["refused", "refused"]), done.stderr
 
 

@@ -24,7 +24,9 @@ SPACE = {"id": ((), "int64"), "meta": {"score": ((), "float32")}}
 
 def make(kind: str = "memory", directory: Any = "", capacity: int = 3, key: str = "meta/score", space: Any = SPACE,
          **kwargs: Any) -> ReplayBuffer:  # fmt: skip
-    return create(kind, space, directory=directory, capacity=capacity, evict="lowest", evict_key=key, **kwargs)
+    return create(
+        kind, space, directory=directory, capacity=capacity, evict="lowest", evict_key=key, **kwargs
+    )
 
 
 def one(ident: int, score: float) -> dict[str, Any]:
@@ -88,7 +90,9 @@ class Lowest(RuleBasedStateMachine):
     def refuse_nan(self, how: str) -> None:
         n = 1 if how == "append" else 2
         with pytest.raises(SchemaError, match="meta/score"):
-            self.buffer.append(one(0, np.nan)) if n == 1 else self.buffer.extend(many([(0, 1.0), (0, np.nan)]))
+            self.buffer.append(one(0, np.nan)) if n == 1 else self.buffer.extend(
+                many([(0, 1.0), (0, np.nan)])
+            )
         self.rejected, self.offered = self.rejected + n, self.offered + n
 
     @precondition(lambda self: self.items)

@@ -20,7 +20,9 @@ from recollect.errors import MissingLeafError, SchemaError, SegmentOpenError
 from recollect.replay import Lane, ReplayBuffer
 
 TEXT = spaces.Dict({"x": spaces.Box(-(2**62), 2**62, (), np.int64), "t": spaces.Text(6, min_length=0)})
-RAM_DISK = "/dev/shm" if Path("/dev/shm").is_dir() else None  # dumps sync their files, thousands of times here
+RAM_DISK = (
+    "/dev/shm" if Path("/dev/shm").is_dir() else None
+)  # dumps sync their files, thousands of times here
 UNBOUNDED = ("memory", "memmap", "test-list")
 
 

@@ -17,7 +17,11 @@ import recollect
 from recollect.errors import DtypeError, MissingLeafError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay import ReplayBuffer
 
-SPACE = {"obs": {"image": ((2, 2), "uint8"), "pos": ((3,), "float32")}, "n": ((), "int8"), "flag": ((), "bool")}
+SPACE = {
+    "obs": {"image": ((2, 2), "uint8"), "pos": ((3,), "float32")},
+    "n": ((), "int8"),
+    "flag": ((), "bool"),
+}
 ROOT = Path(__file__).parents[2]
 
 
@@ -131,12 +135,24 @@ def problems(kind: str, directory: Path | str) -> list[str]:
             refused(f"set_at(0) {r.name}", lambda v=r.value: buffer.set_at(0, v), r.error, r.text, 0)
         refused("extend while open", lambda: buffer.extend(good(2)), SegmentOpenError, "mark_segment_end", 2)
         refused("remove open", lambda: buffer.remove_at(2), SegmentOpenError, "mark_segment_end", 0)
-        refused("dumps while open", lambda: buffer.dumps(Path(directory) / "no"), SegmentOpenError, "cut_open=True", 0)
+        refused(
+            "dumps while open",
+            lambda: buffer.dumps(Path(directory) / "no"),
+            SegmentOpenError,
+            "cut_open=True",
+            0,
+        )
         buffer.mark_segment_end()
         before = state_of(buffer)
         for r in MANY:
             refused(f"extend {r.name}", lambda v=r.value: buffer.extend(v), r.error, r.text, r.n)
-            refused(f"set_at([0, 1, 2]) {r.name}", lambda v=r.value: buffer.set_at([0, 1, 2], v), r.error, r.text, 0)
+            refused(
+                f"set_at([0, 1, 2]) {r.name}",
+                lambda v=r.value: buffer.set_at([0, 1, 2], v),
+                r.error,
+                r.text,
+                0,
+            )
         refused("set_at length", lambda: buffer.set_at([0, 1], good(3)), SchemaError, "length", 0)
         for ends in ([True], np.ones(3, np.int64), np.ones((3, 1), bool)):
             refused(f"ends {ends}", lambda e=ends: buffer.extend(good(3), ends=e), ValueError, "ends", 3)
@@ -168,7 +184,9 @@ def test_the_same_without_asserts(tmp_path: Path) -> None:
         "print(*found, sep='\\n'); sys.exit(bool(found) or not sys.flags.optimize)"
     )
     path = f"{ROOT}:{Path(recollect.__file__).parents[1]}"
-    done = subprocess.run([sys.executable, "-O", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-O", "-c", code], env={"PYTHONPATH": path}, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout + done.stderr
 
 
@@ -204,14 +222,14 @@ def test_a_buffer_opened_for_reading_refuses_every_write(kind: str, tmp_path: Pa
             assert not loaded.is_mutable
             before = (len(loaded), loaded.get_segments(), loaded[:]["x"].tolist())
             writes: list[Callable[[], Any]] = [
-                lambda: loaded.append(sample(4)),  # noqa: B023
-                lambda: loaded.extend(block([4])),  # noqa: B023
-                lambda: loaded.append({"x": 1}),  # noqa: B023
-                lambda: loaded.extend({"x": np.arange(2)}),  # noqa: B023
-                lambda: loaded.set_at(0, sample(4)),  # noqa: B023
-                lambda: loaded.remove_at(0),  # noqa: B023
-                lambda: loaded.clear(),  # noqa: B023
-                lambda: loaded.append_flattened(np.zeros(3)),  # noqa: B023
+                lambda: loaded.append(sample(4)),
+                lambda: loaded.extend(block([4])),
+                lambda: loaded.append({"x": 1}),
+                lambda: loaded.extend({"x": np.arange(2)}),
+                lambda: loaded.set_at(0, sample(4)),
+                lambda: loaded.remove_at(0),
+                lambda: loaded.clear(),
+                lambda: loaded.append_flattened(np.zeros(3)),
             ]
             for write in writes:
                 with pytest.raises(ReadOnlyError, match="read_only=False"):

@@ -41,7 +41,9 @@ def test_every_space_round_trips(name: str, tmp_path: Path) -> None:
 
 def check(buffer: ReplayBuffer, expected: list[Any]) -> None:
     space = buffer.single_space
-    expected = map_arrays(native, expected)  # big-endian numbers are kept and read back in the machine's order
+    expected = map_arrays(
+        native, expected
+    )  # big-endian numbers are kept and read back in the machine's order
     assert len(buffer) == len(expected)
     for i, item in enumerate(expected):
         assert_same(buffer[i], item)
@@ -80,11 +82,14 @@ def words(i: int) -> dict[str, Any]:
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_text_and_sequences_end_to_end(kind: str, tmp_path: Path) -> None:
     space = WORDS
-    with create(kind, space, directory=tmp_path, capacity=6, max_lengths=LENGTHS, maintain_segment_metadata=True) as buffer:
+    kept: dict[str, Any] = {"max_lengths": LENGTHS, "maintain_segment_metadata": True}
+    with create(kind, space, directory=tmp_path, capacity=6, **kept) as buffer:
         for i in range(3):
             buffer.append(words(i))
         buffer.mark_segment_end()
-        buffer.extend(stack(space, [words(i) for i in range(3, 9)]), ends=[False, True, False, False, True, False])
+        buffer.extend(
+            stack(space, [words(i) for i in range(3, 9)]), ends=[False, True, False, False, True, False]
+        )
         expected = [words(i) for i in range(3, 9)]
         check(buffer, expected)
         assert buffer.get_segments() == [(0, 2), (2, 5), (5, 6)]

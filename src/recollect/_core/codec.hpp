@@ -32,6 +32,13 @@ struct Field {
     bool as_scalar;  // a single read gives a numpy scalar, as Discrete.sample() does
 };
 
+// A tuple of n items; nanobind itself does not look at its length.
+inline nb::tuple tuple_of(nb::handle h, size_t n, const char* what) {
+    if (!PyTuple_Check(h.ptr()) || size_t(PyTuple_GET_SIZE(h.ptr())) != n)
+        throw nb::type_error((std::string(what) + ": must be a tuple of " + std::to_string(n)).c_str());
+    return nb::borrow<nb::tuple>(h);
+}
+
 struct Node {
     enum Kind { kDict, kTuple, kLeaf } kind;
     std::vector<nb::object> keys;
@@ -50,26 +57,32 @@ class Codec {
     // fields: [(offset, dtype, shape, as_scalar)]; plan: the nested form of a sample, or None for a flat list.
     Codec(nb::list fields, nb::object plan, size_t row_nbytes) : row_nbytes_(row_nbytes) {
         for (nb::handle item : fields) {
-            nb::tuple t = nb::cast<nb::tuple>(item);
+            nb::tuple t = tuple_of(item, 4, "fields");
             Field f;
             f.dtype = t[1];
             if (!PyArray_DescrCheck(f.dtype.ptr())) throw nb::type_error("dtype: must be a numpy dtype");
             f.descr = reinterpret_cast<PyArray_Descr*>(f.dtype.ptr());
+            if (PyDataType_REFCHK(f.descr)) throw nb::value_error("fields: a row cannot hold Python objects");
             f.type_num = f.descr->type_num;
             f.item_nbytes = static_cast<size_t>(PyDataType_ELSIZE(f.descr));
             f.as_scalar = nb::cast<bool>(t[3]);
             size_t nbytes = f.item_nbytes;
+            if (nb::cast<nb::tuple>(t[2]).size() >= NPY_MAXDIMS) throw nb::value_error("fields: one has too many axes");  // a batch has one more
             for (nb::handle d : nb::cast<nb::tuple>(t[2])) {
                 f.shape.push_back(nb::cast<npy_intp>(d));
-                nbytes *= static_cast<size_t>(f.shape.back());
+                if (f.shape.back() < 0 || __builtin_mul_overflow(nbytes, static_cast<size_t>(f.shape.back()), &nbytes))
+                    throw nb::value_error("fields: one reaches past the end of the row");
             }
             const size_t offset = nb::cast<size_t>(t[0]);
-            if (offset + nbytes > row_nbytes) throw nb::value_error("fields: one reaches past the end of the row");
+            if (offset > row_nbytes || nbytes > row_nbytes - offset) throw nb::value_error("fields: one reaches past the end of the row");
             spans_.push_back({offset, nbytes});
             fields_.push_back(std::move(f));
         }
         has_plan_ = !plan.is_none();
-        if (has_plan_) root_ = read_plan(plan);
+        if (!has_plan_) return;
+        std::vector<bool> used(fields_.size());
+        root_ = read_plan(plan, used);
+        if (std::find(used.begin(), used.end(), false) != used.end()) throw nb::value_error("plan: lacks a leaf");
     }
 
     size_t size() const { return fields_.size(); }
@@ -152,17 +165,19 @@ class Codec {
         return array;
     }
 
-    static Node read_plan(nb::handle plan) {
-        nb::tuple t = nb::cast<nb::tuple>(plan);
+    static Node read_plan(nb::handle plan, std::vector<bool>& used) {
+        nb::tuple t = tuple_of(plan, 2, "plan");
         const std::string kind = nb::cast<std::string>(t[0]);
         Node node{};
         if (kind == "leaf") {
             node.kind = Node::kLeaf;
             node.leaf = nb::cast<size_t>(t[1]);
+            if (node.leaf >= used.size() || used[node.leaf]) throw nb::value_error("plan: must name each leaf once");
+            used[node.leaf] = true;
         } else if (kind == "dict") {
             node.kind = Node::kDict;
             for (nb::handle item : nb::cast<nb::tuple>(t[1])) {
-                nb::tuple pair = nb::cast<nb::tuple>(item);
+                nb::tuple pair = tuple_of(item, 2, "plan");
                 nb::object key = pair[0];
                 if (PyUnicode_CheckExact(key.ptr())) {
                     PyObject* interned = key.release().ptr();
@@ -170,11 +185,13 @@ class Codec {
                     key = nb::steal(interned);
                 }
                 node.keys.push_back(std::move(key));
-                node.children.push_back(read_plan(pair[1]));
+                node.children.push_back(read_plan(pair[1], used));
             }
+        } else if (kind != "tuple") {
+            throw nb::value_error("plan: a node must be dict, tuple or leaf");
         } else {
             node.kind = Node::kTuple;
-            for (nb::handle item : nb::cast<nb::tuple>(t[1])) node.children.push_back(read_plan(item));
+            for (nb::handle item : nb::cast<nb::tuple>(t[1])) node.children.push_back(read_plan(item, used));
         }
         return node;
     }
@@ -276,7 +293,8 @@ class Codec {
                 default: return false;
             }
         }
-        if (PyArray_IsScalar(value, Generic) && f.item_nbytes <= sizeof(Source::number)) {
+        // Of an extended type (text, bfloat16) numpy would give a pointer to the value, not the value.
+        if (PyArray_IsScalar(value, Generic) && !PyTypeNum_ISEXTENDED(f.type_num) && f.item_nbytes <= sizeof(Source::number)) {
             PyArray_Descr* descr = PyArray_DescrFromScalar(value);
             const bool same = descr && (descr == f.descr || PyArray_EquivTypes(descr, f.descr));
             Py_XDECREF(descr);

@@ -21,7 +21,8 @@ class Mapping {
   public:
     // `fd` < 0: private anonymous memory. Large mappings start on a 2 MB border and ask for huge pages: a random
     // gather then misses the TLB far less often.
-    Mapping(int fd, size_t offset, size_t nbytes, bool writable) : nbytes_(page_up(nbytes ? nbytes : 1)) {
+    Mapping(int fd, size_t offset, size_t nbytes, bool writable)
+        : nbytes_(page_up(nbytes ? nbytes : 1)), writable_(writable) {
         const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
         const bool huge = nbytes_ >= kHugePage;
         const size_t span = nbytes_ + (huge ? kHugePage : 0);
@@ -50,6 +51,7 @@ class Mapping {
 
     byte* base() const { return base_; }
     size_t nbytes() const { return nbytes_; }
+    bool writable() const { return writable_; }
     void sync() const {
         if (::msync(base_, nbytes_, MS_SYNC) != 0) fail("msync");
     }
@@ -70,6 +72,7 @@ class Mapping {
 
     byte* base_ = nullptr;
     size_t nbytes_;
+    bool writable_;
 };
 
 }  // namespace recollect

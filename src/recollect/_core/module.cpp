@@ -53,8 +53,14 @@ template <typename T> nb::object to_array(const std::vector<T>& values) {
 using MappingPtr = std::shared_ptr<Mapping>;
 
 template <typename T> T* word_at(const Mapping& m, size_t offset) {
-    if (offset % sizeof(T) || offset + sizeof(T) > m.nbytes()) throw nb::index_error("word: offset is off the mapping");
+    if (offset % sizeof(T) || offset > m.nbytes() - sizeof(T)) throw nb::index_error("word: offset is off the mapping");
     return reinterpret_cast<T*>(m.base() + offset);
+}
+
+template <typename T> T* writable_word_at(const Mapping& m, size_t offset) {
+    T* at = word_at<T>(m, offset);
+    if (!m.writable()) throw nb::value_error("word: the mapping is for reading");
+    return at;
 }
 
 nb::object view_of(MappingPtr m, size_t offset, size_t nbytes) {
@@ -62,6 +68,7 @@ nb::object view_of(MappingPtr m, size_t offset, size_t nbytes) {
     npy_intp dims[1] = {static_cast<npy_intp>(nbytes)};
     PyObject* a = PyArray_SimpleNewFromData(1, dims, NPY_UINT8, m->base() + offset);
     if (!a) throw nb::python_error();
+    if (!m->writable()) PyArray_CLEARFLAGS(reinterpret_cast<PyArrayObject*>(a), NPY_ARRAY_WRITEABLE);
     auto* owner = new MappingPtr(m);
     nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<MappingPtr*>(p); });
     PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(a), keep.release().ptr());
@@ -73,16 +80,24 @@ class Rows {
   public:
     Rows(MappingPtr header, size_t capacity, size_t n_lanes, size_t row_nbytes, bool tagged, bool writable,
          bool is_private, int fd, nb::object sections) {
+        size_t nbytes_of_rows;
+        if (n_lanes == 0 || n_lanes > (header->nbytes() - kHeaderNbytes) / sizeof(Lane))
+            throw nb::value_error("n_lanes: must be at least 1 and fit the header");
+        if (capacity % n_lanes || capacity > (size_t(1) << 60) || __builtin_mul_overflow(capacity, row_nbytes, &nbytes_of_rows))
+            throw nb::value_error("sections: must hold a capacity that is a multiple of n_lanes");
         memory_ = std::make_shared<Memory>(header, capacity, n_lanes, row_nbytes, tagged, writable, is_private,
                                            fd >= 0 ? ::dup(fd) : -1);
         if (!capacity) return;
-        nb::tuple t = nb::cast<nb::tuple>(sections);  // (mapping, offset) of stamps, segments, steps, rows
+        nb::tuple t = tuple_of(sections, 4, "sections");  // (mapping, offset) of stamps, segments, steps, rows
         auto at = [&](size_t i, size_t nbytes) -> byte* {
-            if (t[i].is_none()) return nullptr;
-            nb::tuple pair = nb::cast<nb::tuple>(t[i]);
+            if (t[i].is_none()) {
+                if (tagged || i == 0 || i == 3) throw nb::value_error("sections: one is missing");
+                return nullptr;
+            }
+            nb::tuple pair = tuple_of(t[i], 2, "sections");
             auto mapping = nb::cast<MappingPtr>(pair[0]);
             const size_t offset = nb::cast<size_t>(pair[1]);
-            if (offset > mapping->nbytes() || nbytes > mapping->nbytes() - offset)
+            if (offset % 8 || offset > mapping->nbytes() || nbytes > mapping->nbytes() - offset)
                 throw nb::value_error("sections: one reaches past its mapping");
             memory_->keep(mapping);
             return mapping->base() + offset;
@@ -91,7 +106,7 @@ class Rows {
         chunk.stamp = reinterpret_cast<word*>(at(0, capacity * 8));
         chunk.segment = reinterpret_cast<int64_t*>(at(1, capacity * 8));
         chunk.step = reinterpret_cast<int64_t*>(at(2, capacity * 8));
-        chunk.rows = at(3, capacity * row_nbytes);
+        chunk.rows = at(3, nbytes_of_rows);
         memory_->add_chunk(chunk, header);
     }
 
@@ -119,8 +134,9 @@ class Rows {
 
     // Samples at non-negative indices. `out`: a batch of fitting arrays to fill, or None for new ones.
     nb::object read(const Codec& codec, nb::handle index, bool single, nb::object out) const {
-        auto m = memory();
+        auto m = memory(codec);
         auto [at, n] = array_of<int64_t>(index, "index");
+        if (single && n != 1) throw nb::value_error("index: must be one for a single sample");
         std::vector<nb::object> arrays;
         std::vector<byte*> leaves;
         prepare(codec, single ? -1 : npy_intp(n), out, arrays, leaves);
@@ -141,7 +157,7 @@ class Rows {
 
     // n uniform draws with replacement, or None when there is nothing to draw from.
     nb::object draw(const Codec& codec, uint64_t key, uint64_t counter, size_t n, nb::object out) const {
-        auto m = memory();
+        auto m = memory(codec);
         std::vector<nb::object> arrays;
         std::vector<byte*> leaves;
         prepare(codec, npy_intp(n), out, arrays, leaves);
@@ -160,8 +176,9 @@ class Rows {
 
     // Physical rows, in the window or not: each is whole, checked by its stamp.
     nb::object read_rows(const Codec& codec, nb::handle rows, bool single) const {
-        auto m = memory();
+        auto m = memory(codec);
         auto [at, n] = array_of<int64_t>(rows, "rows");
+        if (single && n != 1) throw nb::value_error("rows: must be one for a single sample");
         std::vector<nb::object> arrays;
         std::vector<byte*> leaves;
         codec.make_arrays(single ? -1 : npy_intp(n), arrays, leaves);
@@ -274,7 +291,7 @@ class Rows {
 
     // --- writing ---
     bool append(const Codec& codec, nb::handle sample, int64_t lane) {
-        auto m = writable();
+        auto m = writable(codec);
         Source stack[32];
         std::vector<Source> heap;
         Source* sources = stack;
@@ -288,7 +305,7 @@ class Rows {
 
     // Samples of a batch of exact arrays; -1 (nothing done) if they need conversion or a message.
     int64_t extend(const Codec& codec, nb::handle batch, int64_t lane, nb::object ends, bool keep_open) {
-        auto m = writable();
+        auto m = writable(codec);
         std::vector<const byte*> leaves(codec.size());
         npy_intp n = -1;
         if (!codec.take_batch(batch.ptr(), n, leaves.data())) return -1;
@@ -297,7 +314,7 @@ class Rows {
     }
 
     void write(const Codec& codec, nb::list arrays, size_t n, int64_t lane, nb::object ends, bool keep_open) {
-        auto m = writable();
+        auto m = writable(codec);
         std::vector<const byte*> leaves(codec.size());
         codec.take_fields(arrays, npy_intp(n), leaves.data());
         write_leaves(*m, codec, leaves.data(), n, lane, ends, keep_open);
@@ -312,7 +329,7 @@ class Rows {
     }
 
     void overwrite(const Codec& codec, nb::handle index, nb::list arrays) {
-        auto m = writable();
+        auto m = writable(codec);
         auto [at, n] = array_of<int64_t>(index, "index");
         std::vector<const byte*> leaves(codec.size());
         codec.take_fields(arrays, npy_intp(n), leaves.data());
@@ -323,7 +340,7 @@ class Rows {
     }
 
     void overwrite_rows(const Codec& codec, nb::handle index, nb::list arrays) {
-        auto m = writable();
+        auto m = writable(codec);
         auto [at, n] = array_of<int64_t>(index, "rows");
         std::vector<const byte*> leaves(codec.size());
         codec.take_fields(arrays, npy_intp(n), leaves.data());
@@ -340,7 +357,7 @@ class Rows {
 
     // A new sample in the place of an old one: counted as offered, and the old one as evicted.
     void replace(const Codec& codec, size_t row, nb::list arrays) {
-        auto m = writable();
+        auto m = writable(codec);
         std::vector<const byte*> leaves(codec.size());
         codec.take_fields(arrays, 1, leaves.data());
         check_row(*m, int64_t(row));
@@ -385,9 +402,12 @@ class Rows {
     void set_window(size_t lane, uint64_t low, uint64_t cursor) {
         auto m = writable();
         check_lane(*m, lane);
+        if (low > cursor || (m->run && cursor - low > m->run)) throw nb::value_error("set_window: must fit its lane");
         Hold hold(*m);
         hold.take(lane);
         m->reach(cursor);
+        // A row that a removal left behind may still say that it is to be removed.
+        for (uint64_t p = low; p < cursor; ++p) m->stamp(m->row_of(lane, p)).fetch_and(~kTomb);
         m->install(lane, low, cursor, cursor, (cursor - low) - cursor, 0);
     }
     void set_tags(size_t first_row, size_t n, int64_t segment, int64_t step) {
@@ -411,6 +431,7 @@ class Rows {
         auto m = writable();
         auto [g, n] = array_of<int64_t>(generations, "generations");
         m->reach(first_row + n);
+        if (n) check_row(*m, int64_t(first_row)), check_row(*m, int64_t(first_row + n - 1));
         for (size_t i = 0; i < n; ++i) m->stamp(first_row + i).store(uint64_t(g[i]) * 2);
     }
     nb::object generations(size_t first_row, size_t n) const {
@@ -472,6 +493,15 @@ class Rows {
         m->check_fork();
         return m;
     }
+    // With a codec of these rows: another's could reach past their ends.
+    static std::shared_ptr<Memory> fitting(std::shared_ptr<Memory> m, const Codec& codec) {
+        if (codec.row_nbytes() != m->row_nbytes) 
+            throw nb::value_error(("codec: must be made for rows of " + std::to_string(m->row_nbytes) + " bytes, got " +
+                                   std::to_string(codec.row_nbytes())).c_str());
+        return m;
+    }
+    std::shared_ptr<Memory> memory(const Codec& codec) const { return fitting(memory(), codec); }
+    std::shared_ptr<Memory> writable(const Codec& codec) const { return fitting(writable(), codec); }
     static void check_lane(const Memory& m, size_t k) {
         if (k >= m.n_lanes)
             throw std::out_of_range("lane " + std::to_string(k) + " is out of range: there are " + std::to_string(m.n_lanes));
@@ -661,7 +691,7 @@ NB_MODULE(_native, m) {
         return ~crc32c_table(~0u, reinterpret_cast<const byte*>(data.c_str()), data.size());
     }, nb::arg("data"));
     m.def("draw_indices", [](uint64_t key, uint64_t counter, uint64_t bound, size_t n) {
-        if (bound == 0) throw nb::value_error("bound: must be at least 1, got 0");
+        if (bound == 0 || bound > uint64_t(1) << 63) throw nb::value_error(bound ? "bound: must be at most 2**63" : "bound: must be at least 1, got 0");
         int64_t* out;
         nb::object result = make_array<int64_t>(n, out);
         for (size_t i = 0; i < n; ++i) out[i] = int64_t(draw_one(key, counter + i, bound));
@@ -675,13 +705,15 @@ NB_MODULE(_native, m) {
              nb::arg("offset"), nb::arg("nbytes"))
         .def("sync", &Mapping::sync, nb::call_guard<nb::gil_scoped_release>())
         .def("load", [](const Mapping& s, size_t at) { return word_at<word>(s, at)->load(std::memory_order_acquire); }, nb::arg("offset"))
-        .def("store", [](Mapping& s, size_t at, uint64_t v) { word_at<word>(s, at)->store(v, std::memory_order_release); },
+        .def("store", [](Mapping& s, size_t at, uint64_t v) { writable_word_at<word>(s, at)->store(v, std::memory_order_release); },
              nb::arg("offset"), nb::arg("value"))
-        .def("add", [](Mapping& s, size_t at, uint64_t v) { return word_at<word>(s, at)->fetch_add(v); }, nb::arg("offset"), nb::arg("value"))
+        .def("add", [](Mapping& s, size_t at, uint64_t v) { return writable_word_at<word>(s, at)->fetch_add(v); },
+             nb::arg("offset"), nb::arg("value"))
         .def("swap_if", [](Mapping& s, size_t at, uint64_t expected, uint64_t v) {
-            return word_at<word>(s, at)->compare_exchange_strong(expected, v); }, nb::arg("offset"), nb::arg("expected"), nb::arg("value"))
+            return writable_word_at<word>(s, at)->compare_exchange_strong(expected, v); }, nb::arg("offset"), nb::arg("expected"), nb::arg("value"))
         .def("wait", [](const Mapping& s, size_t at, uint32_t expected, double timeout_s) {
             auto* w = word_at<std::atomic<uint32_t>>(s, at);
+            if (std::isnan(timeout_s)) throw nb::value_error("timeout_s: must be a number of seconds, got NaN");
             nb::gil_scoped_release unlocked;
             return futex_wait(w, expected, timeout_s); }, nb::arg("offset"), nb::arg("expected"), nb::arg("timeout_s"))
         .def("wake", [](const Mapping& s, size_t at, int n) { return futex_wake(word_at<std::atomic<uint32_t>>(s, at), n); },

@@ -51,7 +51,8 @@ class ReplayBuffer(BatchBase):
     With `multiprocessing=True` it pickles to a small handle, and other processes read and write the same rows.
 
     >>> import numpy as np, recollect as rc
-    >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, {"obs": ((3,), "float32"), "reward": ((), "float32")}, capacity=100)
+    >>> space = {"obs": ((3,), "float32"), "reward": ((), "float32")}
+    >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, space, capacity=100)
     >>> buf.append({"obs": np.ones(3, "float32"), "reward": 1.0})
     >>> buf.extend({"obs": np.zeros((4, 3), "float32"), "reward": np.arange(4, dtype="float32")})
     >>> len(buf), buf[-1]["reward"].item(), buf[[0, 1, -1]]["obs"].shape
@@ -79,7 +80,7 @@ class ReplayBuffer(BatchBase):
         if active_segment_start_physical is not None:
             active = (active_segment_start_physical, active_segment_length)
         elif active_segment_length:
-            raise ValueError(f"active_segment_length: needs active_segment_start_physical, got {active_segment_length} alone")
+            raise ValueError(f"active_segment_start_physical: needed with a length, got only {active_segment_length=}")
         self.engine.adopt(count, offset, list(physical_segments or ()), active)  # type: ignore[attr-defined]
 
     @classmethod
@@ -152,8 +153,9 @@ class ReplayBuffer(BatchBase):
         elif num_lanes != 1 or evict == "lowest":
             raise ValueError(f"num_lanes, evict: {cls.__name__} has one lane and evicts the oldest; use a row storage")
         storage = cls.create(
-            single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing, **kwargs
-        )
+            single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
+            **kwargs,
+        )  # fmt: skip
         try:
             buffer = ReplayBuffer._over(
                 storage, tracked=maintain_segment_metadata, evict=record, multiprocessing=multiprocessing,
@@ -200,8 +202,9 @@ class ReplayBuffer(BatchBase):
         """Return a frozen record of what is here and by which door samples left."""
         nbytes = getattr(self.inner_storage, "nbytes", None)
         return ReplayStats(
-            type(self.inner_storage).__name__, len(self), self.capacity, self.is_mutable, nbytes, **self.engine.counters()
-        )
+            type(self.inner_storage).__name__, len(self), self.capacity, self.is_mutable, nbytes,
+            **self.engine.counters(),
+        )  # fmt: skip
 
     def evict_record(self) -> dict[str, Any]:
         """What a manifest says of eviction."""
@@ -292,7 +295,7 @@ class ReplayBuffer(BatchBase):
 
     def _locate(self, index: Any) -> Location:
         if isinstance(index, int):
-            return Location(*(a[0] for a in self.engine.locate(np.array([index]))), np.int64(index))  # type: ignore[arg-type]
+            return Location(*self.engine.locate(np.array([index])), np.array([index])).take(0)
         return Location(*self.engine.locate(index), index)
 
     def is_current(self, location: Location) -> Bools:
@@ -425,7 +428,7 @@ class ReplayBuffer(BatchBase):
 
     def close(self) -> None:
         """Give up the storage; may be called twice."""
-        self.engine = self._append = self._draw_rows = Closed()  # type: ignore[assignment]
+        self.engine = self._append = self._draw_rows = Closed()
         self.storage.close()
 
     def __enter__(self) -> Self:

@@ -13,7 +13,6 @@ import numpy as np
 
 from recollect.batch.structure import leaf_paths, pick
 from recollect.errors import LaneBusyError, SegmentOpenError
-from recollect.spaces import Layout
 from recollect.storage.base import SpaceStorage
 from recollect.storage.rows import RowStorage, encode_at
 
@@ -28,8 +27,9 @@ class Engine(Protocol):
     """A ring of samples with segments; indices count from the oldest and are already normalised."""
 
     tracked: bool
-    offset: int
 
+    @property
+    def offset(self) -> int: ...
     def count(self) -> int: ...
     def read(self, index: int | Ints, keys: Keys = ()) -> Any: ...
     def draw(self, key: int, counter: int, n: int, keys: Keys = ()) -> Any: ...
@@ -212,7 +212,8 @@ def check_adoption(storage: SpaceStorage, lanes: int, count: int, offset: int, s
     for first, length in segments:
         at = offset + expected if run is None else (offset + expected) % run
         if length < 1 or first != at or expected + length > count:
-            raise ValueError(f"physical_segments: must follow each other within the {count} samples, got {(first, length)}")
+            found = (first, length)
+            raise ValueError(f"physical_segments: must follow each other within the {count} samples, got {found}")
         expected += length
     if tracked and expected != count:
         raise ValueError(f"physical_segments: must cover the {count} samples, got {expected}")

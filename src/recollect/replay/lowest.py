@@ -108,14 +108,16 @@ class LowestEngine(RowsEngine):
         if np.isnan(keys.astype(np.float64)).any():
             raise SchemaError(f"{self.key}: must be a number to be ordered by, got NaN; score it before append")
         if keys.dtype.kind in "iu" and keys.size and max(abs(int(keys.max())), abs(int(keys.min()))) > _EXACT:
-            raise SchemaError(f"{self.key}: must be within 2**53 to be ordered exactly, got {int(keys.max())}; scale it")
+            got = int(keys[np.argmax(np.abs(keys.astype(np.float64)))])
+            raise SchemaError(f"{self.key}: must be within 2**53 to be ordered exactly, got {got}; scale it")
         return keys.astype(np.float64)
 
 
 def key_field(layout: Layout, key: Any) -> int:
     """The number of the field to order by; it must be a scalar leaf."""
     scalars = {leaf.name: leaf.fields[0] for leaf in layout.leaves if len(leaf.fields) == 1}
-    names = [name for name, f in scalars.items() if layout.fields[f].shape == () and layout.fields[f].dtype.kind in "fiub"]
+    fields = [(name, layout.fields[number]) for name, number in scalars.items()]
+    names = [name for name, field in fields if field.shape == () and field.dtype.kind in "fiub"]
     if key not in names:
         raise ValueError(f"evict_key: must be a scalar leaf, one of {names}, got {key!r}")
     return scalars[key]

@@ -30,8 +30,8 @@ class PlainEngine:
         self.storage, self.tracked, self.layout = storage, tracked, storage.layout
         self._lock = threading.RLock()
         self._low = self._cursor = 0
-        self._segments: list[list[int]] = []  # [id, first position, end position, step of the first]; the last may be open
-        self._open = self._copying = False
+        self._segments: list[list[int]] = []  # [id, first position, end position, step of the first]
+        self._open = self._copying = False  # whether the last of them is open
         self._next_id = 1
         self._generations = np.zeros(storage.capacity or 0, np.int64)
         self._doors = {"evicted": 0, "removed": 0, "rejected": 0, "offered": 0}
@@ -77,7 +77,8 @@ class PlainEngine:
     def read(self, index: int | Ints, keys: Keys = (), out: Any = None) -> Any:
         with self._lock:
             self._check(index)
-            at: Any = int(self._rows(np.int64(self._low + index))) if isinstance(index, int) else self._rows(self._low + index)  # type: ignore[arg-type]
+            rows = self._rows(self._low + np.asarray(index))
+            at: Any = int(rows) if isinstance(index, int) else rows
             return self.storage.get_column(keys, at) if keys else self.storage.get(at)
 
     def _check(self, index: Any) -> None:
@@ -292,8 +293,8 @@ class PlainEngine:
         with self._lock:
             index = (row - self._low) % self.storage.capacity if self.storage.capacity else row - self._low
             fits = (row >= 0) & (row < len(self._generations)) & (index >= 0) & (index < self.count())
-            current = fits & (self._generations[np.where(fits, row, 0)] == generation) if len(self._generations) else fits
-            return np.where(current, index, -1).astype(np.int64)
+            fits[fits] = self._generations[row[fits]] == generation[fits]
+            return np.where(fits, index, -1).astype(np.int64)
 
     def counters(self) -> dict[str, int]:
         d, live = self._doors, self.count()
@@ -335,4 +336,5 @@ class PlainEngine:
     def _segment_records(self) -> list[list[int]] | None:
         if not self.tracked:
             return None
-        return [[ident, 0, int(self._rows(np.int64(start))), end - start, step] for ident, start, end, step in self._segments]  # type: ignore[arg-type]
+        firsts = self._rows(np.array([start for _, start, _, _ in self._segments], np.int64)).tolist()
+        return [[s[0], 0, first, s[2] - s[1], s[3]] for s, first in zip(self._segments, firsts)]

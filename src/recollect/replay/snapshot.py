@@ -34,9 +34,14 @@ def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
     storage = buffer.inner_storage
     if isinstance(storage, MemmapStorage) and storage.is_live_at(path):
         storage.rows.sync()
-        storage.write_live(FORMAT, {"evict": buffer.evict_record()})
+        storage.live_as = (FORMAT, {"evict": buffer.evict_record()})
+        storage.write_live()
         return
-    writer = DumpWriter(Path(path))
+    with DumpWriter(Path(path)) as writer:
+        _write(buffer, storage, writer)
+
+
+def _write(buffer: ReplayBuffer, storage: SpaceStorage, writer: DumpWriter) -> None:
     if isinstance(storage, RowStorage):
         with buffer.engine.quiet() if isinstance(buffer.engine, LowestEngine) else nullcontext():
             record = storage.record(write_rows(writer, storage.rows))

@@ -1,4 +1,4 @@
-"""Compile a space: find its leaves, give each its codec, and join them to the codec of a sample."""
+"""Compile a space: find its leaves, give each a codec, and join them for whole samples."""
 
 from __future__ import annotations
 

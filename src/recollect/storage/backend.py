@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from recollect.backends import Backend, get_backend, move
+from recollect.spaces import Layout
 from recollect.storage.base import PathName, Segments, SpaceStorage
 from recollect.storage.registry import find_storage
 
@@ -73,6 +74,10 @@ class ToBackendOrDeviceStorage(SpaceStorage):
             **kwargs,
         )
         return cls(loaded, backend, device)
+
+    @property
+    def layout(self) -> Layout:
+        return self.inner.layout
 
     @property
     def backend(self) -> Backend:

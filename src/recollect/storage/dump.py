@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
-from contextlib import contextmanager
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Self
 
 import numpy as np
 
@@ -20,13 +21,19 @@ from recollect import _core
 from recollect.errors import FormatError
 
 MANIFEST = "manifest.json"
+TEMPORARY = f".{MANIFEST}.tmp"
 FORMAT_VERSION = 1
+FIELDS = tuple("capacity commit count files lanes layout_hash live offset segments space storage".split())
 STORAGE = "storage"
 _PART = 1 << 22
+_KINDS: dict[str, Any] = {
+    "commit": int, "live": bool, "storage": dict, "storage_path_relative": str, "layout_hash": str, "count": int,
+    "offset": int, "capacity": int | None, "lanes": list, "evict": dict | None, "segments": list | None, "files": dict,
+}  # fmt: skip
 
 
 class DumpWriter:
-    """Writes one commit of a dump directory.
+    """Writes one commit of a dump directory; a context that takes back what it wrote if it fails.
 
     Ownership: the files that the manifest does not name are deleted, below `storage/` only.
     Concurrency: one writer per directory; readers of the old commit are told to load again.
@@ -34,16 +41,29 @@ class DumpWriter:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        _make_directory(path / STORAGE)
+        self.directories = make_directory(path / STORAGE)
         _core.fault_point()
         self.commit = last_commit(path) + 1
         self.files: dict[str, dict[str, Any]] = {}
         self.keep: set[str] = set()  # live files, which have no entry
+        self._made: list[Path] = []
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
+        """Free the disk of what a failed commit wrote; the old one is still there, whole."""
+        if kind is not None and last_commit(self.path) != self.commit:
+            for file in (*self._made, self.path / TEMPORARY):
+                file.unlink(missing_ok=True)
+            shutil.rmtree(self.path / STORAGE / f"part-{self.commit}", ignore_errors=True)
+            remove_empty(self.directories)
 
     @contextmanager
     def file(self, name: str) -> Iterator[BinaryIO]:
         """Write a new file below `storage/`; its size and checksum go to the manifest."""
         full = self.path / STORAGE / name
+        self._made.append(full)
         with open(full, "w+b") as f:
             _core.fault_point()
             yield f
@@ -80,19 +100,35 @@ class DumpWriter:
                     Path(root, name).rmdir()
 
 
-def _make_directory(path: Path) -> None:
-    """Make a directory and its parents; each new name is synced, so that a power loss cannot take it back."""
-    if not path.is_dir():
-        _make_directory(path.parent)
+def make_directory(path: Path) -> list[Path]:
+    """Make a directory and its parents, and return the new ones, innermost last.
+
+    Each new name is synced, so that a power loss cannot take it back.
+    """
+    if path.is_dir():
+        return []
+    made = make_directory(path.parent)
+    try:
         path.mkdir(exist_ok=True)
         sync_directory(path.parent)
+    except BaseException:
+        remove_empty(made)
+        raise
+    return [*made, path]
+
+
+def remove_empty(directories: list[Path]) -> None:
+    """Take back what `make_directory` made, as far as nobody put anything there."""
+    for path in reversed(directories):
+        with suppress(OSError):
+            path.rmdir()
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest of a directory in one step."""
     body = canonical_json({"format_version": FORMAT_VERSION, **manifest})
     text = canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
-    temporary = path / f".{MANIFEST}.tmp"
+    temporary = path / TEMPORARY
     with open(temporary, "w", encoding="utf-8") as f:
         _core.fault_point()
         f.write(text)
@@ -128,11 +164,36 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     crc = manifest.pop("crc32c", None)
     if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
         raise FormatError(f"{file}: its checksum does not match; it is damaged")
+    missing = [field for field in FIELDS if field not in manifest]
+    if missing or not isinstance(manifest["commit"], int):
+        raise FormatError(f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged")
+    _check_kinds(file, manifest)
     return manifest
 
 
-def check_files(path: Path, manifest: dict[str, Any], *, verify: bool) -> None:
-    """Check the sizes of all named files, and with `verify` their checksums."""
+def _check_kinds(file: Path, manifest: dict[str, Any]) -> None:
+    """Raise FormatError naming the first field that is not of its kind, or does not fit the others."""
+    for field, kinds in _KINDS.items():
+        value = manifest.get(field)
+        if field in manifest and (not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool)):
+            raise FormatError(f"{file}: {field} cannot be {value!r}; it is damaged")
+    storage, evict = manifest["storage"], manifest.get("evict")
+    if not isinstance(storage.get("name"), str) or not isinstance(storage.get("options"), dict):
+        raise FormatError(f"{file}: storage cannot be {storage!r}; it is damaged")
+    if manifest["format"] == "recollect.replay" and (evict is None or evict.get("by") not in ("oldest", "lowest")):
+        raise FormatError(f"{file}: evict cannot be {evict!r}; it is damaged")
+    try:
+        count = sum(lane["count"] for lane in manifest["lanes"])
+    except (KeyError, TypeError) as error:
+        raise FormatError(f"{file}: its lanes lack or garble {error}; it is damaged") from None
+    if count != manifest["count"]:
+        raise FormatError(f"{file}: count must be {count}, that of all lanes, got {manifest['count']}; it is damaged")
+
+
+def check_files(
+    path: Path, manifest: dict[str, Any], *, verify: bool, read_whole: Collection[str] = ()
+) -> None:
+    """Check the sizes of all named files, and the checksums of those `read_whole`, or with `verify` of all."""
     for name, about in manifest["files"].items():
         with open_named(path, name) as f:
             nbytes = os.fstat(f.fileno()).st_size
@@ -140,7 +201,7 @@ def check_files(path: Path, manifest: dict[str, Any], *, verify: bool) -> None:
                 raise FormatError(
                     f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
                 )
-            if verify and file_crc(f) != about["crc32c"]:
+            if (verify or name in read_whole) and file_crc(f) != about["crc32c"]:
                 raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any, Self
 
+from recollect.errors import FormatError
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.base import PathName
-from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter
-from recollect.storage.row_dump import copy_rows, open_rows, windows_of
-from recollect.storage.rows import RowStorage, open_live, stored_layout
+from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, make_directory, read_manifest, remove_empty
+from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
+from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
 
 
 class MemmapStorage(RowStorage):
@@ -33,6 +34,8 @@ class MemmapStorage(RowStorage):
     short_name = "memmap"
     is_multiprocessing_safe = True
     needs_path = True
+    commit = 0  # the number of the dump that was loaded
+    live_as: tuple[str, dict[str, Any]] = ("recollect.storage", {})
 
     @classmethod
     def create(
@@ -48,12 +51,11 @@ class MemmapStorage(RowStorage):
         `live_as` is what its manifest says it is: a buffer's, when a buffer makes it, so that one commit makes both.
         """
         storage = super().create(single_instance_space, *args, cache_path=cache_path, **kwargs)
+        storage.live_as = live_as
         try:
-            storage.write_live(*live_as)
+            storage.write_live()
         except BaseException:
-            file = Path(str(storage.rows.path))
-            storage.close()
-            file.unlink(missing_ok=True)
+            storage._give_up()
             raise
         return storage
 
@@ -98,21 +100,33 @@ class MemmapStorage(RowStorage):
         elif read_only:
             rows = open_rows(path, manifest, layout, verify=verify)
         else:
-            rows = _thaw(path, manifest, layout, verify)
+            rows = _thaw(path, manifest, layout)
         storage = cls(rows, space, capacity=manifest["capacity"], cast=cast, is_mutable=not read_only)
         storage.cache_filename = str(path)
-        storage.is_multiprocessing_safe = rows.is_shared
+        storage.commit = manifest["commit"]
+        storage.live_as = (manifest["format"], {"evict": manifest["evict"]} if "evict" in manifest else {})
         if not live and not read_only:
-            storage.write_live(manifest["format"], {"evict": manifest.get("evict")})
+            try:
+                storage.write_live()
+            except BaseException:
+                storage._give_up()
+                raise
         return storage
 
-    def write_live(self, format_name: str, extra: dict[str, Any] | None = None) -> None:
+    def write_live(self) -> None:
         """Commit a manifest that says: the counters are in the file itself."""
-        writer = DumpWriter(Path(str(self.cache_filename)))
-        writer.keep.add(f"{STORAGE}/{self.file_name}")
-        record = self.record(windows_of(self.rows))
-        segments: list[Any] | None = None if record["segments"] is None else []
-        writer.finish({**record, **(extra or {}), "segments": segments, "live": True, "format": format_name})
+        format_name, extra = self.live_as
+        with DumpWriter(Path(str(self.cache_filename))) as writer:
+            writer.keep.add(f"{STORAGE}/{self.file_name}")
+            record = self.record(Saved(windows_of(self.rows), [] if self.rows.geometry.tagged else None))
+            writer.finish({**record, **extra, "live": True, "format": format_name})
+
+    def _give_up(self) -> None:
+        """Take back a file that no manifest names yet."""
+        file = Path(str(self.rows.path))
+        self.close()
+        file.unlink(missing_ok=True)
+        remove_empty([file.parent])
 
     def is_live_at(self, path: PathName) -> bool:
         """Whether `path` is the directory that this storage lives in."""
@@ -133,28 +147,53 @@ class MemmapStorage(RowStorage):
     def dumps(self, path: PathName) -> None:
         if self.is_live_at(path):
             self.rows.sync()
-            self.write_live("recollect.storage")
+            self.write_live()
         else:
             super().dumps(path)
+
+    def __reduce__(self) -> Any:
+        if self.rows.is_shared:
+            return super().__reduce__()
+        return _reopen, (type(self), str(self.cache_filename), self.commit, self.cast)
+
+
+def _reopen(cls: type[MemmapStorage], path: str, commit: int, cast: bool) -> MemmapStorage:
+    """Open in another process the same dump that was loaded for reading in this one."""
+    manifest = read_manifest(Path(path), FORMATS)
+    if manifest["commit"] != commit:
+        raise FormatError(f"{path}: was commit {commit}, got {manifest['commit']}; it was replaced: load again")
+    space = stored_layout(Path(path), manifest).space
+    return cls.from_dump(Path(path), manifest, space, read_only=True, verify=False, cast=cast)
 
 
 def _new_file(
     path: Path, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool
 ) -> Rows:
-    (path / STORAGE).mkdir(parents=True, exist_ok=True)
+    made = make_directory(path / STORAGE)
     number = 1 + max(
         (int(f.stem[5:]) for f in (path / STORAGE).glob("live-*.bin") if f.stem[5:].isdigit()), default=0
     )
-    return Rows.in_file(path / STORAGE / f"live-{number}.bin", layout, capacity, num_lanes, segments, sparse)
+    file = path / STORAGE / f"live-{number}.bin"
+    try:
+        return Rows.in_file(file, layout, capacity, num_lanes, segments, sparse)
+    except BaseException:
+        remove_empty(made)
+        raise
 
 
-def _thaw(path: Path, manifest: dict[str, Any], layout: Layout, verify: bool) -> Rows:
+def _thaw(path: Path, manifest: dict[str, Any], layout: Layout) -> Rows:
     """Make a live file of a dump; the dump stays the committed state until the new manifest is written."""
-    source = open_rows(path, manifest, layout, verify=verify)
+    source = open_rows(path, manifest, layout, verify=True)  # every row is read anyway
     try:
         g = source.geometry
         rows = _new_file(path, layout, manifest["capacity"], g.n_lanes, g.tagged, False)
-        copy_rows(source, rows)
+        try:
+            copy_rows(source, rows)
+        except BaseException:
+            file = Path(str(rows.path))
+            rows.close()
+            file.unlink()
+            raise
     finally:
         source.close()
     return rows

@@ -7,10 +7,10 @@ segments stand in the manifest.
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -18,11 +18,13 @@ from recollect import _core
 from recollect.errors import ContentionError, FormatError
 from recollect.memory.rows import Rows, packed_codec
 from recollect.spaces import Layout
-from recollect.storage.dump import STORAGE, DumpWriter, check_files
+from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, check_files
 
 _CHUNK_NBYTES = 1 << 22
 _TRIES = 8
 Ints = np.ndarray[Any, np.dtype[np.int64]]
+Copied = TypeVar("Copied")
+Found = tuple[int, int, int, int, int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,24 +56,40 @@ def _window(rows: Rows, lane: int, low: int, cursor: int) -> LaneWindow:
     return LaneWindow(lane * run, run, cursor - low, low % run)
 
 
-def write_rows(writer: DumpWriter, rows: Rows, segments: Any = None) -> list[LaneWindow]:
-    """Write the rows that outlive the copying, beside live writers; return the windows that were saved."""
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """What a dump holds: the window of each lane, and the segments as the manifest has them."""
+
+    windows: list[LaneWindow]
+    segments: list[list[int]] | None
+
+
+def write_rows(writer: DumpWriter, rows: Rows) -> Saved:
+    """Write the rows that outlive the copying, beside live writers; return what was saved."""
+    (top, segments), kept = _beside_writers(
+        rows, lambda windows: (_write_files(writer, rows, _live_ranges(rows, windows)), _all_segments(rows))
+    )
+    windows = [w if w.count and max(end for _, end in w.rows()) <= top else _none_of(w) for w in kept]
+    return Saved(windows, segments_record(windows, segments))
+
+
+def _beside_writers(rows: Rows, copy: Callable[[list[Any]], Copied]) -> tuple[Copied, list[LaneWindow]]:
+    """Do `copy(windows)`, again if rows changed in place; return its result and the samples that outlived it.
+
+    The windows are looked at again last of all: what they still show was there, unchanged, all the time.
+    """
     for _ in range(_TRIES):
         rows.native.count()  # waits until no change in place is under way, and ends that of a dead writer
         before = rows.native.windows()
         try:
-            top = _write_files(writer, rows, _live_ranges(rows, before))
+            copied = copy(before)
         except ContentionError:  # a writer began to overwrite one of these rows and was stopped or killed in it
             continue
         after = rows.native.windows()
         if all(a[2] == b[2] and a[2] % 2 == 0 for a, b in zip(before, after)):
-            break
-    else:
-        raise ContentionError(
-            "dumps: samples were overwritten in place or removed during every try; pause that"
-        )
-    kept = [_window(rows, k, max(b[0], a[0]), max(b[1], a[0])) for k, (b, a) in enumerate(zip(before, after))]
-    return [w if w.count and max(end for _, end in w.rows()) <= top else _none_of(w) for w in kept]
+            both = enumerate(zip(before, after))
+            return copied, [_window(rows, k, max(b[0], a[0]), max(b[1], a[0])) for k, (b, a) in both]
+    raise ContentionError("dumps: samples were overwritten in place or removed during every try; pause that")
 
 
 def _none_of(window: LaneWindow) -> LaneWindow:
@@ -123,20 +141,19 @@ def _blocks(rows: Rows, ranges: list[tuple[int, int]]) -> Iterator[tuple[int, in
             yield start + first, last, rows.native.read_rows(codec, np.arange(start + first, last))
 
 
-def segments_record(rows: Rows, windows: list[LaneWindow]) -> list[list[int]] | None:
-    """The segments as the manifest has them, clipped to the windows that were saved; an open one as ending there."""
-    if not rows.geometry.tagged:
+def segments_record(windows: list[LaneWindow], found: list[Found] | None) -> list[list[int]] | None:
+    """The segments as the manifest has them, clipped to the windows that were saved."""
+    if found is None:
         return None
-    ids, lanes, _, lengths, firsts, steps = (a.tolist() for a in rows.native.segments())
-    found = list(zip(ids, lanes, firsts, lengths, steps))
-    found += _open_segments(rows)
     kept = []
-    for ident, lane, first, length, step in found:
+    for ident, lane, first, length, step, earlier in found:
         w = windows[lane]
         run = w.capacity
         place = first - w.start - w.offset if run is None else (first - w.start - w.offset) % run
-        if place + length > w.count and place >= w.count and run is not None:
-            place -= run  # its head was overwritten since: it lies before the window
+        if place >= w.count and run is not None:
+            place -= run  # its head was overwritten since: it lies before the window, or all of it is newer
+        if place + length > 0:
+            place, length, step = place - earlier, length + earlier, step - earlier
         head = max(0, -place)
         length = min(place + length, w.count) - max(place, 0)
         if length > 0:
@@ -149,15 +166,34 @@ def segments_record(rows: Rows, windows: list[LaneWindow]) -> list[list[int]] | 
     return [record for *_, record in sorted(kept)]
 
 
-def _open_segments(rows: Rows) -> list[tuple[int, int, int, int, int]]:
-    out = []
-    for lane in range(rows.geometry.n_lanes):
-        found = rows.native.open_segment(lane)
-        if found is not None:
-            start, end, ident = found
-            row, _, _, step = rows.native.locate(np.array([start]))
-            out.append((ident, lane, int(row[0]), end - start, int(step[0])))
-    return out
+def _all_segments(rows: Rows) -> list[Found] | None:
+    """All segments: `(id, lane, first row, length, step, earlier)`; an open one as ending at its last sample.
+
+    The open ones first: one that is closed meanwhile is found again, and one that is opened is newer than the dump.
+    """
+    if not rows.geometry.tagged:
+        return None
+    found = {s[0]: s for k in range(rows.geometry.n_lanes) if (s := _open_segment(rows, k)) is not None}
+    ids, lanes, _, lengths, firsts, steps = (a.tolist() for a in rows.native.segments())
+    for segment in zip(ids, lanes, firsts, lengths, steps, [0] * len(ids)):
+        found[segment[0]] = segment
+    return list(found.values())
+
+
+def _open_segment(rows: Rows, lane: int) -> Found | None:
+    """The open segment of a lane. `earlier` samples before its first row are its own too, as far as they live.
+
+    Between finding and locating it, samples may have been evicted: what is located lies that much later in it.
+    """
+    while (found := rows.native.open_segment(lane)) is not None:
+        start, end, ident = found
+        try:
+            row, _, segment, step = rows.native.locate(np.array([start, end - 1]))
+        except IndexError:  # samples were removed since; the caller will notice
+            continue
+        if (segment == ident).all():
+            return int(ident), lane, int(row[0]), end - start, int(step[0]), int(step[0])
+    return None
 
 
 # -- reading
@@ -165,20 +201,24 @@ def _open_segments(rows: Rows) -> list[tuple[int, int, int, int, int]]:
 
 def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: bool) -> Rows:
     """Map the rows of a dump for reading, without copying them."""
-    check_files(path, manifest, verify=verify)
     try:
+        commit = int(manifest["commit"])
+        others = [f"{STORAGE}/stamps-{commit}.bin", *[f"{STORAGE}/orders-{commit}.bin"] * has_orders(manifest)]
+        check_files(path, manifest, verify=verify, read_whole=others)
         windows = [LaneWindow(w["start"], w["capacity"], w["count"], w["offset"]) for w in manifest["lanes"]]
         capacity = manifest["capacity"]
-        commit = manifest["commit"]
         segments = manifest["segments"]
         if manifest["layout_hash"] != layout.hash:
             raise FormatError(f"{path}: its layout hash is not that of its space; it is damaged")
+        nbytes, *_ = (manifest["files"][name]["bytes"] for name in (f"{STORAGE}/rows-{commit}.bin", *others))
+        _check_windows(path, windows, capacity, nbytes // layout.row_nbytes if layout.row_nbytes else None)
         held = capacity or max(windows[0].count + windows[0].offset, 1)
-        rows = Rows.in_mapped_file(
-            path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), segments is not None or has_orders(manifest)
-        )
-    except (KeyError, TypeError, IndexError) as error:
-        raise FormatError(f"{path}: its manifest lacks or garbles {error}; it is damaged") from None
+        tagged = segments is not None or has_orders(manifest)
+        rows = Rows.in_mapped_file(path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), tagged)
+    except FormatError:
+        raise
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise FormatError(f"{path / MANIFEST}: lacks or garbles {error}; it is damaged") from None
     except FileNotFoundError as error:
         raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
     try:
@@ -191,10 +231,23 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
     except FileNotFoundError as error:
         rows.close()
         raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
+    except (TypeError, IndexError, OverflowError) as error:
+        rows.close()
+        raise FormatError(f"{path / MANIFEST}: its segments cannot be ({error}); it is damaged") from None
     except BaseException:
         rows.close()
         raise
     return rows
+
+
+def _check_windows(path: Path, windows: list[LaneWindow], capacity: int | None, n_rows: int | None) -> None:
+    """Raise for lanes that are no equal parts of the capacity, or show rows that the file does not have."""
+    run = None if capacity is None else capacity // max(len(windows), 1)
+    for k, w in enumerate(windows):
+        fits = (w.start, w.capacity) == (k * (run or 0), run) and w.count >= 0 <= w.offset
+        fits = fits and (w.count <= run and w.offset < run if run else len(windows) == 1)
+        if not fits or (n_rows is not None and max((end for _, end in w.rows()), default=0) > n_rows):
+            raise FormatError(f"{path / MANIFEST}: lane {k} cannot be in {n_rows} rows, got {w}; it is damaged")
 
 
 def _set_stamps(rows: Rows, file: Path, n_rows: int) -> None:
@@ -207,24 +260,32 @@ def _set_stamps(rows: Rows, file: Path, n_rows: int) -> None:
 
 
 def copy_rows(source: Rows, target: Rows) -> None:
-    """Copy rows, generations, windows and segments of a quiet source to a new target of the same layout."""
-    windows = windows_of(source)
-    ranges = _live_ranges(source, source.native.windows())
-    target.native.reserve_rows(max((end for _, end in ranges), default=0))
+    """Copy what outlives the copying, with generations and segments, to a new target of the same layout."""
     codec = packed_codec(source.geometry.row_nbytes)
-    for first, last, block in _blocks(source, ranges):
-        target.native.overwrite_rows(codec, np.arange(first, last), [block])
-        target.native.set_generations(first, source.native.generations(first, last - first))
+
+    def copy(windows: list[Any]) -> None:
+        ranges = _live_ranges(source, windows)
+        top = max((end for _, end in ranges), default=0)
+        target.native.reserve_rows(top)
+        for first, last, block in _blocks(source, ranges):
+            target.native.overwrite_rows(codec, np.arange(first, last), [block])
+            target.native.set_generations(first, source.native.generations(first, last - first))
+        if source.geometry.tagged:
+            _copy_tags(source, target, source.geometry.capacity or top)
+
+    _, windows = _beside_writers(source, copy)
     _set_windows(target, windows)
-    if source.geometry.tagged:
-        _copy_tags(source, target)
 
 
-def _copy_tags(source: Rows, target: Rows) -> None:
-    row, _, segment, step = source.native.locate(np.arange(source.native.count()))
-    cuts = np.flatnonzero((np.diff(row) != 1) | (np.diff(segment) != 0) | (np.diff(step) != 1)) + 1
-    for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(row)]) if len(row) else ():
-        target.native.set_tags(int(row[first]), last - first, int(segment[first]), int(step[first]))
+def _copy_tags(source: Rows, target: Rows, top: int) -> None:
+    count = source.native.count()
+    part = count if source.is_shared else 1 << 16  # what others may write is looked at once
+    for start in range(0, count, part):
+        row, _, segment, step = source.native.locate(np.arange(start, min(start + part, count)))
+        cuts = np.flatnonzero((np.diff(row) != 1) | (np.diff(segment) != 0) | (np.diff(step) != 1)) + 1
+        for first, last in zip([0, *cuts.tolist()], [*cuts.tolist(), len(row)]):
+            if row[last - 1] < top:
+                target.native.set_tags(int(row[first]), last - first, int(segment[first]), int(step[first]))
     target.native.set_segment_counter(source.native.segment_counter())
 
 

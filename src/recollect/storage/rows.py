@@ -21,7 +21,7 @@ from recollect.spaces import (
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
 from recollect.storage.dump import MANIFEST, DumpWriter, read_manifest
-from recollect.storage.row_dump import copy_rows, open_rows, segments_record, windows_of, write_rows
+from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
 
@@ -107,6 +107,10 @@ class RowStorage(SpaceStorage):
         """Open a row dump in this kind of memory."""
         if kwargs:
             raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(kwargs)}")
+        if multiprocessing and not cls.is_multiprocessing_safe:
+            raise ValueError(
+                f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
+            )
         path = Path(path)
         manifest = read_manifest(path, FORMATS)
         space = as_space(single_instance_space)
@@ -261,12 +265,13 @@ class RowStorage(SpaceStorage):
     # -- disk
 
     def dumps(self, path: PathName) -> None:
-        writer = DumpWriter(Path(path))
-        windows = write_rows(writer, self.rows)
-        writer.finish({**self.record(windows), "format": "recollect.storage"})
+        with DumpWriter(Path(path)) as writer:
+            saved = write_rows(writer, self.rows)
+            writer.finish({**self.record(saved), "format": "recollect.storage"})
 
-    def record(self, windows: Any) -> dict[str, Any]:
+    def record(self, saved: Saved) -> dict[str, Any]:
         """What a manifest says of these rows."""
+        windows = saved.windows
         first = windows[0]
         return {
             "storage": {"name": self.short_name, "options": self.options(), "children": {}},
@@ -281,7 +286,7 @@ class RowStorage(SpaceStorage):
                 {"start": w.start, "capacity": w.capacity, "count": w.count, "offset": w.offset}
                 for w in windows
             ],
-            "segments": segments_record(self.rows, windows),
+            "segments": saved.segments,
             "segment_counter": self.rows.native.segment_counter(),
             "live": False,
         }
@@ -347,7 +352,7 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         return
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
-    if num_lanes < 1 or capacity % num_lanes:
+    if type(num_lanes) is not int or num_lanes < 1 or capacity % num_lanes:
         raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
 
 

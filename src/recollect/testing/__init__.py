@@ -7,6 +7,8 @@ from typing import Any
 
 # name -> module. A line per public name; the module is imported when the name is first asked for.
 _HOME = {
+    "BatchContract": "recollect.testing.batch_contract",
+    "StorageContract": "recollect.testing.storage_contract",
     "CATALOGUE": "recollect.testing.spaces",
     "assert_same": "recollect.testing.spaces",
     "max_lengths_of": "recollect.testing.spaces",

@@ -103,7 +103,10 @@ def _mappings() -> Counter[str]:
 
 
 def _names(directory: Path) -> frozenset[str]:
-    return frozenset(os.listdir(directory)) if directory.is_dir() else frozenset()
+    """Files alone: shared memory is a file there, a directory is somebody's scratch space."""
+    if not directory.is_dir():
+        return frozenset()
+    return frozenset(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
 
 
 def _held_elsewhere(name: str) -> bool:

@@ -1,0 +1,355 @@
+"""StorageContract: what every storage promises, as a suite that any implementation inherits.
+
+    class TestMyStorage(StorageContract):
+        cls = MyStorage
+
+Give `create_arguments` where `create` needs more (a path, an inner storage), and set the flags below for what this
+kind of storage cannot do.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+from recollect.backends import map_arrays
+from recollect.errors import ClosedError, ReadOnlyError, RecollectError, SchemaError
+from recollect.spaces import as_numpy
+from recollect.storage import SpaceStorage
+
+SPACE = spaces.Dict(
+    {
+        "obs": spaces.Box(-np.inf, np.inf, (3,), np.float32),
+        "action": spaces.Discrete(100_000),
+        "done": spaces.MultiBinary(2),
+    }
+)
+CAPACITY = 9
+Make = Callable[..., SpaceStorage]
+
+
+def block(*numbers: int) -> dict[str, Any]:
+    """Rows of SPACE, no two numbers alike."""
+    n = np.array(numbers, np.int64)
+    return {
+        "obs": (n[:, None] + np.array([0.0, 0.25, 0.5])).astype(np.float32),
+        "action": n.copy(),
+        "done": np.stack([n % 2, n // 2 % 2], 1).astype(np.int8) if len(n) else np.zeros((0, 2), np.int8),
+    }
+
+
+def row(number: int) -> dict[str, Any]:
+    """One row of SPACE."""
+    return {key: value[0] for key, value in block(number).items()}
+
+
+def to_numpy(data: Any) -> Any:
+    """The same nested data with numpy leaves."""
+    return map_arrays(as_numpy, data)
+
+
+class StorageContract:
+    """What rows, ends, segments and files of every storage promise; inherit it and give `cls`."""
+
+    cls: type[SpaceStorage]
+    allows_fixed = True
+    allows_unbounded = True
+    can_append = True  # has a cursor of its own
+    keeps_segments = True  # says where they are
+    refuses_after_close = True
+
+    # -- how to make one
+
+    def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
+        """More keywords for `create`."""
+        return {}
+
+    def load_arguments(self) -> dict[str, Any]:
+        """More keywords for `load_from`."""
+        return {}
+
+    @pytest.fixture
+    def make(self, tmp_path: Path) -> Iterator[Make]:
+        """A function that makes a storage; all are closed afterwards."""
+        made: list[SpaceStorage] = []
+
+        def make(capacity: int | None = self._capacity(), **kwargs: Any) -> SpaceStorage:
+            arguments = {**self.create_arguments(tmp_path / f"storage-{len(made)}"), **kwargs}
+            made.append(self.cls.create(SPACE, capacity=capacity, **arguments))
+            return made[-1]
+
+        yield make
+        for storage in made:
+            storage.close()
+
+    @pytest.fixture
+    def storage(self, make: Make) -> SpaceStorage:
+        """Nine rows, numbered from 0."""
+        storage = make()
+        self.fill(storage)
+        return storage
+
+    @classmethod
+    def _capacity(cls) -> int | None:
+        return CAPACITY if cls.allows_fixed else None
+
+    def fill(self, storage: SpaceStorage) -> None:
+        """Write rows 0 to 8."""
+        if storage.capacity is None:
+            storage.extend_length(CAPACITY)
+        storage.set(slice(None), block(*range(CAPACITY)))
+
+    def numbers(self, data: Any) -> Any:
+        """The numbers of the rows in a read, each row whole."""
+        found = to_numpy(data)
+        numbers = found["action"].tolist()
+        expected = row(numbers) if isinstance(numbers, int) else block(*numbers)
+        for key, value in expected.items():
+            assert found[key].dtype == value.dtype and found[key].shape == value.shape, key
+            assert np.array_equal(found[key], value), key
+        return numbers
+
+    def load(self, path: Path, **kwargs: Any) -> SpaceStorage:
+        return self.cls.load_from(path, SPACE, **{**self.load_arguments(), **kwargs})
+
+    # -- what it is
+
+    def test_says_what_it_is(self, storage: SpaceStorage) -> None:
+        assert isinstance(storage.short_name, str) and storage.short_name
+        assert storage.single_file_ext is None or storage.single_file_ext.startswith(".")
+        assert storage.cache_filename is None or isinstance(storage.cache_filename, str)
+        assert isinstance(storage.is_multiprocessing_safe, bool)
+        assert storage.is_mutable is True
+        assert storage.single_instance_space == SPACE
+        assert len(storage) == CAPACITY
+
+    # -- rows by number
+
+    @pytest.mark.parametrize(
+        "index",
+        [slice(None), ..., slice(1, 8, 3), slice(None, None, -2), slice(20, 30), [3], [], [8, 0, 0, -1], (1, 2),
+         range(4), np.array([2, 5], np.uint8), np.arange(9) % 2 == 0, [True] * 9],
+        ids=repr,
+    )  # fmt: skip
+    def test_rows_as_numpy_indexes_them(self, storage: SpaceStorage, index: Any) -> None:
+        at = list(index) if isinstance(index, tuple | range) else index
+        expected = np.arange(CAPACITY)[np.array(at, np.int64) if isinstance(at, list) and not at else at].tolist()
+        assert self.numbers(storage.get(index)) == expected
+
+    @pytest.mark.parametrize("index", [0, 8, -1, np.int32(4), np.array(2)], ids=repr)
+    def test_one_row_has_no_batch_axis(self, storage: SpaceStorage, index: Any) -> None:
+        assert self.numbers(storage.get(index)) == int(index) % CAPACITY
+
+    @pytest.mark.parametrize("index", [9, -10, [0, 9], [-10], np.ones(8, bool)], ids=repr)
+    def test_out_of_range_is_an_index_error(self, storage: SpaceStorage, index: Any) -> None:
+        with pytest.raises(IndexError):
+            storage.get(index)
+        n = 1 if np.ndim(index) == 0 else len(index)
+        with pytest.raises(IndexError):
+            storage.set(index, row(50) if np.ndim(index) == 0 else block(*range(50, 50 + n)))
+        assert self.numbers(storage.get(...)) == list(range(CAPACITY))
+
+    @pytest.mark.parametrize("index", [True, 1.0, "a", None, np.zeros((2, 2), int), [0.5]], ids=repr)
+    def test_no_index_is_a_type_error(self, storage: SpaceStorage, index: Any) -> None:
+        with pytest.raises(TypeError):
+            storage.get(index)
+
+    def test_set_overwrites_and_of_duplicates_the_last_wins(self, storage: SpaceStorage) -> None:
+        storage.set(-1, row(20))
+        storage.set([0, 3, 0], block(21, 22, 23))
+        storage.set(np.arange(9) == 5, block(24))
+        storage.set([], block())
+        assert self.numbers(storage.get(...)) == [23, 1, 2, 22, 4, 24, 6, 7, 20]
+
+    def test_a_write_is_checked_whole_before_anything_changes(self, storage: SpaceStorage) -> None:
+        good = block(30, 31)
+        wrong: list[tuple[Any, type[Exception]]] = [
+            ({**good, "obs": good["obs"].astype(np.float64)}, SchemaError),
+            ({**good, "obs": good["obs"][:, :2]}, SchemaError),
+            ({**good, "action": good["action"][:1]}, SchemaError),
+            ({key: value for key, value in good.items() if key != "done"}, SchemaError),
+            ({**good, "more": good["action"]}, SchemaError),
+            (block(30, 31, 32), SchemaError),
+        ]
+        for value, error in wrong:
+            with pytest.raises(error):
+                storage.set([0, 1], value)
+        assert self.numbers(storage.get(...)) == list(range(CAPACITY))
+
+    def test_reads_and_writes_copy(self, storage: SpaceStorage) -> None:
+        value = block(40, 41)
+        storage.set([0, 1], value)
+        for array in value.values():
+            array[...] = 0
+        assert self.numbers(storage.get([0, 1])) == [40, 41]
+        got = to_numpy(storage.get([2, 3]))
+        storage.set([2, 3], block(42, 43))
+        assert self.numbers(got) == [2, 3]
+
+    def test_flattened(self, storage: SpaceStorage) -> None:
+        flat = as_numpy(storage.get_flattened([1, 2]))
+        assert flat.shape == (2, storage.layout.flat_dim)
+        assert np.array_equal(flat, storage.layout.flatten_batch(block(1, 2)))
+        assert np.array_equal(as_numpy(storage.get_flattened(1)), flat[0])
+        storage.set_flattened([7, 8], flat)
+        storage.set_flattened(0, flat[1])
+        assert self.numbers(storage.get([7, 8, 0])) == [1, 2, 2]
+
+    def test_column(self, storage: SpaceStorage) -> None:
+        assert as_numpy(storage.get_column("action", [4, 2])).tolist() == [4, 2]
+        assert as_numpy(storage.get_column(("obs",), 4)).tolist() == [4.0, 4.25, 4.5]
+        with pytest.raises(KeyError):
+            storage.get_column("reward", 0)
+        with pytest.raises(IndexError):
+            storage.get_column("action", 9)
+
+    # -- the end
+
+    def test_length_of_an_unbounded_storage_moves(self, make: Make) -> None:
+        if not self.allows_unbounded:
+            pytest.skip("this kind always has a capacity")
+        storage = make(None)
+        assert storage.capacity is None and len(storage) == 0
+        storage.extend_length(3)
+        storage.set(slice(None), block(0, 1, 2))
+        storage.extend_length(2)
+        storage.set([3, 4], block(3, 4))
+        assert len(storage) == 5 and self.numbers(storage.get(...)) == [0, 1, 2, 3, 4]
+        storage.shrink_length(2)
+        assert self.numbers(storage.get(...)) == [0, 1, 2]
+        with pytest.raises(IndexError):
+            storage.get(3)
+        for call in (storage.extend_length, storage.shrink_length):
+            with pytest.raises(ValueError, match="length"):
+                call(-1)
+        with pytest.raises(ValueError, match="length"):
+            storage.shrink_length(4)
+        storage.extend_length(0)
+        storage.shrink_length(0)
+        assert self.numbers(storage.get(...)) == [0, 1, 2]
+        storage.clear()
+        assert len(storage) == 0
+
+    def test_length_of_a_fixed_storage_stays(self, make: Make) -> None:
+        if not self.allows_fixed:
+            pytest.skip("this kind has no capacity")
+        storage = make(4)
+        storage.set(slice(None), block(0, 1, 2, 3))
+        storage.extend_length(3)
+        storage.shrink_length(2)
+        assert len(storage) == storage.capacity == 4
+        assert self.numbers(storage.get(...)) == [0, 1, 2, 3]
+        storage.clear()
+        assert len(storage) == 4
+
+    # -- its own cursor, and segments
+
+    def test_append_goes_to_the_cursor(self, make: Make) -> None:
+        storage = make()
+        if not self.can_append:
+            with pytest.raises(ReadOnlyError):
+                storage.append(row(1))
+            return
+        for n in range(3):
+            storage.append(row(n))
+        assert self.numbers(storage.get([0, 1, 2])) == [0, 1, 2]
+        with pytest.raises(SchemaError):
+            storage.append({"obs": 1})
+
+    def test_segments(self, make: Make) -> None:
+        storage = make()
+        if not (self.can_append and self.keeps_segments):
+            assert storage.get_segments() is None and not storage.has_open_segment
+            storage.mark_segment_end()
+            storage.abort_segment()
+            assert storage.pending_segment_length == 0
+            return
+        assert storage.get_segments() == [] and not storage.has_open_segment
+        storage.append(row(0))
+        storage.append(row(1))
+        assert storage.has_open_segment and storage.get_segments() == []
+        storage.mark_segment_end()
+        storage.mark_segment_end()  # none is open: nothing happens
+        assert not storage.has_open_segment and storage.get_segments() == [(0, 2)]
+        storage.mark_segment_start(2)
+        storage.append(row(2))
+        storage.mark_segment_end()
+        assert storage.get_segments() == [(0, 2), (2, 3)]
+        storage.clear()
+        assert storage.get_segments() == [] and not storage.has_open_segment
+
+    # -- disk
+
+    @pytest.mark.parametrize("capacity", [CAPACITY, None])
+    def test_dump_loads_as_it_was(self, make: Make, tmp_path: Path, capacity: int | None) -> None:
+        if not (self.allows_fixed if capacity else self.allows_unbounded):
+            pytest.skip("not this kind")
+        storage = make(capacity)
+        self.fill(storage)
+        storage.dumps(tmp_path / "dump")
+        storage.set(0, row(77))  # no longer in the dump
+        with self.load(tmp_path / "dump") as loaded:
+            assert len(loaded) == CAPACITY and loaded.capacity == capacity
+            assert self.numbers(loaded.get(...)) == list(range(CAPACITY))
+            assert not loaded.is_mutable
+            with pytest.raises(ReadOnlyError):
+                loaded.set(0, row(5))
+            for write in (loaded.clear, lambda: loaded.append(row(1))):
+                with pytest.raises(ReadOnlyError):
+                    write()
+            assert self.numbers(loaded.get(...)) == list(range(CAPACITY))
+        with self.load(tmp_path / "dump", read_only=False) as loaded:
+            loaded.set(1, row(60))
+            assert self.numbers(loaded.get([0, 1])) == [0, 60]
+        assert self.numbers(storage.get([0, 1])) == [77, 1]
+
+    def test_dump_over_a_dump(self, storage: SpaceStorage, tmp_path: Path) -> None:
+        storage.dumps(tmp_path / "dump")
+        storage.set([0, 1], block(90, 91))
+        storage.dumps(tmp_path / "dump")
+        with self.load(tmp_path / "dump") as loaded:
+            assert self.numbers(loaded.get([0, 1, 2])) == [90, 91, 2]
+
+    def test_loading_something_else_is_refused(self, storage: SpaceStorage, tmp_path: Path) -> None:
+        storage.dumps(tmp_path / "dump")
+        other = spaces.Dict({**SPACE.spaces, "action": spaces.Discrete(7)})
+        with pytest.raises(ValueError, match="action"):
+            self.cls.load_from(tmp_path / "dump", other, **self.load_arguments())
+        with pytest.raises(ValueError, match="capacity"):
+            self.load(tmp_path / "dump", capacity=CAPACITY + 1)
+        with pytest.raises(TypeError):
+            self.load(tmp_path / "dump", no_such_keyword=1)
+        with pytest.raises((RecollectError, OSError)):
+            self.load(tmp_path / "nowhere")
+
+    def test_unknown_keywords_are_refused(self, make: Make) -> None:
+        with pytest.raises(TypeError):
+            make(no_such_keyword=1)
+
+    # -- other processes, and the end
+
+    def test_pickle(self, storage: SpaceStorage) -> None:
+        if not storage.is_multiprocessing_safe:
+            with pytest.raises(TypeError):
+                pickle.dumps(storage)
+            return
+        handle = pickle.dumps(storage)
+        assert len(handle) < 8192
+        with pickle.loads(handle) as other:
+            storage.set(0, row(70))
+            assert self.numbers(other.get([0, 1])) == [70, 1]  # the same rows
+
+    def test_close_may_be_called_twice(self, make: Make) -> None:
+        storage = make()
+        with storage as same:
+            assert same is storage
+        storage.close()
+        if self.refuses_after_close:
+            with pytest.raises(ClosedError):
+                storage.get(0)

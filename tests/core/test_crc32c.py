@@ -1,0 +1,62 @@
+"""crc32c against published values, bit by bit in Python, and its two implementations against each other."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recollect._core import crc32c, crc32c_portable
+
+data = st.binary(max_size=300)
+
+
+def bitwise(payload: bytes) -> int:
+    crc = 0xFFFFFFFF
+    for byte in payload:
+        crc ^= byte
+        for _ in range(8):
+            crc = (crc >> 1) ^ (0x82F63B78 if crc & 1 else 0)
+    return crc ^ 0xFFFFFFFF
+
+
+@pytest.mark.parametrize(
+    ("payload", "crc"),
+    [
+        (b"", 0),
+        (b"a", 0xC1D04330),
+        (b"123456789", 0xE3069283),
+        (bytes(32), 0x8A9136AA),  # this and the next three: RFC 3720, B.4
+        (b"\xff" * 32, 0x62A8AB43),
+        (bytes(range(32)), 0x46DD794E),
+        (bytes(range(31, -1, -1)), 0x113FDB5C),
+    ],
+)
+def test_known_values(payload: bytes, crc: int) -> None:
+    assert crc32c(payload) == crc32c_portable(payload) == crc
+
+
+@given(data)
+def test_both_implementations_are_the_definition(payload: bytes) -> None:
+    assert crc32c(payload) == crc32c_portable(payload) == bitwise(payload)
+
+
+@given(data, data)
+def test_a_seed_continues(head: bytes, tail: bytes) -> None:
+    assert crc32c(tail, crc32c(head)) == crc32c(head + tail)
+
+
+@given(data, st.integers(0, 7))
+def test_any_start_and_any_buffer(payload: bytes, skip: int) -> None:
+    array = np.frombuffer(bytes(skip) + payload, np.uint8)[skip:]
+    assert crc32c(array) == crc32c(memoryview(array)) == crc32c(bytearray(payload)) == crc32c(payload)
+
+
+def test_large_buffers_and_wrong_ones() -> None:
+    payload = np.random.default_rng(0).bytes(100_003)
+    assert crc32c(payload) == crc32c_portable(payload)
+    with pytest.raises((BufferError, ValueError)):
+        crc32c(np.zeros(8, np.uint8)[::2])
+    with pytest.raises(TypeError):
+        crc32c("text")

@@ -1,0 +1,152 @@
+"""Two writers and two readers of one process at once: every sample that is read is whole."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.core.make import make_rows
+
+from recollect import _core
+from recollect.errors import SegmentOpenError
+
+N_WORDS = 64
+RUN = 128  # rows of a lane
+ROUNDS = 120  # of a writer
+INT = np.dtype(np.int64)
+STEPS = np.arange(1, N_WORDS, dtype=np.int64) * 0x1E3779B97F4A7C15
+CODEC = _core.Codec([(0, INT, (), False), (8, INT, (N_WORDS - 1,), False)], None, 8 * N_WORDS)
+
+
+def block(first: int, n: int) -> list[np.ndarray]:
+    """Samples that carry their own check: each word follows from the first."""
+    ids = np.arange(first, first + n)
+    with np.errstate(over="ignore"):
+        return [ids, (ids[:, None] + 1) * STEPS]
+
+
+def check(got: list[np.ndarray]) -> None:
+    with np.errstate(over="ignore"):
+        torn = np.flatnonzero((got[1] != (got[0][:, None] + 1) * STEPS).any(axis=1))
+    assert torn.size == 0, f"torn: {got[0][torn]}"
+
+
+def together(*works: Callable[[], None]) -> None:
+    """Run all at once; the first that fails ends them."""
+    failed: list[BaseException] = []
+    start = threading.Barrier(len(works))
+
+    def run(work: Callable[[], None]) -> None:
+        try:
+            start.wait()
+            work()
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,)) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    if failed:
+        raise failed[0]
+
+
+class Run:
+    """Writers on their own lanes, who now and then change what is there, and readers beside them."""
+
+    def __init__(self, tagged: bool) -> None:
+        self.rows = make_rows(8 * N_WORDS, 2 * RUN, 2, tagged)
+        self.writing = 2
+        self.n_read = 0
+        self.n_changed = 0
+
+    def write(self, lane: int) -> None:
+        rng = np.random.default_rng(lane)
+        at = lane << 32
+        try:
+            for i in range(ROUNDS):
+                n = int(rng.choice([1, 3, 40, 64, 100, RUN + 5]))
+                ends = rng.random(n) < 0.1
+                self.rows.write(CODEC, block(at, n), n, lane, ends, bool(i % 3))
+                at += n
+                if i % 7 == 0:
+                    self.change(rng, lane)
+            self.rows.end_segment(lane)
+        finally:
+            self.writing -= 1
+
+    def change(self, rng: Any, lane: int) -> None:
+        n = self.rows.count()
+        index = np.unique(rng.integers(0, n, 5)) if n else np.zeros(0, np.int64)
+        try:
+            self.rows.overwrite(CODEC, index, block(int(rng.integers(0, 1 << 40)), len(index)))
+            self.rows.end_segment(lane)
+            self.rows.remove(index)
+            self.n_changed += 1
+        except (IndexError, SegmentOpenError):
+            pass  # the other writer was quicker
+
+    def read(self, seed: int) -> None:
+        counter = 0
+        while self.writing:
+            drawn = self.rows.draw(CODEC, seed, counter, 100)
+            counter += 100
+            if drawn is None:
+                continue
+            check(drawn)
+            try:
+                check(self.rows.read(CODEC, np.arange(self.rows.count())))
+                row, generation, *_ = self.rows.locate(np.arange(3))
+            except IndexError:
+                continue  # it has become shorter
+            self.rows.index_of(row, generation)
+            self.rows.segments()
+            check(self.rows.read_rows(CODEC, row))
+            self.n_read += 1
+
+
+@pytest.mark.parametrize("tagged", [False, True])
+def test_readers_beside_writers_see_whole_samples(tagged: bool) -> None:
+    run = Run(tagged)
+    together(lambda: run.write(0), lambda: run.write(1), lambda: run.read(1), lambda: run.read(2))
+    assert run.n_read and run.n_changed
+    check(run.rows.read(CODEC, np.arange(run.rows.count())))
+    counts = run.rows.counters()
+    assert counts["live"] == run.rows.count() and counts["dropped"] == 0
+    assert counts["offered"] == counts["live"] + counts["evicted"] + counts["removed"]
+
+
+def test_readers_beside_a_lane_that_grows() -> None:
+    rows = make_rows(8 * N_WORDS, None)
+    total = 4 * _core.FIRST_CHUNK + 1
+
+    def write() -> None:
+        for at in range(0, total, 500):
+            n = min(500, total - at)
+            rows.write(CODEC, block(at, n), n)
+
+    def read() -> None:
+        while (n := rows.count()) < total:
+            if n:
+                got = rows.read(CODEC, np.linspace(0, n - 1, 100).astype(np.int64))
+                check(got)
+                assert got[0][-1] == n - 1
+
+    together(write, read, read)
+
+
+def test_two_threads_take_turns_on_one_lane() -> None:
+    rows = make_rows(8 * N_WORDS, 1000)
+
+    def write(first: int) -> None:
+        for at in range(first, first + 480, 48):  # large enough to be copied without the GIL
+            rows.write(CODEC, block(at, 48), 48, 0)
+
+    together(lambda: write(0), lambda: write(10_000))
+    got = rows.read(CODEC, np.arange(rows.count()))
+    check(got)
+    assert sorted(got[0].tolist()) == [*range(480), *range(10_000, 10_480)]

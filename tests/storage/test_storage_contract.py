@@ -1,0 +1,188 @@
+"""Every storage of the package keeps the contract of SpaceStorage, and so can one of yours."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import pytest
+
+import recollect as rc
+from recollect.errors import ClosedError, FormatError, ReadOnlyError
+from recollect.indexing import normalize
+from recollect.spaces import as_space, first_difference, space_from_json, space_to_json
+from recollect.storage import ToBackendOrDeviceStorage
+from recollect.storage.rows import encode_at
+from recollect.testing import StorageContract
+
+
+class TestMemory(StorageContract):
+    cls = rc.MemoryStorage
+
+
+class TestShared(StorageContract):
+    cls = rc.SharedMemoryStorage
+    allows_unbounded = False
+
+
+class TestMemmap(StorageContract):
+    cls = rc.MemmapStorage
+
+    def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
+        return {"cache_path": tmp_path}
+
+
+class OverTorch(StorageContract):
+    cls = ToBackendOrDeviceStorage
+    backend: ClassVar[str] = "torch"
+
+    @pytest.fixture(autouse=True)
+    def _needs_the_package(self) -> None:
+        pytest.importorskip(self.backend)
+
+    def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
+        return {"backend": self.backend}
+
+    def load_arguments(self) -> dict[str, Any]:
+        return {"backend": self.backend}
+
+
+class TestTorch(OverTorch):
+    pass
+
+
+class TestSharedAsTorch(OverTorch):
+    allows_unbounded = False
+
+    def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
+        return {"backend": "torch", "inner": "shared"}
+
+    def load_arguments(self) -> dict[str, Any]:
+        return {"backend": "torch", "inner": "shared"}
+
+
+class ListStorage(rc.SpaceStorage):
+    """The smallest storage there can be: a list of samples, saved as JSON."""
+
+    def __init__(self, space: Any, rows: list[Any], capacity: int | None, is_mutable: bool = True) -> None:
+        super().__init__(space)
+        self.rows, self.capacity, self.is_mutable = rows, capacity, is_mutable
+        self._closed = False
+
+    @classmethod
+    def create(cls, single_instance_space: Any, *args: Any, capacity: int | None, cache_path: Any = None,
+               multiprocessing: bool = False) -> ListStorage:  # fmt: skip
+        space = as_space(single_instance_space)
+        return cls(space, [space.sample() for _ in range(capacity or 0)], capacity)
+
+    @classmethod
+    def load_from(cls, path: Any, single_instance_space: Any, *, capacity: int | None = None, read_only: bool = True,
+                  multiprocessing: bool = False) -> ListStorage:  # fmt: skip
+        try:
+            saved = json.loads(Path(path, "rows.json").read_text())
+        except OSError as error:
+            raise FormatError(f"{path}: {error}") from None
+        space = as_space(single_instance_space)
+        difference = first_difference(space, space_from_json(saved["space"]))
+        if difference:
+            raise ValueError(f"{path}: another space: {difference}")
+        if capacity not in (None, saved["capacity"]):
+            raise ValueError(f"{path}: capacity must be {saved['capacity']}, got {capacity}")
+        storage = cls(space, [], saved["capacity"], not read_only)
+        storage.rows = [storage.layout.unflatten_one(np.array(row, storage.layout.flat_dtype)) for row in saved["rows"]]
+        return storage
+
+    def _open(self) -> None:
+        if self._closed:
+            raise ClosedError("closed")
+
+    def _writable(self) -> None:
+        self._open()
+        if not self.is_mutable:
+            raise ReadOnlyError("read-only")
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def get(self, index: Any) -> Any:
+        self._open()
+        at = normalize(index, len(self))
+        if isinstance(at, int):
+            return self.layout.decode_one([a.copy() for a in self.layout.encode_one(self.rows[at])])
+        columns = [np.zeros((len(at), *f.shape), f.dtype) for f in self.layout.fields]
+        for i, row in enumerate(at):
+            for column, value in zip(columns, self.layout.encode_one(self.rows[row])):
+                column[i] = value
+        return self.layout.decode_batch(columns, len(at))
+
+    def set(self, index: Any, value: Any) -> None:
+        self._writable()
+        rows, arrays = encode_at(self.layout, normalize(index, len(self)), value, False)
+        for i, row in enumerate(rows.tolist()):
+            self.rows[row] = self.layout.decode_one([np.array(a[i]) for a in arrays])
+
+    def append(self, value: Any) -> None:
+        raise ReadOnlyError("no cursor")
+
+    def extend_length(self, length: int) -> None:
+        if length < 0:
+            raise ValueError("length: must be at least 0")
+        if self.capacity is None:
+            self._writable()
+            self.rows += [self.single_instance_space.sample() for _ in range(length)]
+
+    def shrink_length(self, length: int) -> None:
+        if not 0 <= length <= (len(self) if self.capacity is None else length):
+            raise ValueError("length: must be between 0 and the rows there are")
+        if self.capacity is None:
+            self._writable()
+            del self.rows[len(self) - length :]
+
+    def clear(self) -> None:
+        self._writable()
+        super().clear()
+
+    def dumps(self, path: Any) -> None:
+        Path(path).mkdir(parents=True, exist_ok=True)
+        rows = [self.layout.flatten_one(row).tolist() for row in self.rows]
+        saved = {"space": space_to_json(self.single_instance_space), "capacity": self.capacity, "rows": rows}
+        Path(path, "rows.json").write_text(json.dumps(saved))
+
+    def close(self) -> None:
+        self._closed = True
+
+
+rc.register_storage("contract-list", ListStorage)
+
+
+class TestList(StorageContract):
+    cls = ListStorage
+    can_append = False
+    keeps_segments = False
+
+
+def test_a_storage_of_yours_in_a_replay_buffer(tmp_path: Path) -> None:
+    """Written, dumped, and loaded by the name it was registered with."""
+    space = {"x": ((), "int64")}
+    with rc.ReplayBuffer.create("contract-list", space, capacity=4, maintain_segment_metadata=True) as buffer:
+        for n in range(6):
+            buffer.append({"x": n})
+            if n == 4:
+                buffer.mark_segment_end()
+        buffer.mark_segment_end()
+        buffer.dumps(tmp_path / "dump")
+        with rc.ReplayBuffer.load_from(tmp_path / "dump") as loaded:
+            assert loaded[...]["x"].tolist() == [2, 3, 4, 5]
+            assert loaded.get_segments() == buffer.get_segments() == [(0, 3), (3, 4)]
+
+
+def test_register_refuses_taken_names_and_other_things() -> None:
+    with pytest.raises(ValueError, match="taken"):
+        rc.register_storage("memory", ListStorage)
+    with pytest.raises(ValueError, match="taken"):
+        rc.register_storage("contract-list", rc.MemoryStorage)
+    with pytest.raises(TypeError, match="SpaceStorage"):
+        rc.register_storage("x", dict)  # type: ignore[arg-type]
+    rc.register_storage("contract-list", ListStorage)  # again is nothing new
