@@ -20,7 +20,9 @@ def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
 
 @pytest.mark.process
 def test_demo_records_kills_samples_and_saves(tmp_path: Path) -> None:
-    done = run_demo("demo", "--json", "--seconds", "1", "--capacity", "20000", "--out", str(tmp_path / "dump"))
+    done = run_demo(
+        "demo", "--json", "--seconds", "1", "--capacity", "20000", "--out", str(tmp_path / "dump")
+    )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
     stats = report["stats"]

@@ -11,7 +11,7 @@ import pytest
 from tests.core.make import make_rows
 
 from recollect import _core
-from recollect.errors import SegmentOpenError
+from recollect.errors import ContentionError, SegmentOpenError
 
 N_WORDS = 64
 RUN = 128  # rows of a lane
@@ -118,6 +118,35 @@ def test_readers_beside_writers_see_whole_samples(tagged: bool) -> None:
     counts = run.rows.counters()
     assert counts["live"] == run.rows.count() and counts["dropped"] == 0
     assert counts["offered"] == counts["live"] + counts["evicted"] + counts["removed"]
+
+
+def test_a_read_is_of_one_moment() -> None:
+    """The oldest rows are copied last: by then a writer has replaced them, and the read must begin again."""
+    capacity, n = 2048, 80  # 80 rows are written without the GIL
+    rows = make_rows(8 * N_WORDS, capacity)
+    rows.write(CODEC, block(0, capacity), capacity)
+    done = threading.Event()
+
+    def write() -> None:
+        try:
+            for at in range(capacity, capacity + 400 * n, n):
+                rows.write(CODEC, block(at, n), n)
+        finally:
+            done.set()
+
+    def read() -> None:
+        while not done.is_set():
+            try:
+                got = rows.read(CODEC, np.arange(rows.count())[::-1].copy())
+            except (
+                IndexError,
+                ContentionError,
+            ):  # a write under way has made it shorter, or all were too quick
+                continue
+            check(got)
+            assert (np.diff(got[0]) == -1).all(), "rows of two moments"
+
+    together(write, read, read)
 
 
 def test_readers_beside_a_lane_that_grows() -> None:

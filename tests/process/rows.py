@@ -40,7 +40,11 @@ def check_whole(batch: dict[str, Any]) -> None:
     """Raise if any row is not exactly what some writer wrote."""
     lane, number, words = batch["lane"], batch["number"], batch["words"]
     torn = checksum(lane, number, words) != batch["checksum"]
-    torn |= (words != (number.astype(np.uint64)[:, None] + lane.astype(np.uint64)[:, None] + np.uint64(1)) * _ODD ^ _STEPS).any(1)
+    torn |= (
+        words
+        != (number.astype(np.uint64)[:, None] + lane.astype(np.uint64)[:, None] + np.uint64(1)) * _ODD
+        ^ _STEPS
+    ).any(1)
     if torn.any():
         i = int(np.argmax(torn))
         raise AssertionError(f"torn row at {i}: lane {lane[i]} number {number[i]} words {words[i]}")
@@ -55,4 +59,6 @@ def check_order(batch: dict[str, Any]) -> None:
     wrong = (d_lane < 0) | ((d_lane == 0) & (d_number != 1))
     if wrong.any():
         i = int(np.argmax(wrong))
-        raise AssertionError(f"after lane {lane[i]} number {number[i]} came lane {lane[i + 1]} number {number[i + 1]}")
+        raise AssertionError(
+            f"after lane {lane[i]} number {number[i]} came lane {lane[i + 1]} number {number[i + 1]}"
+        )

@@ -28,7 +28,9 @@ def block(first: int, n: int) -> dict[str, Any]:
 def make(kind: str, tmp_path: Path, first: int, **kwargs: Any) -> rc.ReplayBuffer:
     """A full ring of 12 in four segments, the oldest clipped."""
     path = {"cache_path": tmp_path / f"live-{first}"} if kind == "memmap" else {}
-    buffer = rc.ReplayBuffer.create(kind, SPACE, capacity=12, maintain_segment_metadata=True, **path, **kwargs)
+    buffer = rc.ReplayBuffer.create(
+        kind, SPACE, capacity=12, maintain_segment_metadata=True, **path, **kwargs
+    )
     for start in range(first, first + 15, 5):
         buffer.extend(block(start, 5), ends=np.arange(5) == 2)
     return buffer
@@ -68,7 +70,7 @@ def test_dump_killed_at_every_step(kind: str, over: str, tmp_path: Path) -> None
             path = tmp_path / f"dump-{step}"
             if over != "nothing":
                 old.dumps(path)
-            killed = killed_at(step, lambda: new.dumps(path))  # noqa: B023: called at once
+            killed = killed_at(step, lambda: new.dumps(path))  # noqa: B023
             if over == "nothing" and not rc.ReplayBuffer.is_loadable_from(path):
                 seen.append("none")
                 with pytest.raises(rc.FormatError):
@@ -83,7 +85,9 @@ def test_dump_killed_at_every_step(kind: str, over: str, tmp_path: Path) -> None
             if not killed:
                 break
         assert step >= 12, f"only {step} steps: are the fault points still there?"
-        assert seen == sorted(seen, key=["none", "old", "new"].index), "the rename is the only moment of change"
+        assert seen == sorted(seen, key=["none", "old", "new"].index), (
+            "the rename is the only moment of change"
+        )
         assert seen[0] != "new" and seen[-1] == "new"
 
 
@@ -95,7 +99,7 @@ def test_live_memmap_flush_killed_at_every_step(tmp_path: Path) -> None:
             before = contents(buffer)
 
         def flush() -> None:
-            with rc.ReplayBuffer.load_from(path, read_only=False) as buffer:  # noqa: B023: called at once
+            with rc.ReplayBuffer.load_from(path, read_only=False) as buffer:  # noqa: B023
                 buffer.dumps(path)  # noqa: B023
 
         killed = killed_at(step, flush)
@@ -148,7 +152,7 @@ def test_dump_after_a_writer_was_killed_in_place(tmp_path: Path) -> None:
         with make("shared", tmp_path, 0, multiprocessing=True) as buffer:
             with buffer.on_lane(0):
                 pass  # give the lane back
-            killed = killed_at(step, lambda: buffer.remove_at([2, 7]))  # noqa: B023
+            killed = killed_at(step, lambda: buffer.remove_at([2, 7]))
             buffer.dumps(tmp_path / f"dump-{step}")
             assert loaded(tmp_path / f"dump-{step}") == contents(buffer)
         if not killed:
@@ -187,7 +191,12 @@ def test_every_file_is_synced_before_the_rename_and_the_names_after(
     for calls, commit in ((first, 1), (log, 2)):
         renamed = calls.index(("rename", str(path / "manifest.json")))
         before, after = calls[:renamed], calls[renamed + 1 :]
-        for name in (f"storage/rows-{commit}.bin", f"storage/stamps-{commit}.bin", "storage", ".manifest.json.tmp"):
+        for name in (
+            f"storage/rows-{commit}.bin",
+            f"storage/stamps-{commit}.bin",
+            "storage",
+            ".manifest.json.tmp",
+        ):
             assert ("sync", str(path / name)) in before, name
         assert after[0] == ("sync", str(path))
         assert all(call[0] == "unlink" for call in after[1:])

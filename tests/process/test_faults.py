@@ -32,7 +32,9 @@ def block(ids: Any) -> dict[str, Any]:
 def ids_of(batch: dict[str, Any]) -> Ids:
     """The ids of rows, each of them whole."""
     ids, words = batch["id"], batch["words"]
-    assert np.array_equal(words, (ids.astype(np.uint64)[:, None] + np.uint64(1)) * _STEPS), f"torn: {ids} {words}"
+    assert np.array_equal(words, (ids.astype(np.uint64)[:, None] + np.uint64(1)) * _STEPS), (
+        f"torn: {ids} {words}"
+    )
     return list(ids.tolist())
 
 
@@ -73,7 +75,9 @@ def oversized(new: Ids) -> Operation:
     kept = new[-CAPACITY:]
 
     def allowed(before: Ids, found: Ids) -> bool:
-        old = any(found == before[n:] for n in range(len(before) + 1))  # at most what the first half displaces
+        old = any(
+            found == before[n:] for n in range(len(before) + 1)
+        )  # at most what the first half displaces
         return old or found in (kept[: CAPACITY // 2], kept)
 
     return Operation(lambda b: b.extend(block(new), ends=ends_of(new)), allowed, 8)
@@ -112,7 +116,9 @@ def appending_and_ending(buffer: rc.ReplayBuffer) -> None:
 
 OPERATIONS = {
     "append": adding([100], 1, lambda b: b.append({k: v[0] for k, v in block([100]).items()}), 3),
-    "append that needs conversion": adding([100], 1, lambda b: b.append({"id": 100, "words": block([100])["words"][0].tolist()}), 3),
+    "append that needs conversion": adding(
+        [100], 1, lambda b: b.append({"id": 100, "words": block([100])["words"][0].tolist()}), 3
+    ),
     "extend": adding([100, 101, 102], 8, lambda b: b.extend(block([100, 101, 102])), 3),
     "extend by more than half a lane": adding(
         list(range(100, 112)), 8, lambda b: b.extend(block(range(100, 112)), ends=ends_of(range(100, 112))), 6
@@ -138,7 +144,11 @@ class Shared:
 
     def __init__(self, tmp_path: Path, fill: int, tracked: bool = True) -> None:
         self.buffer = rc.ReplayBuffer.create(
-            rc.SharedMemoryStorage, SPACE, capacity=CAPACITY, multiprocessing=True, maintain_segment_metadata=tracked
+            rc.SharedMemoryStorage,
+            SPACE,
+            capacity=CAPACITY,
+            multiprocessing=True,
+            maintain_segment_metadata=tracked,
         )
         fill_up(self.buffer, fill, tracked)
 
@@ -210,7 +220,9 @@ def check_segments(buffer: rc.ReplayBuffer, ids: Ids) -> None:
     assert covered == len(ids)
 
 
-def check_counts(buffer: rc.ReplayBuffer, operation: Operation, before: rc.ReplayBuffer, ids: Ids, old: Ids) -> None:
+def check_counts(
+    buffer: rc.ReplayBuffer, operation: Operation, before: rc.ReplayBuffer, ids: Ids, old: Ids
+) -> None:
     """Every sample left by one door."""
     stats = buffer.stats()
     assert stats.live == len(ids) and stats.rejected == 0
@@ -218,7 +230,7 @@ def check_counts(buffer: rc.ReplayBuffer, operation: Operation, before: rc.Repla
     missing = len({x % NEW for x in old} - {x % NEW for x in ids})
     if operation.removes:
         assert (stats.removed, stats.dropped) in ((0, 0), (operation.removes, 0)) and stats.removed == missing
-    elif NEW < max(ids, default=0) or stats.dropped:
+    elif max(ids, default=0) > NEW or stats.dropped:
         assert stats.dropped == missing <= 1
     new = [x for x in ids if 100 <= x < NEW]
     assert stats.offered >= len(new)
@@ -238,7 +250,7 @@ def check_after_kill(place: Place, operation: Operation, before: Ids, step: int)
 
     in_child(place.in_writer(go_on))
     after = ids_of(reader[...])
-    assert after == (found + [900, 901])[-CAPACITY:], f"step {step}: {found} went on as {after}"
+    assert after == [*found, 900, 901][-CAPACITY:], f"step {step}: {found} went on as {after}"
     check_segments(reader, after)
     stats = reader.stats()
     assert stats.offered == stats.live + stats.evicted + stats.removed + stats.rejected + stats.dropped

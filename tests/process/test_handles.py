@@ -30,7 +30,9 @@ def block(first: int, n: int) -> dict[str, Any]:
 
 def make(kind: str, tmp_path: Path, **kwargs: Any) -> rc.ReplayBuffer:
     path = {"cache_path": tmp_path / "live"} if kind == "memmap" else {}
-    return rc.ReplayBuffer.create(kind, SPACE, capacity=8, multiprocessing=True, num_lanes=2, **path, **kwargs)
+    return rc.ReplayBuffer.create(
+        kind, SPACE, capacity=8, multiprocessing=True, num_lanes=2, **path, **kwargs
+    )
 
 
 def work(buffer: rc.ReplayBuffer, first: int) -> None:
@@ -65,7 +67,11 @@ def test_attach_from_an_unrelated_process(kind: str, tmp_path: Path) -> None:
         handle = pickle.dumps(buffer)
         assert len(handle) < 4096  # a handle, no data
         done = subprocess.run(
-            [sys.executable, "-c", script, handle.hex()], capture_output=True, text=True, timeout=40, check=True
+            [sys.executable, "-c", script, handle.hex()],
+            capture_output=True,
+            text=True,
+            timeout=40,
+            check=True,
         )
         assert done.stdout.strip() == "[1, 2]"
         assert buffer[...]["id"].tolist() == [1, 2, 9]
@@ -132,7 +138,13 @@ def test_descriptor_that_was_reused(tmp_path: Path) -> None:
         thing: Any = other()
         fds = thing if isinstance(thing, tuple) else ()
         try:
-            fd = handle_of(thing).fd if isinstance(thing, rc.ReplayBuffer) else fds[0] if fds else thing.fileno()
+            fd = (
+                handle_of(thing).fd
+                if isinstance(thing, rc.ReplayBuffer)
+                else fds[0]
+                if fds
+                else thing.fileno()
+            )
             with pytest.raises(rc.AttachError, match="reused"):
                 segments.attach(replace(handle, fd=fd))
         finally:
@@ -145,7 +157,13 @@ def test_descriptor_that_was_reused(tmp_path: Path) -> None:
 def test_another_layout_is_refused(tmp_path: Path) -> None:
     def attach_wrong(handle: Any) -> None:
         segments._attached.clear()  # as if this process had never seen it
-        for field, value in (("row_nbytes", 16), ("capacity", 4), ("n_lanes", 1), ("tagged", True), ("layout_hash", "0" * 32)):
+        for field, value in (
+            ("row_nbytes", 16),
+            ("capacity", 4),
+            ("n_lanes", 1),
+            ("tagged", True),
+            ("layout_hash", "0" * 32),
+        ):
             wrong = replace(handle, geometry=replace(handle.geometry, **{field: value}))
             with pytest.raises(rc.AttachError, match=field):
                 segments.attach(wrong)

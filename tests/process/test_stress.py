@@ -28,7 +28,9 @@ class Writer:
         self.lane, self.has_taken_over = lane, False
         self.begun, self.returned = int(board.begun[lane]), int(board.returned[lane])  # by those before it
         self.pipe, theirs = SPAWN.Pipe(duplex=False)
-        self.process: Any = SPAWN.Process(target=stress.write, args=(buffer, lane, board, seed, theirs), daemon=True)
+        self.process: Any = SPAWN.Process(
+            target=stress.write, args=(buffer, lane, board, seed, theirs), daemon=True
+        )
         self.process.start()
         theirs.close()
 
@@ -143,6 +145,6 @@ def test_four_writers_two_readers_with_kills(tmp_path: Path, record_property: An
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
 def test_ten_million_rows_with_kills(tmp_path: Path) -> None:
-    seen = run(tmp_path, n_rows=20_000_000, n_kills=60, seed=1)
+    seen = run(tmp_path, n_rows=12_000_000, n_kills=60, seed=1)
     print(seen)
     assert seen["written"] >= 10_000_000 and seen["kills"] >= 60

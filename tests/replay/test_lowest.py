@@ -174,6 +174,27 @@ def test_integer_keys_are_exact_or_refused() -> None:
                 buffer.append({"k": k})
 
 
+@pytest.mark.parametrize("kind", ROW_KINDS)
+@pytest.mark.parametrize("loaded_as", ROW_KINDS)
+def test_age_is_known_after_a_reload(kind: str, loaded_as: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path) as buffer:
+        buffer.extend(
+            many([(0, 1.0), (1, 2.0), (2, 2.0), (3, 2.0)])
+        )  # 3 took the row of 0: it is the youngest
+        assert held(buffer) == [(3, 2.0), (1, 2.0), (2, 2.0)]
+        buffer.dumps(tmp_path / "dump")
+    paths = [tmp_path / "dump", *tmp_path.glob("live-*")]
+    for path in paths:
+        with ReplayBuffer.load_from(path, storage=loaded_as) as reader:
+            assert held(reader) == [(3, 2.0), (1, 2.0), (2, 2.0)]
+    for path in paths if loaded_as != "memmap" else paths[:1]:
+        with ReplayBuffer.load_from(path, storage=loaded_as, read_only=False) as loaded:
+            loaded.extend(many([(4, 2.0), (5, 2.0)]))  # 1 goes, then 2
+            assert held(loaded) == [(3, 2.0), (4, 2.0), (5, 2.0)]
+            loaded.append(one(6, 2.0))
+            assert held(loaded) == [(6, 2.0), (4, 2.0), (5, 2.0)]
+
+
 def test_live_memmap_goes_on_after_reopening(tmp_path: Path) -> None:
     with make("memmap", tmp_path) as buffer:
         buffer.extend(many([(0, 1.0), (1, 1.0), (2, 3.0), (3, 1.0)]))  # 0 went: it was the older

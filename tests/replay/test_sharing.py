@@ -193,7 +193,10 @@ def extend_one_after_end(buffer: ReplayBuffer, values: list[int]) -> None:
 
 def test_a_killed_process_loses_its_lane_and_its_segment_ends() -> None:
     kept: dict[str, Any] = {"multiprocessing": True, "maintain_segment_metadata": True}
-    with create("shared", directory="", capacity=8, num_lanes=2, **kept) as buffer, Peer(SPAWN, buffer) as peer:
+    with (
+        create("shared", directory="", capacity=8, num_lanes=2, **kept) as buffer,
+        Peer(SPAWN, buffer) as peer,
+    ):
         peer.do(claim_and_append, 1, 5)
         with pytest.raises(LaneBusyError, match=str(peer.process.pid)):
             buffer.on_lane(1)

@@ -77,3 +77,19 @@ class TestLoadedReplayBuffer(BatchContract):
             return close[-1]
 
         return make
+
+    def test_append_and_extend(self, make_batch: Make) -> None:
+        batch = make_batch(3)
+        if batch.is_mutable:
+            super().test_append_and_extend(make_batch)
+            return
+        flat = batch.get_flattened_at([0, 1])
+        for write, value in (
+            (batch.append, batch[0]),
+            (batch.extend, batch[:]),
+            (batch.append_flattened, flat[0]),
+            (batch.extend_flattened, flat),
+        ):
+            with pytest.raises(rc.ReadOnlyError, match="read_only=False"):
+                write(value)
+        assert len(batch) == 3

@@ -91,7 +91,9 @@ class ListStorage(rc.SpaceStorage):
         if capacity not in (None, saved["capacity"]):
             raise ValueError(f"{path}: capacity must be {saved['capacity']}, got {capacity}")
         storage = cls(space, [], saved["capacity"], not read_only)
-        storage.rows = [storage.layout.unflatten_one(np.array(row, storage.layout.flat_dtype)) for row in saved["rows"]]
+        storage.rows = [
+            storage.layout.unflatten_one(np.array(row, storage.layout.flat_dtype)) for row in saved["rows"]
+        ]
         return storage
 
     def _open(self) -> None:

@@ -80,7 +80,9 @@ class ReplayBuffer(BatchBase):
         if active_segment_start_physical is not None:
             active = (active_segment_start_physical, active_segment_length)
         elif active_segment_length:
-            raise ValueError(f"active_segment_start_physical: needed with a length, got only {active_segment_length=}")
+            raise ValueError(
+                f"active_segment_start_physical: needed with a length, got only {active_segment_length=}"
+            )
         self.engine.adopt(count, offset, list(physical_segments or ()), active)  # type: ignore[attr-defined]
 
     @classmethod
@@ -112,7 +114,9 @@ class ReplayBuffer(BatchBase):
         if self._evict["by"] == "lowest":
             return LowestEngine(inner, self._evict["key"])
         if tracked and not inner.rows.geometry.tagged:
-            raise ValueError("maintain_segment_metadata: this storage keeps no segments; create it with segments=True")
+            raise ValueError(
+                "maintain_segment_metadata: this storage keeps no segments; create it with segments=True"
+            )
         return RowsEngine(inner, tracked)
 
     @staticmethod
@@ -144,14 +148,23 @@ class ReplayBuffer(BatchBase):
         if limiter is not None:
             raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
         if multiprocessing and not cls.is_multiprocessing_safe:
-            raise ValueError(f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage")
+            raise ValueError(
+                f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
+            )
         if issubclass(cls, RowStorage):
-            kwargs |= {"num_lanes": num_lanes, "cast": cast, "max_lengths": max_lengths, "overwrite": overwrite}
+            kwargs |= {
+                "num_lanes": num_lanes,
+                "cast": cast,
+                "max_lengths": max_lengths,
+                "overwrite": overwrite,
+            }
             kwargs["segments"] = maintain_segment_metadata or evict == "lowest"
             if issubclass(cls, MemmapStorage):
                 kwargs["live_as"] = (snapshot.FORMAT, {"evict": record})
         elif num_lanes != 1 or evict == "lowest":
-            raise ValueError(f"num_lanes, evict: {cls.__name__} has one lane and evicts the oldest; use a row storage")
+            raise ValueError(
+                f"num_lanes, evict: {cls.__name__} has one lane and evicts the oldest; use a row storage"
+            )
         storage = cls.create(
             single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
             **kwargs,
@@ -255,7 +268,9 @@ class ReplayBuffer(BatchBase):
 
     def _read_packed(self, index: Any, out: Any) -> Any:
         if not isinstance(self.engine, RowsEngine):
-            raise TypeError(f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage")
+            raise TypeError(
+                f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage"
+            )
         single = isinstance(index, int)
         rows = np.array([index]) if single else np.ascontiguousarray(index)
         codec = packed_codec(self.engine.layout.row_nbytes)
@@ -348,7 +363,9 @@ class ReplayBuffer(BatchBase):
 
     def _check_mutable(self, verb: str) -> None:
         if not self.is_mutable:
-            raise ReadOnlyError(f"ReplayBuffer: was opened for reading, got {verb}(); load it with read_only=False")
+            raise ReadOnlyError(
+                f"ReplayBuffer: was opened for reading, got {verb}(); load it with read_only=False"
+            )
 
     # -- segments and lanes
 
@@ -447,7 +464,13 @@ class ReplayBuffer(BatchBase):
                 f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
                 "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"
             )
-        return _rebuild, (self.storage, self.engine.tracked, self._evict, self.multiprocessing, self.cache_path)
+        return _rebuild, (
+            self.storage,
+            self.engine.tracked,
+            self._evict,
+            self.multiprocessing,
+            self.cache_path,
+        )
 
     def _identity(self) -> object:
         rows = getattr(self.inner_storage, "rows", None)
@@ -457,11 +480,18 @@ class ReplayBuffer(BatchBase):
 def _rebuild(storage: SpaceStorage, tracked: bool, evict: dict[str, Any], multiprocessing: bool,
              cache_path: PathName | None) -> ReplayBuffer:  # fmt: skip
     return ReplayBuffer._over(
-        storage, tracked=tracked, evict=evict, multiprocessing=multiprocessing, cache_path=cache_path, state=None
+        storage,
+        tracked=tracked,
+        evict=evict,
+        multiprocessing=multiprocessing,
+        cache_path=cache_path,
+        state=None,
     )
 
 
-def _checked_evict(evict: str, key: str | None, tracked: bool, num_lanes: int, capacity: int | None) -> dict[str, Any]:
+def _checked_evict(
+    evict: str, key: str | None, tracked: bool, num_lanes: int, capacity: int | None
+) -> dict[str, Any]:
     if evict == "oldest":
         if key is not None:
             raise ValueError(f"evict_key: is only for evict='lowest', got {key!r}")

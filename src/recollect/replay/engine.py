@@ -62,19 +62,25 @@ class RowsEngine:
     @property
     def offset(self) -> int:
         (low, _, _), *_ = self.native.windows()
-        g = self.storage.rows.geometry
-        return int(low) if self.storage.capacity is None else int(low % (g.capacity // g.n_lanes))
+        capacity = self.storage.capacity
+        return int(low) if capacity is None else int(low % (capacity // self.storage.rows.geometry.n_lanes))
 
     def count(self) -> int:
         return int(self.native.count())
 
-    def adopt(self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None) -> None:
+    def adopt(
+        self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None
+    ) -> None:
         """Take over rows that hold `count` samples from row `offset` on; what cannot be is a ValueError."""
         lanes = self.storage.rows.geometry.n_lanes
         whole = [*segments, *([active] if active else [])]
         check_adoption(self.storage, lanes, count, offset, whole, self.tracked)
-        if active and self.native.claim() != 0:  # the caller's own lane, so that its next append goes on with it
-            raise LaneBusyError("active_segment_start_physical: lane 0 is taken; adopt the storage before others write")
+        if (
+            active and self.native.claim() != 0
+        ):  # the caller's own lane, so that its next append goes on with it
+            raise LaneBusyError(
+                "active_segment_start_physical: lane 0 is taken; adopt the storage before others write"
+            )
         self.native.set_window(0, offset, offset + count)
         for number, (first, length) in enumerate(whole):
             self.native.set_tags(first, length, number * lanes + 1, 0)
@@ -213,7 +219,9 @@ def check_adoption(storage: SpaceStorage, lanes: int, count: int, offset: int, s
         at = offset + expected if run is None else (offset + expected) % run
         if length < 1 or first != at or expected + length > count:
             found = (first, length)
-            raise ValueError(f"physical_segments: must follow each other within the {count} samples, got {found}")
+            raise ValueError(
+                f"physical_segments: must follow each other within the {count} samples, got {found}"
+            )
         expected += length
     if tracked and expected != count:
         raise ValueError(f"physical_segments: must cover the {count} samples, got {expected}")

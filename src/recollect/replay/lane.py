@@ -57,7 +57,9 @@ class Lane:
 
     def _open(self) -> RowsEngine:
         if self._engine is None:
-            raise ClosedError(f"lane {self.number}: this handle was closed; call on_lane({self.number}) again")
+            raise ClosedError(
+                f"lane {self.number}: this handle was closed; call on_lane({self.number}) again"
+            )
         self._engine.storage.rows.check_open()
         return self._engine
 

@@ -106,7 +106,9 @@ class LowestEngine(RowsEngine):
     def _keys(self, arrays: list[Any]) -> Any:
         keys = arrays[self.field]
         if np.isnan(keys.astype(np.float64)).any():
-            raise SchemaError(f"{self.key}: must be a number to be ordered by, got NaN; score it before append")
+            raise SchemaError(
+                f"{self.key}: must be a number to be ordered by, got NaN; score it before append"
+            )
         if keys.dtype.kind in "iu" and keys.size and max(abs(int(keys.max())), abs(int(keys.min()))) > _EXACT:
             got = int(keys[np.argmax(np.abs(keys.astype(np.float64)))])
             raise SchemaError(f"{self.key}: must be within 2**53 to be ordered exactly, got {got}; scale it")

@@ -50,7 +50,9 @@ class PlainEngine:
     def _rows(self, positions: Ints) -> Ints:
         return positions % self.storage.capacity if self.storage.capacity else positions
 
-    def adopt(self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None) -> None:
+    def adopt(
+        self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None
+    ) -> None:
         """Take over rows that hold `count` samples from row `offset` on."""
         whole = [*segments, *([active] if active else [])]
         check_adoption(self.storage, 1, count, offset, whole, self.tracked)
@@ -140,7 +142,9 @@ class PlainEngine:
 
     def _check_mutable(self) -> None:
         if not self.storage.is_mutable:
-            raise ReadOnlyError(f"{type(self.storage).__name__}: was opened for reading; load it with read_only=False")
+            raise ReadOnlyError(
+                f"{type(self.storage).__name__}: was opened for reading; load it with read_only=False"
+            )
 
     def _put(self, block: Any, n: int) -> None:
         at = np.arange(self._cursor, self._cursor + n)
@@ -206,7 +210,9 @@ class PlainEngine:
             self._check(gone)
             first, last = int(gone[0]), int(gone[-1])
             if self._open and last + self._low >= self._segments[-1][1]:
-                raise SegmentOpenError("a sample of the open segment cannot be removed; call mark_segment_end() first")
+                raise SegmentOpenError(
+                    "a sample of the open segment cannot be removed; call mark_segment_end() first"
+                )
             # The newer move down, or in a ring the older up, whichever are fewer.
             up = self.storage.capacity is not None and last + 1 < self.count() - first
             keep = np.setdiff1d(np.arange(0, last + 1) if up else np.arange(first, self.count()), gone)

@@ -57,7 +57,9 @@ def _write(buffer: ReplayBuffer, storage: SpaceStorage, writer: DumpWriter) -> N
 def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only: bool, multiprocessing: bool,
                  storage: Any, **kwargs: Any) -> SpaceStorage:  # fmt: skip
     """Open the storage that a manifest names, or as the kind that the caller asks for."""
-    cls = find_storage(storage) if storage is not None else find_stored(manifest["storage"]["name"], str(path))
+    cls = (
+        find_storage(storage) if storage is not None else find_stored(manifest["storage"]["name"], str(path))
+    )
     if multiprocessing and not cls.is_multiprocessing_safe and cls.short_name == "memory":
         cls = find_storage("shared")
     if multiprocessing and not cls.is_multiprocessing_safe:

@@ -166,7 +166,9 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
         raise FormatError(f"{file}: its checksum does not match; it is damaged")
     missing = [field for field in FIELDS if field not in manifest]
     if missing or not isinstance(manifest["commit"], int):
-        raise FormatError(f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged")
+        raise FormatError(
+            f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged"
+        )
     _check_kinds(file, manifest)
     return manifest
 
@@ -180,14 +182,18 @@ def _check_kinds(file: Path, manifest: dict[str, Any]) -> None:
     storage, evict = manifest["storage"], manifest.get("evict")
     if not isinstance(storage.get("name"), str) or not isinstance(storage.get("options"), dict):
         raise FormatError(f"{file}: storage cannot be {storage!r}; it is damaged")
-    if manifest["format"] == "recollect.replay" and (evict is None or evict.get("by") not in ("oldest", "lowest")):
+    if manifest["format"] == "recollect.replay" and (
+        evict is None or evict.get("by") not in ("oldest", "lowest")
+    ):
         raise FormatError(f"{file}: evict cannot be {evict!r}; it is damaged")
     try:
         count = sum(lane["count"] for lane in manifest["lanes"])
     except (KeyError, TypeError) as error:
         raise FormatError(f"{file}: its lanes lack or garble {error}; it is damaged") from None
     if count != manifest["count"]:
-        raise FormatError(f"{file}: count must be {count}, that of all lanes, got {manifest['count']}; it is damaged")
+        raise FormatError(
+            f"{file}: count must be {count}, that of all lanes, got {manifest['count']}; it is damaged"
+        )
 
 
 def check_files(

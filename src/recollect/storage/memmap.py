@@ -161,7 +161,9 @@ def _reopen(cls: type[MemmapStorage], path: str, commit: int, cast: bool) -> Mem
     """Open in another process the same dump that was loaded for reading in this one."""
     manifest = read_manifest(Path(path), FORMATS)
     if manifest["commit"] != commit:
-        raise FormatError(f"{path}: was commit {commit}, got {manifest['commit']}; it was replaced: load again")
+        raise FormatError(
+            f"{path}: was commit {commit}, got {manifest['commit']}; it was replaced: load again"
+        )
     space = stored_layout(Path(path), manifest).space
     return cls.from_dump(Path(path), manifest, space, read_only=True, verify=False, cast=cast)
 

@@ -83,7 +83,9 @@ def _beside_writers(rows: Rows, copy: Callable[[list[Any]], Copied]) -> tuple[Co
         before = rows.native.windows()
         try:
             copied = copy(before)
-        except ContentionError:  # a writer began to overwrite one of these rows and was stopped or killed in it
+        except (
+            ContentionError
+        ):  # a writer began to overwrite one of these rows and was stopped or killed in it
             continue
         after = rows.native.windows()
         if all(a[2] == b[2] and a[2] % 2 == 0 for a, b in zip(before, after)):
@@ -203,7 +205,10 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
     """Map the rows of a dump for reading, without copying them."""
     try:
         commit = int(manifest["commit"])
-        others = [f"{STORAGE}/stamps-{commit}.bin", *[f"{STORAGE}/orders-{commit}.bin"] * has_orders(manifest)]
+        others = [
+            f"{STORAGE}/stamps-{commit}.bin",
+            *[f"{STORAGE}/orders-{commit}.bin"] * has_orders(manifest),
+        ]
         check_files(path, manifest, verify=verify, read_whole=others)
         windows = [LaneWindow(w["start"], w["capacity"], w["count"], w["offset"]) for w in manifest["lanes"]]
         capacity = manifest["capacity"]
@@ -247,7 +252,9 @@ def _check_windows(path: Path, windows: list[LaneWindow], capacity: int | None, 
         fits = (w.start, w.capacity) == (k * (run or 0), run) and w.count >= 0 <= w.offset
         fits = fits and (w.count <= run and w.offset < run if run else len(windows) == 1)
         if not fits or (n_rows is not None and max((end for _, end in w.rows()), default=0) > n_rows):
-            raise FormatError(f"{path / MANIFEST}: lane {k} cannot be in {n_rows} rows, got {w}; it is damaged")
+            raise FormatError(
+                f"{path / MANIFEST}: lane {k} cannot be in {n_rows} rows, got {w}; it is damaged"
+            )
 
 
 def _set_stamps(rows: Rows, file: Path, n_rows: int) -> None:
@@ -303,7 +310,9 @@ def write_orders(writer: DumpWriter, rows: Rows, count: int) -> None:
 def _set_orders(rows: Rows, file: Path) -> None:
     orders = np.fromfile(file, "<i8")
     if len(orders) != rows.native.count():
-        raise FormatError(f"{file}: must have {rows.native.count()} numbers, got {len(orders)}; it is damaged")
+        raise FormatError(
+            f"{file}: must have {rows.native.count()} numbers, got {len(orders)}; it is damaged"
+        )
     at = rows.native.locate(np.arange(len(orders)))[0]
     for row, order in zip(at.tolist(), orders.tolist()):
         rows.native.set_tags(row, 1, 1, order)

@@ -381,9 +381,13 @@ def open_live(path: Path, manifest: dict[str, Any], layout: Layout, *, writable:
     try:
         rows = Rows.open_file(file, layout, writable=writable)
     except FileNotFoundError:
-        raise FormatError(f"{file}: is gone; the dump was replaced or damaged meanwhile: load again") from None
+        raise FormatError(
+            f"{file}: is gone; the dump was replaced or damaged meanwhile: load again"
+        ) from None
     g = rows.geometry
     if (g.capacity, g.n_lanes) != (manifest["capacity"], len(manifest["lanes"])):
         rows.close()
-        raise FormatError(f"{file}: capacity and lanes must be as in {path / MANIFEST}, got {g}; it is another's")
+        raise FormatError(
+            f"{file}: capacity and lanes must be as in {path / MANIFEST}, got {g}; it is another's"
+        )
     return rows

@@ -121,7 +121,7 @@ class StorageContract:
     # -- what it is
 
     def test_says_what_it_is(self, storage: SpaceStorage) -> None:
-        assert isinstance(storage.short_name, str) and storage.short_name
+        assert storage.short_name
         assert storage.single_file_ext is None or storage.single_file_ext.startswith(".")
         assert storage.cache_filename is None or isinstance(storage.cache_filename, str)
         assert isinstance(storage.is_multiprocessing_safe, bool)
@@ -139,7 +139,9 @@ class StorageContract:
     )  # fmt: skip
     def test_rows_as_numpy_indexes_them(self, storage: SpaceStorage, index: Any) -> None:
         at = list(index) if isinstance(index, tuple | range) else index
-        expected = np.arange(CAPACITY)[np.array(at, np.int64) if isinstance(at, list) and not at else at].tolist()
+        expected = np.arange(CAPACITY)[
+            np.array(at, np.int64) if isinstance(at, list) and not at else at
+        ].tolist()
         assert self.numbers(storage.get(index)) == expected
 
     @pytest.mark.parametrize("index", [0, 8, -1, np.int32(4), np.array(2)], ids=repr)
