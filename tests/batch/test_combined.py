@@ -14,7 +14,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tests.batch.make import Counting, batch, block, numbers, sample
 
-from recollect.batch import CombinedBatch, FrameStackedBatch, ToBackendOrDeviceBatch
+from recollect.batch import (
+    CastTransformation,
+    CombinedBatch,
+    FrameStackedBatch,
+    ToBackendOrDeviceBatch,
+    TransformedBatch,
+)
 from recollect.batch import combined as combined_module
 from recollect.errors import ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.testing.batch_contract import equal
@@ -243,6 +249,25 @@ class TestWrites:
         with pytest.raises(SegmentOpenError):
             CombinedBatch([a, inner]).remove_at([0, 4])
         assert a[:].tolist() == [0, 1]
+
+    @pytest.mark.parametrize("wrap", ["slice", "live", "torch", "transformed"])
+    def test_checks_reach_through_views(self, wrap: str) -> None:
+        views: dict[str, Any] = {
+            "slice": lambda b: b.get_slice([0, 1]),
+            "live": lambda b: b.get_slice(...),
+            "torch": lambda b: ToBackendOrDeviceBatch(ToBackendOrDeviceBatch(b, "torch"), "numpy"),
+            "transformed": lambda b: TransformedBatch(b, CastTransformation({})),
+        }
+        a, b = numbers(2), Picky(((), "int64"), range(3))
+        both = CombinedBatch([a, views[wrap](b)])
+        with pytest.raises(SegmentOpenError):
+            both[[0, 3]] = [7, 8]
+        assert a[:].tolist() == [0, 1]
+        both[[0, 2]] = [7, 8]
+        assert b[0] == 8
+        with pytest.raises((SegmentOpenError, ReadOnlyError)):
+            both.remove_at([0, 3])
+        assert len(a) == 2
 
     def test_append_and_extend_go_to_the_last(self) -> None:
         a, b = batch(1), batch(1, start=10, segments=[])

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.batch.make import Counting, batch, numbers
 
 from recollect.batch import CastTransformation, CombinedBatch, ToBackendOrDeviceBatch, TransformedBatch
-from recollect.errors import MissingExtraError, SchemaError, SegmentOpenError
+from recollect.errors import ContentionError, MissingExtraError, SchemaError, SegmentOpenError
 from recollect.testing.batches import ListBatch
 
 
@@ -146,18 +146,31 @@ class TestWhatItCopies:
         assert target.open_segment is None
 
     def test_when_the_rest_is_gone_nothing_is_left_open(self) -> None:
-        other = numbers(6, segments=[(0, 6)], capacity=6)
+        other = numbers(6, segments=[(0, 6)], capacity=8)
+
+        parts: list[tuple[int, bool]] = []
 
         class Slow(ListBatch):
             def _extend_part(self, block: Any, closes: bool) -> None:
                 super()._extend_part(block, closes)
+                parts.append((len(block), closes))
                 if len(self) == 2:
-                    other.extend(np.arange(90, 96))
+                    other.extend(np.arange(90, 98))
 
+        other.extend([6, 7])
         target = Slow(((), "int64"), segments=[])
         target.extend_from(other, chunk_size=2)
         assert target[:].tolist() == [0, 1]
         assert target.get_segments() == [(0, 2)]
+        assert parts == [(2, False), (0, True)]
+
+    def test_a_source_that_contradicts_itself_is_not_waited_for(self) -> None:
+        class Lapped(ListBatch):
+            def get_located(self, *args: Any, **named: Any) -> Any:
+                return None
+
+        with pytest.raises(ContentionError):
+            numbers(0).extend_from(Lapped(((), "int64"), range(5)))
 
     def test_only_a_batch(self) -> None:
         with pytest.raises(TypeError, match="extend"):

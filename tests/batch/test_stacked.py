@@ -292,8 +292,8 @@ class TestMaskFunctions:
         assert SliceStackedBatch(batch(3), [-1, 0], by_id("id"))[2]["id"].tolist() == [2, 2]
 
     def test_key_helpers_take_columns_with_axes(self) -> None:
-        rows = [{"e": [i // 2], "x": i} for i in range(4)]
-        source = ListBatch({"e": ((1,), "int64"), "x": ((), "int64")}, rows)
+        rows = [{"e": [0, i // 2], "x": i} for i in range(4)]
+        source = ListBatch({"e": ((2,), "int64"), "x": ((), "int64")}, rows)
         assert mask_of(SliceStackedBatch(source, [-1, 0], by_id("e")), slice(None))[:, 0].tolist() == [
             False,
             True,
@@ -503,6 +503,11 @@ class TestWritersBeside:
         found = stack.get_located(place)
         assert found is not None
         assert found[0].tolist() == [[4, 5], [5, 6]]
+
+
+def test_only_of_a_batch() -> None:
+    with pytest.raises(TypeError, match="must be a BatchBase"):
+        FrameStackedBatch([1, 2], 1)  # type: ignore[arg-type]
 
 
 def test_is_read_only() -> None:

@@ -102,6 +102,10 @@ class TestFrozen:
         with pytest.raises(ValueError, match="read-only"):
             numbers(3).get_slice([0]).sub_indexes[0] = 1
 
+    def test_only_of_a_batch(self) -> None:
+        with pytest.raises(TypeError, match="must be a BatchBase"):
+            SubIndexedBatch([1, 2], ...)  # type: ignore[arg-type]
+
     def test_out_of_range_at_once(self) -> None:
         with pytest.raises(IndexError):
             SubIndexedBatch(numbers(3), [3])
@@ -188,6 +192,8 @@ class TestPlaces:
         view = numbers(10).get_slice([5, 6, 5, 9])
         place = view.locate([2, 0, 3])
         assert view.relocate(place).tolist() == [2, 0, 3]
+        first = numbers(10).get_slice([0, 1, 0])
+        assert first.relocate(first.locate([2, 0])).tolist() == [2, 0]
         stack = FrameStackedBatch(view, 1)
         found = stack.get_located(stack.locate([2, 0]))
         assert found is not None
@@ -205,6 +211,9 @@ class TestPlaces:
         view = numbers(10).get_slice([5, 6, 5])
         place = view.locate([2])
         assert view.relocate(Location.of(place.row, place.generation)).tolist() == [0]
+        every = numbers(10).locate(slice(None))
+        found = view.relocate(Location.of(every.row, every.generation)).tolist()
+        assert found == [-1, -1, -1, -1, -1, 0, 1, -1, -1, -1]
 
     def test_what_moved_out_of_sight_has_no_index(self) -> None:
         ring = numbers(4, capacity=4)

@@ -68,3 +68,7 @@ def test_is_read_only_and_names_the_source() -> None:
         with pytest.raises(ReadOnlyError, match="SubItemBatch.*ListBatch"):
             write()
     assert not view.is_mutable
+    with pytest.raises(ReadOnlyError, match="change the ListBatch"):
+        batch(0).get_column("id").append(1)
+    with pytest.raises(TypeError, match="must be a BatchBase"):
+        SubItemBatch([1], "id")  # type: ignore[arg-type]

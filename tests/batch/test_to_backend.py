@@ -62,6 +62,8 @@ class TestOutwards:
         view = ToBackendOrDeviceBatch(numbers(3), "torch", "meta")
         assert view[:].device.type == "meta"
         assert str(view.device) == "meta"
+        assert str(ToBackendOrDeviceBatch(view).device) == "meta"
+        assert str(ToBackendOrDeviceBatch(view, "numpy").device) == "cpu"
 
     def test_back_to_numpy(self) -> None:
         view = ToBackendOrDeviceBatch(ToBackendOrDeviceBatch(numbers(3), "torch"), "numpy")

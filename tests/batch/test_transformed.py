@@ -161,6 +161,22 @@ class TestWrites:
         view.append({"tokens": (1, 2), "x": np.array([3.0])})
         assert source[0]["tokens"] == (1, 2)
         assert source[0]["x"].dtype == np.float32
+        view.extend({"tokens": ((3,), ()), "x": np.array([[4.0], [5.0]])})
+        assert source[:]["tokens"] == ((1, 2), (3,), ())
+        view._check_set_at([0, 1], view[[0, 1]])
+        with pytest.raises(SchemaError, match="length"):
+            source._check_set_at([0, 1], source[[0]])
+
+    def test_of_text(self) -> None:
+        source = ListBatch(spaces.Dict({"t": spaces.Text(3), "x": spaces.Box(0, 9, (1,))}))
+        view = TransformedBatch(source, CastTransformation({"*": "float64"}))
+        view.append({"t": "ab", "x": np.array([3.0])})
+        assert source[0]["t"] == "ab"
+        assert source[0]["x"].dtype == np.float32
+
+    def test_only_of_a_batch(self) -> None:
+        with pytest.raises(TypeError, match="must be a BatchBase"):
+            TransformedBatch([1], Shift(1))  # type: ignore[arg-type]
 
 
 class TestFunctions:

@@ -223,8 +223,10 @@ class TestArguments:
 
     def test_only_batches(self) -> None:
         sampler = StepSampler(numbers(1), 1)
-        with pytest.raises(TypeError, match="data must be a BatchBase"):
+        with pytest.raises(TypeError, match="must be a BatchBase"):
             sampler.data = [1]  # type: ignore[assignment]
+        with pytest.raises(TypeError, match="must be a BatchBase"):
+            StepSampler([1], 1)  # type: ignore[arg-type]
 
 
 class TestAsABatch:
@@ -373,6 +375,26 @@ class TestEpoch:
 
         sampler = StepSampler(Shrinking(((), "int64"), range(9)), 2, seed=0)
         assert sorted(int(x) for b in sampler for x in b) == [0, 1, 2, 3]
+
+    def test_another_error_while_it_starts_is_raised(self) -> None:
+        class Broken(ListBatch):
+            def locate(self, idx: Any) -> Location:
+                raise IndexError("broken")
+
+        with pytest.raises(IndexError, match="broken"):
+            list(StepSampler(Broken(((), "int64"), range(9)), 2))
+
+    def test_a_race_is_run_again(self) -> None:
+        class Late(ListBatch):
+            late = 3
+
+            def get_located(self, *args: Any, **named: Any) -> Any:
+                self.late -= 1
+                return None if self.late >= 0 else super().get_located(*args, **named)
+
+        sampler = StepSampler(Late(((), "int64"), range(5)), 2, seed=0)
+        assert sorted(int(x) for b in sampler for x in b) == list(range(5))
+        assert sampler.skipped == 0
 
     def test_positions_of_a_view_that_are_gone_are_no_part_of_it(self) -> None:
         source = numbers(6)
@@ -575,8 +597,8 @@ class TestState:
         two = pickle.loads(pickle.dumps(one))
         assert two.sample().tolist() == one.sample().tolist()
         assert two.sample_index().tolist() == one.sample_index().tolist()
-        without = pickle.loads(pickle.dumps(StepSampler(numbers(30), 4, seed=1, replace=False)))
-        assert len(set(without.sample().tolist())) == 4
+        without = pickle.loads(pickle.dumps(StepSampler(numbers(30), 30, seed=1, replace=False)))
+        assert sorted(without.sample().tolist()) == list(range(30))
 
 
 class TestOneThread:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +38,12 @@ def filled(kind: str, form: str, n: int, path: Path) -> rc.ReplayBuffer:
 
 
 @pytest.fixture
-def close(request: pytest.FixtureRequest) -> list[rc.ReplayBuffer]:
+def close() -> Iterator[list[rc.ReplayBuffer]]:
     """What is put here is closed at the end."""
     made: list[rc.ReplayBuffer] = []
-    request.addfinalizer(lambda: [b.close() for b in made])
-    return made
+    yield made
+    for buffer in made:
+        buffer.close()
 
 
 @pytest.mark.parametrize("case", CASES)

@@ -316,7 +316,9 @@ class BatchBase(ABC):
     def _read_only(self, verb: str) -> ReadOnlyError:
         name = type(self).__name__
         source = next(iter(self._sources()), None)
-        remedy = f"change the {type(source).__name__} it reads" if source else "copy it into a ReplayBuffer"
+        remedy = "copy it into a ReplayBuffer"
+        if source is not None:
+            remedy = f"change the {type(source).__name__} it reads"
         return ReadOnlyError(f"{name}: must not be changed this way, got {verb}(); {remedy}")
 
     # Views

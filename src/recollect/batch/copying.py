@@ -76,15 +76,12 @@ def _intact(walk: Walk, a: int, b: int) -> Iterator[tuple[int, int, Any]]:
     if found is not None:
         yield a, b, found[0]
         return
-    if b - a == 1:
-        return
     current = walk.current(np.arange(a, b))
-    if current.all():  # gone and back cannot be: a reader was only too late for one of them
-        runs = [(0, (b - a) // 2), ((b - a) // 2, b - a)]
-    else:
-        runs = [run for run in runs_of(current) if current[run[0]]]
-    for first, last in runs:
-        yield from _intact(walk, a + first, a + last)
+    if current.all():
+        raise walk.batch._contention()
+    for first, last in runs_of(current):
+        if current[first]:
+            yield from _intact(walk, a + first, a + last)
 
 
 def _progress(total: int, wanted: bool) -> AbstractContextManager[Progress]:

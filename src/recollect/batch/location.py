@@ -60,17 +60,16 @@ class Location:
         return replace(self, index=np.asarray(index, np.int64))
 
 
-def segments_of(index: Any, segments: Sequence[tuple[int, int]] | None) -> tuple[Ints, Ints]:
+def segments_of(index: Ints, segments: Sequence[tuple[int, int]] | None) -> tuple[Ints, Ints]:
     """Return the number of the segment that holds each index, and the step within it.
 
     Unknown boundaries give -1. A sample in no segment has a number of its own below -1, so it equals no
     other.
     """
-    index = np.asarray(index, np.int64)
     if segments is None:
         unknown = np.full(index.shape, UNKNOWN)
         return unknown, unknown.copy()
-    bounds = np.asarray(segments, np.int64).reshape(-1, 2)
+    bounds = np.asarray(segments, np.int64).reshape(len(segments), 2)
     number = np.searchsorted(bounds[:, 0], index, side="right") - 1
     start, end = (np.append(bounds[:, k], np.iinfo(np.int64).min)[number] for k in (0, 1))
     inside = index < end

@@ -16,7 +16,7 @@ from recollect.batch.episode_mask import EpisodeMask, span_of
 from recollect.batch.frames import fold, frame, no_end_between, same_id, show, stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, select, unbatch
-from recollect.batch.view import Read, View
+from recollect.batch.view import Read, View, as_source
 from recollect.indexing import normalize, positions
 from recollect.spaces import as_numpy, as_space, batch_space, space_at
 from recollect.spaces.tree import as_keys, make_dict
@@ -66,7 +66,7 @@ class SliceStackedBatch(View):
         stack_metadata: bool = False,
     ) -> None:
         """Stack the samples of `batch` at strictly increasing offsets, 0 among them."""
-        self.batch = batch
+        self.batch = as_source(batch)
         self.fixed_offset: Ints = _checked_offsets(fixed_offset)
         self.anchor = int(np.flatnonzero(self.fixed_offset == 0)[0])
         self.get_valid_mask_function = get_valid_mask_function

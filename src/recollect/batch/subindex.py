@@ -33,7 +33,7 @@ class SubIndexedBatch(View):
 
     def __init__(self, batch: BatchBase, sub_indexes: Any) -> None:
         """View `batch` at `sub_indexes`, any index that a batch takes."""
-        super().__init__(batch, None, batch.single_metadata_space)
+        super().__init__(batch)
         self._index: Ints | None = None
         if sub_indexes is not Ellipsis:
             self._index = positions(sub_indexes, len(batch)).copy()

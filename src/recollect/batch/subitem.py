@@ -8,7 +8,7 @@ from typing import Any
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.location import Location
 from recollect.batch.structure import Key, Keys
-from recollect.batch.view import Read, View
+from recollect.batch.view import Read, View, as_source
 from recollect.spaces import space_at
 from recollect.spaces.tree import as_keys
 
@@ -33,7 +33,8 @@ class SubItemBatch(View):
     def __init__(self, batch: BatchBase, sub_indexes: Key | Sequence[Key]) -> None:
         """View the field of `batch` under the keys `sub_indexes`."""
         self.sub_indexes: Keys = as_keys(sub_indexes)
-        super().__init__(batch, space_at(batch.single_space, self.sub_indexes), batch.single_metadata_space)
+        space = space_at(as_source(batch).single_space, self.sub_indexes)
+        super().__init__(batch, space, batch.single_metadata_space)
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         return self.batch._read(idx, self.sub_indexes + keys, flat, metadata)

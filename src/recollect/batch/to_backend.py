@@ -28,7 +28,7 @@ class ToBackendOrDeviceBatch(View):
 
     def __init__(self, batch: BatchBase, backend: str | Backend | None = None, device: Any = None) -> None:
         """View `batch` as arrays of `backend` on `device` (its default if None)."""
-        super().__init__(batch, None, batch.single_metadata_space)
+        super().__init__(batch)
         self._backend = batch.backend if backend is None else get_backend(backend)
         keeps = self._backend.name == batch.backend.name
         self._device = (

@@ -12,7 +12,7 @@ from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.structure import Keys, as_batch, checked_batch, has_no_array, map_leaves, pick, unbatch
 from recollect.batch.transformation import CallableTransformation, DataTransformation
-from recollect.batch.view import Read, View
+from recollect.batch.view import Read, View, as_source
 from recollect.indexing import normalize
 from recollect.spaces import as_space, batch_space
 
@@ -43,7 +43,7 @@ class TransformedBatch(View):
         self, batch: BatchBase, transformation: Transforms, metadata_transformation: Transforms | None = None
     ) -> None:
         """View `batch` through `transformation`, and its metadata through `metadata_transformation`."""
-        self.batch = batch
+        self.batch = as_source(batch)
         self.transformation = self._adopt(transformation, False)
         self.metadata_transformation: DataTransformation | None = None
         metadata_space: Any = batch.single_metadata_space

@@ -25,11 +25,10 @@ class View(BatchBase):
 
     batch: BatchBase
 
-    def __init__(self, batch: BatchBase, single_space: Any = None, single_metadata_space: Any = None) -> None:
-        """View `batch`; the spaces are those of what reads return."""
-        self.batch = _checked(batch, type(self).__name__)
-        space = batch.single_space if single_space is None else single_space
-        super().__init__(space, single_metadata_space)
+    def __init__(self, batch: BatchBase, *spaces: Any) -> None:
+        """View `batch`; `spaces` are those of a sample and of its metadata, if they are not the source's."""
+        self.batch = as_source(batch)
+        super().__init__(*(spaces or (batch.single_space, batch.single_metadata_space)))
 
     # What a subclass changes
 
@@ -113,8 +112,8 @@ class View(BatchBase):
         return self.batch.relocate(location)
 
 
-def _checked(batch: Any, name: str) -> BatchBase:
+def as_source(batch: Any) -> BatchBase:
+    """Return `batch`, or raise TypeError if it is none."""
     if not isinstance(batch, BatchBase):
-        kind = type(batch).__name__
-        raise TypeError(f"{name}: batch must be a BatchBase, got {kind}; wrap it in a ReplayBuffer")
+        raise TypeError(f"batch: must be a BatchBase, got {type(batch).__name__}; put it into a ReplayBuffer")
     return batch

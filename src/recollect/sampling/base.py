@@ -13,7 +13,7 @@ from recollect.batch.base import BatchBase
 from recollect.batch.structure import fill
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
-from recollect.batch.view import Read, View
+from recollect.batch.view import Read, View, as_source
 from recollect.sampling.epoch import Epoch
 from recollect.sampling.stream import IndexStream, Ints, mix
 from recollect.spaces import batch_space
@@ -101,10 +101,7 @@ class BatchSampler(View):
         self._bind(data, None)
 
     def _bind(self, data: BatchBase, device: Any) -> None:
-        if not isinstance(data, BatchBase):
-            name, kind = type(self).__name__, type(data).__name__
-            raise TypeError(f"{name}: data must be a BatchBase, got {kind}; put it into a ReplayBuffer")
-        self._data = data
+        self._data = as_source(data)
         self.batch = data if device is None else ToBackendOrDeviceBatch(data, None, device)
 
     @property

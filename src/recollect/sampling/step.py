@@ -6,6 +6,7 @@ from typing import Any
 
 from recollect.batch.base import BatchBase
 from recollect.batch.structure import fill
+from recollect.batch.view import as_source
 from recollect.sampling.base import BatchSampler
 from recollect.sampling.stream import Ints
 
@@ -38,6 +39,7 @@ class StepSampler(BatchSampler):
         replace: bool = True,
     ) -> None:
         """Draw from `data`; nothing is read yet."""
+        as_source(data)
         super().__init__(data.single_space, data.single_metadata_space, batch_size)
         self.replace = replace
         self._bind(data, device)
