@@ -74,7 +74,7 @@ $(VENV)/test.stamp: $(PINS) | $(VENV)/core.stamp
 	touch $@
 
 $(VENV)/lint.stamp: $(PINS) | $(VENV)/core.stamp
-	$(call install_with,dev)
+	$(call install_with,dev+test)
 	touch $@
 
 $(VENV)/docs.stamp: $(PINS) | $(VENV)/core.stamp

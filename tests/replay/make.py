@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from gymnasium import Space
 
 from recollect.indexing import normalize
 from recollect.replay import ReplayBuffer
@@ -100,10 +99,3 @@ def numbers(buffer: Any) -> list[int]:
     data = buffer[:]
     np.testing.assert_array_equal(data["y"], np.stack([data["x"], -data["x"]], 1).astype(np.float32))
     return [int(x) for x in data["x"]]
-
-
-def stack_samples(space: Space[Any], items: list[Any]) -> Any:
-    """Samples as one batch."""
-    from recollect.testing.spaces import stack
-
-    return stack(space, items)

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.replay.make import KINDS, ROW_KINDS, SPACE, block, create, sample
+from tests.replay.make import ROW_KINDS, SPACE, block, create, sample
 from tests.replay.model import Model, Sample
 
 from recollect.batch import Location
@@ -422,4 +422,3 @@ TestUnbounded = Unbounded.TestCase
 TestWords = Words.TestCase
 TestCustom = Custom.TestCase
 TestCustomUntracked = CustomUntracked.TestCase
-assert set(KINDS) == {*ROW_KINDS, "test-list"}

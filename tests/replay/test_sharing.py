@@ -328,22 +328,3 @@ def test_readers_beside_a_writer_see_whole_samples_at_one_moment(kind: str) -> N
 
         in_threads(write, read, read)
         assert numbers(buffer) == list(range(1_436, 1_500))
-
-
-def test_a_lane_borrowed_for_an_edit_stays_with_the_thread_that_writes_to_it() -> None:
-    """set_at claims the lane for its own duration; an append in between must not lose it, nor its segment."""
-    for _ in range(30):
-        with create("memory", directory="", capacity=64, maintain_segment_metadata=True) as buffer:
-            buffer.extend(block([0]))
-            buffer.on_lane(0).close()  # nobody holds it now
-
-            def edit(buffer: ReplayBuffer = buffer) -> None:
-                for v in range(20):
-                    buffer.set_at(0, sample(v))
-
-            def write(buffer: ReplayBuffer = buffer) -> None:
-                for v in range(20):
-                    buffer.append(sample(v))
-
-            in_threads(edit, edit, write)
-            assert buffer.get_segments() == [(0, 1)] and buffer.open_segment == (1, 21)

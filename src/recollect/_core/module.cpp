@@ -133,7 +133,9 @@ class Rows {
     }
 
     // Samples at non-negative indices. `out`: a batch of fitting arrays to fill, or None for new ones.
-    nb::object read(const Codec& codec, nb::handle index, bool single, nb::object out) const {
+    // `counted` (unless < 0): how many samples there were when the index was made of a slice or negative numbers;
+    // another number at the moment of the read is an IndexError, and the caller counts again.
+    nb::object read(const Codec& codec, nb::handle index, bool single, nb::object out, int64_t counted) const {
         auto m = memory(codec);
         auto [at, n] = array_of<int64_t>(index, "index");
         if (single && n != 1) throw nb::value_error("index: must be one for a single sample");
@@ -146,6 +148,7 @@ class Rows {
             const int64_t* places = at;
             reader.run([&, count = n] {
                 const Snapshot& s = reader.snapshot();
+                check_count(s, counted);
                 for (size_t i = 0; i < count; ++i) check_index(places[i], s.total());
                 auto index = [&](size_t i) { return uint64_t(places[i]); };
                 gather(*m, s, count, index, codec, leaves.data());
@@ -193,7 +196,7 @@ class Rows {
         return codec.build(arrays, single);
     }
 
-    nb::tuple locate(nb::handle index) const {
+    nb::tuple locate(nb::handle index, int64_t counted) const {
         auto m = memory();
         auto [at, n] = array_of<int64_t>(index, "index");
         int64_t *row, *generation, *segment, *step;
@@ -203,6 +206,7 @@ class Rows {
         const int64_t* places = at;
         reader.run([&, count = n] {
             const Snapshot& s = reader.snapshot();
+            check_count(s, counted);
             for (size_t i = 0; i < count; ++i) {
                 check_index(places[i], s.total());
                 const size_t r = s.row(uint64_t(places[i]));
@@ -502,6 +506,9 @@ class Rows {
     }
     std::shared_ptr<Memory> memory(const Codec& codec) const { return fitting(memory(), codec); }
     std::shared_ptr<Memory> writable(const Codec& codec) const { return fitting(writable(), codec); }
+    static void check_count(const Snapshot& s, int64_t counted) {
+        if (counted >= 0 && s.total() != uint64_t(counted)) throw std::out_of_range("the length has changed meanwhile");
+    }
     static void check_lane(const Memory& m, size_t k) {
         if (k >= m.n_lanes)
             throw std::out_of_range("lane " + std::to_string(k) + " is out of range: there are " + std::to_string(m.n_lanes));
@@ -731,10 +738,11 @@ NB_MODULE(_native, m) {
         .def_prop_ro("is_closed", &Rows::is_closed)
         .def("count", &Rows::count)
         .def("windows", &Rows::windows)
-        .def("read", &Rows::read, nb::arg("codec"), nb::arg("index"), nb::arg("single") = false, nb::arg("out") = nb::none())
+        .def("read", &Rows::read, nb::arg("codec"), nb::arg("index"), nb::arg("single") = false, nb::arg("out") = nb::none(),
+             nb::arg("counted") = -1)
         .def("draw", &Rows::draw, nb::arg("codec"), nb::arg("key"), nb::arg("counter"), nb::arg("n"), nb::arg("out") = nb::none())
         .def("read_rows", &Rows::read_rows, nb::arg("codec"), nb::arg("rows"), nb::arg("single") = false)
-        .def("locate", &Rows::locate, nb::arg("index"))
+        .def("locate", &Rows::locate, nb::arg("index"), nb::arg("counted") = -1)
         .def("index_of", &Rows::index_of, nb::arg("row"), nb::arg("generation"))
         .def("segments", &Rows::segments)
         .def("open_segment", &Rows::open_segment, nb::arg("lane"))

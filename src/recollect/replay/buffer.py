@@ -20,6 +20,7 @@ from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments,
 from recollect.replay.lane import Lane
 from recollect.replay.lowest import LowestEngine
 from recollect.replay.plain import PlainEngine
+from recollect.spaces import as_numpy
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
 from recollect.storage.base import PathName
 
@@ -106,6 +107,7 @@ class ReplayBuffer(BatchBase):
         self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
         self.engine: Engine = self._make_engine(tracked, state)
         self._append, self._draw_rows = self.engine.append, self.engine.draw
+        self._many_lanes = isinstance(self.inner_storage, RowStorage) and self.inner_storage.rows.geometry.n_lanes > 1
 
     def _make_engine(self, tracked: bool, state: dict[str, Any] | None) -> Engine:
         inner = self.inner_storage
@@ -227,46 +229,50 @@ class ReplayBuffer(BatchBase):
 
     def get_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch samples, into the caller's buffers `out` if they are given."""
-        try:
-            return self._read_at(normalize(idx, self.engine.count()), out)
-        except IndexError:
-            return self._counted_again(idx, lambda index: self._read_at(index, out))
+        return self._at(idx, lambda index, **counted: self._read_at(index, out, **counted))
 
-    def _read_at(self, index: Any, out: Any) -> Any:
+    def _read_at(self, index: Any, out: Any, **counted: int) -> Any:
         if out is not None:
-            return self._filled(index, out)
-        data = self.engine.read(index)
+            return self._filled(index, out, **counted)
+        data = self.engine.read(index, (), None, **counted)
         return data if self._outward is None else self._outward(data)
 
-    def _counted_again(self, idx: Any, read: Callable[[Any], Any]) -> Any:
-        """Read at an index that was in range when it was counted, while writers displace the oldest samples.
+    def _at(self, idx: Any, read: Callable[..., Any]) -> Any:
+        """Read at an index that means the buffer of one moment, while writers displace the oldest samples.
 
-        Slices and negative indices mean the buffer of one moment: they are counted again until count and read agree.
+        Where several lanes follow one another, a write to one moves the numbers of the next. So what counts from the
+        end is counted again until count and read agree; in one lane it is enough that the index is in range.
         """
+        if self._many_lanes and _counts_from_the_end(idx):
+            return self._counted_again(idx, read)
+        try:
+            return read(normalize(idx, self.engine.count()))
+        except IndexError:
+            return self._counted_again(idx, read)
+
+    def _counted_again(self, idx: Any, read: Callable[..., Any]) -> Any:
         end = time.monotonic() + 1.0
         while True:
-            index = normalize(idx, self.engine.count())  # raises what is out of range now
+            n = self.engine.count()
+            index = normalize(idx, n)  # raises what is out of range now
             try:
-                return read(index)
+                return read(index, counted=n) if self._many_lanes else read(index)
             except IndexError:
                 if time.monotonic() > end:
                     raise ContentionError("writers overtook every try of 1 s; read fewer samples") from None
 
-    def _filled(self, index: Any, out: Any) -> Any:
+    def _filled(self, index: Any, out: Any, **counted: int) -> Any:
         from recollect.batch.structure import fill
 
         if isinstance(self.engine, RowsEngine) and self.engine.layout.is_fixed and not isinstance(index, int):
-            return self.engine.read(index, (), out)
-        return fill(out, self.engine.read(index))
+            return self.engine.read(index, (), out, **counted)
+        return fill(out, self.engine.read(index, (), None, **counted))
 
     def get_packed_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch whole packed rows as bytes, `(n, row_nbytes)` or `(row_nbytes,)`: one block, one transfer."""
-        try:
-            return self._read_packed(normalize(idx, self.engine.count()), out)
-        except IndexError:
-            return self._counted_again(idx, lambda index: self._read_packed(index, out))
+        return self._at(idx, lambda index, **counted: self._read_packed(index, out, **counted))
 
-    def _read_packed(self, index: Any, out: Any) -> Any:
+    def _read_packed(self, index: Any, out: Any, **counted: int) -> Any:
         if not isinstance(self.engine, RowsEngine):
             raise TypeError(
                 f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage"
@@ -275,15 +281,12 @@ class ReplayBuffer(BatchBase):
         rows = np.array([index]) if single else np.ascontiguousarray(index)
         codec = packed_codec(self.engine.layout.row_nbytes)
         if out is None or not single:
-            return self.engine.native.read(codec, rows, single, out)
-        self.engine.native.read(codec, rows, False, np.asarray(out)[None])
+            return self.engine.native.read(codec, rows, single, out, **counted)
+        self.engine.native.read(codec, rows, False, np.asarray(out)[None], **counted)
         return out
 
     def get_column_at(self, keys: Keys, idx: Any) -> Any:
-        try:
-            data = self.engine.read(normalize(idx, self.engine.count()), keys)
-        except IndexError:
-            data = self._counted_again(idx, lambda index: self.engine.read(index, keys))
+        data = self._at(idx, lambda index, **counted: self.engine.read(index, keys, **counted))
         return data if self._outward is None else self._outward(data)
 
     def draw_at(self, stream: Draws, n: int) -> Any:
@@ -302,16 +305,13 @@ class ReplayBuffer(BatchBase):
 
     def locate(self, idx: Any) -> Location:
         """Return where samples are: row, generation, segment (its id) and step, all at one moment."""
-        try:
-            return self._locate(normalize(idx, self.engine.count()))
-        except IndexError:
-            found: Location = self._counted_again(idx, self._locate)
-            return found
+        found: Location = self._at(idx, self._locate)
+        return found
 
-    def _locate(self, index: Any) -> Location:
+    def _locate(self, index: Any, **counted: int) -> Location:
         if isinstance(index, int):
-            return Location(*self.engine.locate(np.array([index])), np.array([index])).take(0)
-        return Location(*self.engine.locate(index), index)
+            return Location(*self.engine.locate(np.array([index]), **counted), np.array([index])).take(0)
+        return Location(*self.engine.locate(index, **counted), index)
 
     def is_current(self, location: Location) -> Bools:
         """Tell which rows still hold the samples that were located there; False for removed ones."""
@@ -475,6 +475,19 @@ class ReplayBuffer(BatchBase):
     def _identity(self) -> object:
         rows = getattr(self.inner_storage, "rows", None)
         return self.inner_storage if rows is None else rows.identity
+
+
+def _counts_from_the_end(idx: Any) -> bool:
+    """Whether an index means other samples when the length is another."""
+    if isinstance(idx, int | np.integer):
+        return bool(idx < 0)
+    if isinstance(idx, slice) or idx is ...:
+        return True
+    try:
+        numbers = as_numpy(idx)
+        return bool(numbers.dtype == bool or (numbers.size and (numbers < 0).any()))
+    except (TypeError, ValueError):
+        return False  # no index at all, which will be said
 
 
 def _rebuild(storage: SpaceStorage, tracked: bool, evict: dict[str, Any], multiprocessing: bool,

@@ -76,7 +76,7 @@ class PlainEngine:
 
     # -- reads
 
-    def read(self, index: int | Ints, keys: Keys = (), out: Any = None) -> Any:
+    def read(self, index: int | Ints, keys: Keys = (), out: Any = None, **counted: int) -> Any:
         with self._lock:
             self._check(index)
             rows = self._rows(self._low + np.asarray(index))
@@ -282,7 +282,7 @@ class PlainEngine:
 
     # -- places and counts
 
-    def locate(self, index: Ints) -> tuple[Ints, Ints, Ints, Ints]:
+    def locate(self, index: Ints, **counted: int) -> tuple[Ints, Ints, Ints, Ints]:
         with self._lock:
             self._check(index)
             at = self._low + index
