@@ -75,33 +75,38 @@ def run(tmp_path: Path, n_rows: int, n_kills: int, seed: int) -> dict[str, Any]:
     capacity = LANES * 4096
     with rc.ReplayBuffer.create(rc.SharedMemoryStorage, rows.SPACE, capacity=capacity, num_lanes=LANES,
                                 multiprocessing=True) as buffer:  # fmt: skip
-        readers = [start_reader(buffer, board, 100 + i) for i in range(2)]
-        start = time.monotonic()
-        writers = {k: Writer(buffer, k, board, next(seeds)) for k in range(LANES)}
-        kills = 0
-        while (done := int(board.returned.sum())) < n_rows or kills < n_kills:
-            pipes = {w.pipe: w for w in writers.values()} | {pipe: None for _, pipe in readers}
-            for pipe in wait(list(pipes), 30):
-                writer = pipes[pipe]  # type: ignore[index]
-                assert writer is not None, pipe.recv()  # a reader only speaks before its end to complain
-                number = pipe.recv()  # type: ignore[union-attr]
-                if not writer.has_taken_over:
-                    take_over(writer, number)
-                    continue
-                due = n_kills * min(1.0, done / n_rows)
-                if kills <= due and rng.random() < 0.5:
-                    kill(writer)
-                    kills += 1
-                    writers[writer.lane] = Writer(buffer, writer.lane, board, next(seeds))
-        elapsed = time.monotonic() - start
-        board.stop = True
-        for writer in writers.values():
-            drain(writer)
-            writer.end()
-        seen = [end_reader(*reader) for reader in readers]
-        check_end(buffer, board)
-        total = {key: sum(s[key] for s in seen) for key in seen[0]}
-        return {**total, "written": int(board.returned.sum()), "kills": kills, "seconds": elapsed}
+        try:
+            readers = [start_reader(buffer, board, 100 + i) for i in range(2)]
+            start = time.monotonic()
+            writers = {k: Writer(buffer, k, board, next(seeds)) for k in range(LANES)}
+            kills = 0
+            while (done := int(board.returned.sum())) < n_rows or kills < n_kills:
+                pipes = {w.pipe: w for w in writers.values()} | {pipe: None for _, pipe in readers}
+                for pipe in wait(list(pipes), 30):
+                    writer = pipes[pipe]  # type: ignore[index]
+                    assert writer is not None, pipe.recv()  # a reader only speaks before its end to complain
+                    number = pipe.recv()  # type: ignore[union-attr]
+                    if not writer.has_taken_over:
+                        take_over(writer, number)
+                        continue
+                    due = n_kills * min(1.0, done / n_rows)
+                    if kills <= due and rng.random() < 0.5:
+                        kill(writer)
+                        kills += 1
+                        writers[writer.lane] = Writer(buffer, writer.lane, board, next(seeds))
+            elapsed = time.monotonic() - start
+            board.stop = True
+            for writer in writers.values():
+                drain(writer)
+                writer.end()
+            seen = [end_reader(*reader) for reader in readers]
+            check_end(buffer, board)
+            total = {key: sum(s[key] for s in seen) for key in seen[0]}
+            return {**total, "written": int(board.returned.sum()), "kills": kills, "seconds": elapsed}
+        finally:  # only after a failure is anyone left
+            for child in multiprocessing.active_children():
+                child.kill()
+                child.join()
 
 
 def kill(writer: Writer) -> None:

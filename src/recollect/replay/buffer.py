@@ -107,7 +107,9 @@ class ReplayBuffer(BatchBase):
         self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
         self.engine: Engine = self._make_engine(tracked, state)
         self._append, self._draw_rows = self.engine.append, self.engine.draw
-        self._many_lanes = isinstance(self.inner_storage, RowStorage) and self.inner_storage.rows.geometry.n_lanes > 1
+        self._many_lanes = (
+            isinstance(self.inner_storage, RowStorage) and self.inner_storage.rows.geometry.n_lanes > 1
+        )
 
     def _make_engine(self, tracked: bool, state: dict[str, Any] | None) -> Engine:
         inner = self.inner_storage
