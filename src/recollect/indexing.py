@@ -48,6 +48,17 @@ def normalize(index: Any, n: int) -> int | Positions:
     return _one(_as_int(index), n)
 
 
+def is_single(index: Any) -> bool:
+    """Tell whether an index that is valid means one sample (an int) and not a batch; needs no length.
+
+    >>> is_single(-1), is_single([-1]), is_single(slice(1))
+    (True, False, False)
+    """
+    if isinstance(index, slice | list | tuple | range) or index is Ellipsis:
+        return False
+    return getattr(index, "ndim", 0) == 0
+
+
 def positions(index: Any, n: int) -> Positions:
     """Return `index` into `n` samples as an int64 array of positions, one for an int."""
     found = normalize(index, n)

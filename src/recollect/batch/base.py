@@ -21,7 +21,7 @@ from recollect.backends import Backend, get_backend, move
 from recollect.batch.location import Bools, Ints, Location, Segments, segments_of
 from recollect.batch.structure import Key, Keys, as_batch, checked_batch, flat_layout, layout_of, pick
 from recollect.errors import ContentionError, EmptyError, ReadOnlyError, SchemaError
-from recollect.indexing import normalize, positions
+from recollect.indexing import is_single, normalize, positions
 from recollect.spaces import Layout, as_numpy, as_space, space_at
 
 if TYPE_CHECKING:
@@ -166,8 +166,7 @@ class BatchBase(ABC):
 
     def get_flattened_at(self, idx: Any) -> Any:
         """Fetch samples as vectors, `(D,)` or `(n, D)`."""
-        index = normalize(idx, len(self))
-        return self._flatten(self.get_at(index), isinstance(index, int))
+        return self._flatten(self.get_at(idx), is_single(idx))
 
     def get_at_with_metadata(self, idx: Any) -> tuple[Any, dict[str, Any] | None]:
         """Fetch samples together with their metadata, None without a metadata space."""
@@ -180,9 +179,8 @@ class BatchBase(ABC):
         """Fetch vectors together with their metadata, None without a metadata space."""
         if self.single_metadata_space is None:
             return self.get_flattened_at(idx), None
-        index = normalize(idx, len(self))
-        data, metadata = self.get_at_with_metadata(index)
-        return self._flatten(data, isinstance(index, int)), metadata
+        data, metadata = self.get_at_with_metadata(idx)
+        return self._flatten(data, is_single(idx)), metadata
 
     def __getitem__(self, idx: Any) -> Any:
         """Return `get_at(idx)`."""
@@ -418,15 +416,15 @@ class BatchBase(ABC):
             return self.get_flattened_at_with_metadata(idx) if flat else self.get_at_with_metadata(idx)
         if not keys:
             return self.get_flattened_at(idx) if flat else self.get_at(idx), None
-        index = normalize(idx, len(self))
+        # The index goes on as it came: only the source can count at the moment it reads.
         found: dict[str, Any] | None = None
         if metadata and self.single_metadata_space is not None:
-            whole, found = self.get_at_with_metadata(index)
+            whole, found = self.get_at_with_metadata(idx)
             data = pick(whole, keys)
         else:
-            data = self.get_column_at(keys, index)
+            data = self.get_column_at(keys, idx)
         if flat:
-            data = self._flatten(data, isinstance(index, int), keys)
+            data = self._flatten(data, is_single(idx), keys)
         return data, found
 
     def _draw(
