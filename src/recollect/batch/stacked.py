@@ -266,7 +266,11 @@ class SliceStackedBatch(View):
 
     def _shown(self, valid: Bools) -> Ints:
         """Return which of the located rows (B * S) to show as frames (B * T)."""
-        columns = self._columns[stand_ins(valid, self.anchor)] if self.fill_invalid_data else self._columns
+        columns = np.broadcast_to(self._columns, valid.shape)
+        edge = ~valid.all(axis=1)
+        if self.fill_invalid_data and edge.any():  # most stacks of long episodes are whole
+            columns = columns.copy()
+            columns[edge] = self._columns[stand_ins(valid[edge], self.anchor)]
         return (np.arange(len(valid))[:, None] * len(self._span) + columns).ravel()
 
     def _split_keys(self, keys: Keys) -> tuple[Keys, Keys]:
