@@ -12,17 +12,36 @@ Each is also the builtin a caller would expect, so `except ValueError` keeps wor
     ├── LaneBusyError (RuntimeError)       the lane belongs to another live process
     ├── ContentionError (RuntimeError)     a read was lapped by writers for too long
     ├── ClosedError (RuntimeError)         use after close()
+    ├── WrongTickError (RuntimeError)      another tick has the place that this one needs
+    ├── PrepareError (RuntimeError)        a batch could not be prepared; the cause is attached
     ├── WorkerError (RuntimeError)         a worker raised; its traceback is in the text
+    ├── CollectorError (RuntimeError)      a collector raised what cannot be raised here as it was
     ├── PeerDiedError (RuntimeError)       another process is gone
     │   └── WorkerDiedError
+    ├── RemoteError (RuntimeError)         a manager answered that it could not; its text is there
+    │   └── ScoringError                   the scoring function raised or returned something else
+    │   ├── WorkerDiedError
+    │   └── CollectorDiedError             a collector process is gone; says which lane and why
     ├── DeadlineError (TimeoutError)       a deadline passed; says what was awaited
+    ├── FrameError (ValueError)            a message between processes is malformed or too large
+    ├── AuthError (PermissionError)        the token of a connection does not match
+    ├── BatchAborted (RuntimeError)        the rollout batch was aborted
+    ├── BatchFailed (RuntimeError)         too few tasks of a rollout batch are good
+    ├── PipelineError (RuntimeError)       an operator or the sink raised or overran
+    ├── ModelError (RuntimeError)          a model failed after its own retries
     ├── FormatError (ValueError)           a file is broken, foreign, truncated or newer
+    ├── EnvContractError (ValueError)      an environment gives what it must not; names env and leaf
     ├── AttachError (ValueError)           a shared segment is gone or is not the one expected
     ├── BudgetError (MemoryError)          it would not fit in memory; nothing was allocated
+    ├── ResetNeeded (gymnasium's)          a step before reset, or past the end of an episode
     └── MissingExtraError (ImportError)    an optional package is missing; names the pip command
 """
 
 from __future__ import annotations
+
+from typing import Any
+
+import gymnasium.error
 
 
 class RecollectError(Exception):
@@ -68,8 +87,22 @@ class ClosedError(RecollectError, RuntimeError):
     """The object was used after close()."""
 
 
+class WrongTickError(RecollectError, RuntimeError):
+    """Another tick is being prepared, is ready or is in use; the message says which."""
+
+
+class PrepareError(RecollectError, RuntimeError):
+    """The batch of a tick could not be prepared; its cause is attached, and the tick can be started again."""
+
+
 class WorkerError(RecollectError, RuntimeError):
     """A worker process raised; its traceback is in the text."""
+
+
+class CollectorError(RecollectError, RuntimeError):
+    """A collector process raised an exception that cannot be made again here; `type_name` says which."""
+
+    type_name: str = ""
 
 
 class PeerDiedError(RecollectError, RuntimeError):
@@ -80,12 +113,80 @@ class WorkerDiedError(PeerDiedError):
     """A worker process is gone."""
 
 
+class RemoteError(RecollectError, RuntimeError):
+    """A manager answered that it could not; `.seq` is the container it is about, `.kept` the items it kept."""
+
+    seq: int | None = None
+    kept: int = 0
+
+
+class ScoringError(RemoteError):
+    """The scoring function raised, or returned something other than numbers by name."""
+
+
+class FrameError(RecollectError, ValueError):
+    """A message between processes is malformed or too large."""
+
+
+class AuthError(RecollectError, PermissionError):
+    """The token of a connection does not match, or its rank is taken."""
+
+
+class CollectorDiedError(PeerDiedError):
+    """A collector process is gone; raised from its own exception if it had one."""
+
+    lane: int = -1
+    exitcode: int | None = None
+    signal: str | None = None
+    report: str = ""
+
+
 class DeadlineError(RecollectError, TimeoutError):
-    """A deadline passed; the message says what was awaited."""
+    """A deadline passed; the message says what was awaited.
+
+    Of a rollout batch, `finished` of `expected` tasks had ended by then.
+    """
+
+    finished: int | None = None
+    expected: int | None = None
+
+
+class BatchAborted(RecollectError, RuntimeError):
+    """The batch was aborted, for `reason`; `result` says what was delivered, None while it is not known."""
+
+    def __init__(self, message: str, reason: str = "", result: dict[str, Any] | None = None) -> None:
+        super().__init__(message)
+        self.reason, self.result = reason, result
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.reason, self.result)
+
+
+class BatchFailed(RecollectError, RuntimeError):
+    """Too few tasks of the batch are good and no more will come; `errors` by task id."""
+
+    def __init__(self, message: str, errors: dict[int | str, str] | None = None) -> None:
+        super().__init__(message)
+        self.errors = errors or {}
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.args[0], self.errors)
+
+
+class PipelineError(RecollectError, RuntimeError):
+    """An operator or the sink raised or overran; everything stays staged."""
+
+
+class ModelError(RecollectError, RuntimeError):
+    """A model failed after its own retries; the message says status and address."""
 
 
 class FormatError(RecollectError, ValueError):
     """A file is broken, foreign, truncated, or of a newer format."""
+
+
+class EnvContractError(RecollectError, ValueError):
+    """An environment's spaces or values are not what a learner can use; the message names the leaf."""
 
 
 class AttachError(RecollectError, ValueError):
@@ -94,6 +195,10 @@ class AttachError(RecollectError, ValueError):
 
 class BudgetError(RecollectError, MemoryError):
     """The request would not fit in memory; nothing was allocated."""
+
+
+class ResetNeeded(RecollectError, gymnasium.error.ResetNeeded):
+    """A step was asked for before a reset, or past the end of an episode; the environment has not moved."""
 
 
 class MissingExtraError(RecollectError, ImportError):

@@ -46,3 +46,9 @@ def random_blocks(sizes: list[int], n: int, seed: int) -> Blocks:
 
 def index_of(*values: int) -> np.ndarray:
     return np.array(values, np.int64)
+
+
+def stream_at(key: int, counter: int = 0) -> _core.Stream:
+    stream = _core.Stream()
+    stream.key, stream.counter = key, counter
+    return stream

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.core.make import stream_at
 from tests.core.plain import flat_codec, ints, rows_in_memory
 
 import recollect as rc
@@ -76,10 +77,9 @@ def test_readers_beside_writers(n_lanes: int, tagged: bool) -> None:
         return work
 
     def draw() -> None:
-        counter = 0
+        stream = stream_at(1)
         while not done.is_set():
-            batch = rows.draw(codec, 1, counter, 16)
-            counter += 16
+            batch = rows.draw(codec, stream, 16)
             if batch is not None:
                 check(batch)
 

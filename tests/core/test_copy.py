@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.core.make import BYTE, Blocks, byte_codec, codec_of, index_of, make_rows, random_blocks
+from tests.core.make import BYTE, Blocks, byte_codec, codec_of, index_of, make_rows, random_blocks, stream_at
 
 from recollect import _core
 
@@ -154,8 +154,11 @@ def test_a_ring_keeps_the_newest(capacity: int, pieces: list[int]) -> None:
 @pytest.mark.parametrize("n", [1, 7, 300, 20_000])
 def test_a_draw_reads_the_indices_that_draw_indices_names(n: int) -> None:
     rows, codec, blocks = filled([3, 17, 200], 97)
-    assert same(rows.draw(codec, 11, 5, n), blocks, _core.draw_indices(11, 5, 97, n))
-    assert make_rows(codec.row_nbytes, 4).draw(codec, 11, 5, n) is None
+    stream = stream_at(11, 5)
+    assert same(rows.draw(codec, stream, n), blocks, _core.draw_indices(11, 5, 97, n))
+    assert stream.counter == 5 + n
+    assert make_rows(codec.row_nbytes, 4).draw(codec, stream, n) is None
+    assert stream.counter == 5 + n  # nothing was drawn
 
 
 # -- where the batch goes
@@ -168,7 +171,7 @@ def test_out_is_filled_and_returned(sizes: list[int], k: int) -> None:
     index = some_index(20, k)
     assert rows.read(codec, index, out=out) is out
     assert same(out, blocks, index)
-    assert rows.draw(codec, 3, 0, k, out=out) is out
+    assert rows.draw(codec, stream_at(3), k, out=out) is out
     assert same(out, blocks, _core.draw_indices(3, 0, 20, k))
 
 
@@ -195,7 +198,7 @@ def test_an_out_that_does_not_fit_is_refused(out: Any) -> None:
     with pytest.raises(ValueError, match="out: must have the batch's structure"):
         rows.read(codec, index_of(1, 2, 3), out=out)
     with pytest.raises(ValueError, match="out: must have the batch's structure"):
-        rows.draw(codec, 0, 0, 3, out=out)
+        rows.draw(codec, stream_at(0), 3, out=out)
 
 
 def span(array: np.ndarray) -> tuple[int, int]:
@@ -293,7 +296,7 @@ def test_a_codec_of_other_rows_is_refused() -> None:
     for call in (
         lambda: rows.read(other, index_of(0)),
         lambda: rows.read_rows(other, index_of(0)),
-        lambda: rows.draw(other, 0, 0, 1),
+        lambda: rows.draw(other, stream_at(0), 1),
         lambda: rows.append(other, (more[0][0],)),
         lambda: rows.extend(other, tuple(more)),
         lambda: rows.write(other, more, 1),
@@ -370,3 +373,18 @@ def test_a_scalar_leaf_reads_as_a_numpy_scalar_alone_and_as_an_array_in_a_batch(
         one = rows.read(codec, index_of(2), single=True)
         assert type(one) is kind and one == 14 and one.shape == ()
         assert rows.read(codec, index_of(2, 3)).tolist() == [14, 21]
+
+
+def test_arrays_are_copied_whole() -> None:
+    rng = np.random.default_rng(0)
+    sources = [rng.integers(0, 255, n, np.uint8) for n in (0, 1, 100, (1 << 18) + 1, 5 << 20)]
+    targets = [np.zeros_like(x) for x in sources]
+    _core.copy_arrays(targets, sources)
+    assert all((a == b).all() for a, b in zip(targets, sources))
+    frozen = np.zeros(1, np.uint8)
+    frozen.flags.writeable = False
+    for wrong in (np.zeros(2, np.uint8), frozen, np.zeros((2, 2), np.uint8)[:, 0]):
+        with pytest.raises((ValueError, BufferError)):
+            _core.copy_arrays([wrong], [np.zeros(1, np.uint8)])
+    with pytest.raises(ValueError, match="as many"):
+        _core.copy_arrays([], sources)

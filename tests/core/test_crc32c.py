@@ -60,3 +60,22 @@ def test_large_buffers_and_wrong_ones() -> None:
         crc32c(np.zeros(8, np.uint8)[::2])
     with pytest.raises(TypeError):
         crc32c("text")
+
+
+def test_every_length_and_alignment_around_the_pieces() -> None:
+    """Three pieces of 128 or 4,096 bytes side by side, and what is left of them, at any address."""
+    payload = np.random.default_rng(1).integers(0, 256, 40_000, np.uint8)
+    joints = [128 * 3, 4096 * 3, 4096 * 3 + 128 * 3, 4096 * 6]
+    lengths = [*range(800), *(n + d for n in joints for d in range(-17, 18))]
+    for length in lengths:
+        skip = length % 67
+        piece = payload[skip : skip + length]
+        assert crc32c(piece) == crc32c_portable(piece.tobytes()), (length, skip)
+
+
+@given(st.integers(0, 30_000), st.integers(0, 30_000), st.integers(0, 63), st.integers(0, 2**32 - 1))
+def test_long_buffers_go_on_from_any_seed(n: int, cut: int, skip: int, seed: int) -> None:
+    payload = np.random.default_rng(n).integers(0, 256, skip + n, np.uint8)[skip:]
+    cut = min(cut, n)
+    assert crc32c(payload[cut:], crc32c(payload[:cut], seed)) == crc32c(payload, seed)
+    assert crc32c(payload) == crc32c_portable(payload.tobytes())

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.core.make import make_rows
+from tests.core.make import make_rows, stream_at
 
 from recollect import _core
 from recollect.errors import ContentionError, SegmentOpenError
@@ -91,10 +91,9 @@ class Run:
             pass  # the other writer was quicker
 
     def read(self, seed: int) -> None:
-        counter = 0
+        stream = stream_at(seed)
         while self.writing:
-            drawn = self.rows.draw(CODEC, seed, counter, 100)
-            counter += 100
+            drawn = self.rows.draw(CODEC, stream, 100)
             if drawn is None:
                 continue
             check(drawn)

@@ -25,16 +25,14 @@ def updates(values: st.SearchStrategy[float]) -> st.SearchStrategy[list[list[tup
 
 
 def node_sums(leaves: list[float]) -> float:
-    """The total as the tree adds it: sixteen at a time, in order."""
+    """The total as the tree adds it: sixteen at a time, every fourth together, then those four in pairs."""
     level = leaves
     while True:
         level = level + [0.0] * (-len(level) % ARITY)
         sums = []
         for at in range(0, len(level), ARITY):
-            total = 0.0
-            for value in level[at : at + ARITY]:
-                total += value
-            sums.append(total)
+            a, b, c, d = (sum(level[at + k + 4 : at + ARITY : 4], start=level[at + k]) for k in range(4))
+            sums.append((a + b) + (c + d))
         if len(sums) == 1:
             return sums[0]
         level = sums

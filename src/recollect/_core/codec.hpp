@@ -23,6 +23,21 @@ namespace nb = nanobind;
 
 namespace recollect {
 
+// As many values as a row has leaves; a few need no allocation.
+template <typename T> class PerLeaf {
+  public:
+    explicit PerLeaf(size_t n) : data_(n <= kFew ? few_ : new T[n]()) {}
+    ~PerLeaf() { if (data_ != few_) delete[] data_; }
+    PerLeaf(const PerLeaf&) = delete;
+    T& operator[](size_t k) { return data_[k]; }
+    T* data() { return data_; }
+
+  private:
+    static constexpr size_t kFew = 16;
+    T few_[kFew] = {};
+    T* data_;
+};
+
 struct Field {
     nb::object dtype;  // keeps the descriptor alive
     PyArray_Descr* descr;
@@ -78,6 +93,7 @@ class Codec {
             spans_.push_back({offset, nbytes});
             fields_.push_back(std::move(f));
         }
+        extent_ = Extent(spans_.data(), spans_.size());
         has_plan_ = !plan.is_none();
         if (!has_plan_) return;
         std::vector<bool> used(fields_.size());
@@ -88,6 +104,7 @@ class Codec {
     size_t size() const { return fields_.size(); }
     size_t row_nbytes() const { return row_nbytes_; }
     const Span* spans() const { return spans_.data(); }
+    const Extent& extent() const { return extent_; }
     bool has_plan() const { return has_plan_; }
 
     bool take_one(PyObject* sample, Source* into) const { return has_plan_ && take_one(root_, sample, into); }
@@ -108,32 +125,24 @@ class Codec {
     }
 
     // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
-    void make_arrays(npy_intp n, std::vector<nb::object>& arrays, std::vector<byte*>& leaves) const {
-        arrays.reserve(fields_.size());
-        leaves.reserve(fields_.size());
+    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
         size_t total = 0;
         for (const Span& span : spans_) total += aligned(span.nbytes * size_t(std::max<npy_intp>(n, 1)));
         nb::object owner;
         byte* at = nullptr;
         if (total >= Pool::kSmallest) {
-            const size_t size = Pool::round(total);
-            auto* block = new Block{pool().take(size), size};
-            at = static_cast<byte*>(block->data);
-            owner = nb::capsule(block, [](void* p) noexcept {
-                auto* b = static_cast<Block*>(p);
-                pool().give(b->data, b->size);
-                delete b;
-            });
+            at = static_cast<byte*>(pool().take(total));
+            owner = nb::capsule(at, [](void* block) noexcept { pool().give(block); });
         }
         for (size_t k = 0; k < fields_.size(); ++k) {
-            arrays.push_back(make_array(fields_[k], n, at, owner));
-            leaves.push_back(static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(arrays.back().ptr()))));
+            arrays[k] = make_array(fields_[k], n, at, owner);
+            leaves[k] = static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(arrays[k].ptr())));
             if (at) at += aligned(spans_[k].nbytes * size_t(std::max<npy_intp>(n, 1)));
         }
     }
 
     // The nested sample or batch that these arrays are the leaves of.
-    nb::object build(std::vector<nb::object>& arrays, bool single) const {
+    nb::object build(PerLeaf<nb::object>& arrays, bool single) const {
         if (single)
             for (size_t k = 0; k < fields_.size(); ++k)
                 if (fields_[k].as_scalar) {
@@ -142,12 +151,11 @@ class Codec {
                 }
         if (has_plan_) return build(root_, arrays);
         nb::list out;
-        for (auto& a : arrays) out.append(a);
+        for (size_t k = 0; k < fields_.size(); ++k) out.append(arrays[k]);
         return out;
     }
 
   private:
-    struct Block { void* data; size_t size; };
     static size_t aligned(size_t nbytes) { return (nbytes + 63) / 64 * 64; }
 
     static nb::object make_array(const Field& f, npy_intp n, byte* at, const nb::object& owner) {
@@ -304,7 +312,7 @@ class Codec {
         return false;
     }
 
-    static nb::object build(const Node& node, const std::vector<nb::object>& arrays) {
+    static nb::object build(const Node& node, PerLeaf<nb::object>& arrays) {
         if (node.kind == Node::kLeaf) return arrays[node.leaf];
         if (node.kind == Node::kDict) {
             nb::dict out;
@@ -322,6 +330,7 @@ class Codec {
 
     std::vector<Field> fields_;
     std::vector<Span> spans_;
+    Extent extent_;
     Node root_{};
     bool has_plan_ = false;
     size_t row_nbytes_;

@@ -12,6 +12,7 @@
 #include <cstdint>
 #include <cstring>
 #include <thread>
+#include <type_traits>
 #include <vector>
 
 namespace recollect {
@@ -44,32 +45,45 @@ inline void copy_bytes(byte* to, const byte* from, size_t n) {
 }
 #endif
 
-// One leaf of `n` rows: `at_to(i)` and `at_from(i)` give the two places of row i.
-template <typename To, typename From>
-inline void copy_leaf(size_t n, size_t size, To at_to, From at_from) {
-    auto each = [&](auto copy) { for (size_t i = 0; i < n; ++i) copy(at_to(i), at_from(i)); };
-    switch (size) {
+// A leaf of `size` bytes, 16 at a time; the last word overlaps its neighbour, so that nothing beyond is touched.
+template <size_t kWords> inline void copy_words(byte* to, const byte* from, size_t size) {
+#pragma GCC unroll 12
+    for (size_t w = 0; w + 1 < kWords; ++w) copy_fixed<16>(to + 16 * w, from + 16 * w);
+    copy_fixed<16>(to + size - 16, from + size - 16);
+}
+
+// Call `each(copy)` with the `copy(to, from)` that is made for leaves of `size` bytes: the choice is made once for
+// several rows, and what runs for each is straight code.
+template <typename Each> [[gnu::always_inline]] inline void with_copy(size_t size, Each each) {
+    auto words = [=]<size_t kWords>(std::integral_constant<size_t, kWords>) {
+        each([size](byte* t, const byte* f) { copy_words<kWords>(t, f, size); });
+    };
+    switch (size <= 16 ? size : 16 + (size + 15) / 16) {
         case 0: return;
         case 1: return each([](byte* t, const byte* f) { copy_fixed<1>(t, f); });
         case 2: return each([](byte* t, const byte* f) { copy_fixed<2>(t, f); });
         case 4: return each([](byte* t, const byte* f) { copy_fixed<4>(t, f); });
         case 8: return each([](byte* t, const byte* f) { copy_fixed<8>(t, f); });
         case 16: return each([](byte* t, const byte* f) { copy_fixed<16>(t, f); });
-        case 24: return each([](byte* t, const byte* f) { copy_fixed<24>(t, f); });
-        case 32: return each([](byte* t, const byte* f) { copy_fixed<32>(t, f); });
-        case 48: return each([](byte* t, const byte* f) { copy_fixed<48>(t, f); });
-        case 64: return each([](byte* t, const byte* f) { copy_fixed<64>(t, f); });
-        case 68: return each([](byte* t, const byte* f) { copy_fixed<68>(t, f); });
-        case 192: return each([](byte* t, const byte* f) { copy_fixed<192>(t, f); });
+        case 18: return words(std::integral_constant<size_t, 2>{});
+        case 19: return words(std::integral_constant<size_t, 3>{});
+        case 20: return words(std::integral_constant<size_t, 4>{});
+        case 21: return words(std::integral_constant<size_t, 5>{});
+        case 22: return words(std::integral_constant<size_t, 6>{});
+        case 23: return words(std::integral_constant<size_t, 7>{});
+        case 24: return words(std::integral_constant<size_t, 8>{});
+        case 25: return words(std::integral_constant<size_t, 9>{});
+        case 26: return words(std::integral_constant<size_t, 10>{});
+        case 27: return words(std::integral_constant<size_t, 11>{});
+        case 28: return words(std::integral_constant<size_t, 12>{});
         default: return each([size](byte* t, const byte* f) { copy_bytes(t, f, size); });
     }
 }
 
 struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 
-constexpr size_t kAhead = 12;      // rows between prefetch and copy: as many lines in flight as the processor takes
-constexpr size_t kStaged = 1024;   // rows up to this size are staged
-constexpr size_t kStage = 16384;   // bytes of staged rows: half of a first-level cache
+constexpr size_t kAhead = 16;    // rows between asking for memory and copying from it
+constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
 inline size_t thread_count(size_t nbytes) {
@@ -93,7 +107,8 @@ template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work) {
 
 // The part of a row that some leaves lie in.
 struct Extent {
-    size_t offset, nbytes;
+    size_t offset = 0, nbytes = 0;
+    Extent() = default;
     Extent(const Span* spans, size_t n) {
         size_t low = SIZE_MAX, high = 0;
         for (size_t k = 0; k < n; ++k)
@@ -106,68 +121,100 @@ struct Extent {
     }
 };
 
-inline void prefetch(const byte* at, size_t nbytes) {
-    const size_t reach = std::min<size_t>(nbytes, 512);  // beyond that the hardware has seen the stream
-    for (size_t i = 0; i + 64 < reach; i += 64) __builtin_prefetch(at + i);
-    if (reach) __builtin_prefetch(at + reach - 1);
+// Ask for the first lines of a row, at most eight: beyond that the hardware has seen the stream.
+template <size_t kLines> inline void prefetch(const byte* at, size_t nbytes) {
+#pragma GCC unroll 8
+    for (size_t i = 0; i + 1 < kLines; ++i) __builtin_prefetch(at + 64 * i);
+    __builtin_prefetch(at + std::min<size_t>(nbytes, 512) - 1);
 }
 
-// Leaves of `n` rows at any addresses into leaves[k] + i * size of leaf k, for sample i = first, first + 1, ...
-//
-// Short rows go whole into a small stage first and from there leaf by leaf: the copy that waits for memory is then
-// one straight run per row, and the one that takes it apart never leaves the cache.
-inline void gather_leaves(const byte* const* rows, size_t n, size_t first, const Span* spans, size_t n_spans,
-                          byte* const* leaves) {
-    const Extent extent(spans, n_spans);
-    const size_t nbytes = extent.nbytes, offset = extent.offset;
-    size_t ahead = 0;
-    for (; ahead < std::min(kAhead, n); ++ahead) prefetch(rows[ahead] + offset, nbytes);
-    if (n_spans == 1 || nbytes > kStaged) {
-        for (size_t i = 0; i < n; ++i) {
-            if (ahead < n) prefetch(rows[ahead++] + offset, nbytes);
-            for (size_t k = 0; k < n_spans; ++k)
-                copy_bytes(leaves[k] + (first + i) * spans[k].nbytes, rows[i] + spans[k].offset, spans[k].nbytes);
+// Rows of up to `kLines` lines, a few at a time and leaf by leaf. Memory is asked for twice, kAhead rows before the
+// copy and again half way: the processor drops requests when too many are under way, and those would be waited for.
+template <size_t kLines, typename Row>
+void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
+                  byte* const* leaves) {
+    constexpr size_t kGroup = kLines <= 5 ? 4 : 2, kSoon = kAhead / 2, kBlock = 512;
+    const byte* rows[kBlock];
+    for (size_t at = begin; at < end; at += kBlock) {
+        const size_t n = std::min(kBlock, end - at);
+        size_t asked = 0;
+        auto ask = [&] {
+            rows[asked] = row(at + asked) + extent.offset;
+            prefetch<kLines>(rows[asked], extent.nbytes);
+            ++asked;
+        };
+        auto copy = [&](size_t i, auto group) {
+            for (size_t k = 0; k < n_spans; ++k) {
+                const size_t size = spans[k].nbytes, offset = spans[k].offset - extent.offset;
+                // By value throughout: the copies store bytes, which might be anything that is reached by reference.
+                with_copy(size, [=, to = leaves[k] + (at + i) * size, from = rows + i](auto copy_one) {
+                    byte* t = to;
+                    for (size_t j = 0; j < group(); ++j, t += size) copy_one(t, from[j] + offset);
+                });
+            }
+        };
+        while (asked < std::min(kAhead, n)) ask();
+        size_t i = 0;
+        for (; i + kGroup <= n; i += kGroup) {
+            if (asked + kGroup <= n) {
+#pragma GCC unroll 4
+                for (size_t j = 0; j < kGroup; ++j) ask(), prefetch<kLines>(rows[i + kSoon + j], extent.nbytes);
+            } else {
+                while (asked < n) ask();
+            }
+            copy(i, std::integral_constant<size_t, kGroup>{});
         }
-        return;
-    }
-    alignas(64) byte stage[kStage];
-    const size_t stride = (nbytes + 15) / 16 * 16, most = kStage / std::max<size_t>(stride, 16);
-    for (size_t at = 0; at < n; at += most) {
-        const size_t m = std::min(most, n - at);
-        for (size_t i = 0; i < m; ++i) {
-            if (ahead < n) prefetch(rows[ahead++] + offset, nbytes);
-            copy_bytes(stage + i * stride, rows[at + i] + offset, nbytes);
-        }
-        for (size_t k = 0; k < n_spans; ++k) {
-            const size_t size = spans[k].nbytes;
-            byte* out = leaves[k] + (first + at) * size;
-            const byte* in = stage + spans[k].offset - offset;
-            copy_leaf(m, size, [=](size_t i) { return out + i * size; }, [=](size_t i) { return in + i * stride; });
-        }
+        while (asked < n) ask();
+        if (i < n) copy(i, [rest = n - i] { return rest; });
     }
 }
 
-// Leaves of samples [begin, end) into rows that follow each other from `to` on (sample 0's row); the mirror of
-// gather_leaves. Rows are put together in the stage and leave it in one piece, as memcpy likes it best.
+// Leaves of samples [begin, end) into leaves[k] + i * size of leaf k; `row(i)` is called once, in order, for where
+// the row of sample i is.
+template <typename Row>
+void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
+                   byte* const* leaves) {
+    auto short_rows = [&]<size_t kLines>(std::integral_constant<size_t, kLines>) {
+        gather_short<kLines>(row, begin, end, extent, spans, n_spans, leaves);
+    };
+    if (extent.nbytes == 0) return;
+    if (extent.nbytes < kLong) {
+        switch ((extent.nbytes + 63) / 64) {
+            case 1: return short_rows(std::integral_constant<size_t, 2>{});
+            case 2: return short_rows(std::integral_constant<size_t, 3>{});
+            case 3: return short_rows(std::integral_constant<size_t, 4>{});
+            case 4: return short_rows(std::integral_constant<size_t, 5>{});
+            case 5: return short_rows(std::integral_constant<size_t, 6>{});
+            case 6: return short_rows(std::integral_constant<size_t, 7>{});
+            case 7: return short_rows(std::integral_constant<size_t, 8>{});
+            default: return short_rows(std::integral_constant<size_t, 9>{});
+        }
+    }
+    const byte* next = begin < end ? row(begin) : nullptr;
+    for (size_t i = begin; i < end; ++i) {
+        const byte* at = next;
+        if (i + 1 < end) prefetch<9>((next = row(i + 1)) + extent.offset, extent.nbytes);
+        for (size_t k = 0; k < n_spans; ++k)
+            copy_bytes(leaves[k] + i * spans[k].nbytes, at + spans[k].offset, spans[k].nbytes);
+    }
+}
+
+// Leaves of samples [begin, end) into rows that follow each other from `to` on (sample 0's row): the mirror.
 inline void scatter_leaves(byte* to, size_t row_nbytes, size_t begin, size_t end, const Span* spans, size_t n_spans,
                            const byte* const* leaves) {
-    if (row_nbytes > kStaged) {
-        for (size_t i = begin; i < end; ++i)
-            for (size_t k = 0; k < n_spans; ++k)
-                copy_bytes(to + i * row_nbytes + spans[k].offset, leaves[k] + i * spans[k].nbytes, spans[k].nbytes);
-        return;
-    }
-    alignas(64) byte stage[kStage] = {};  // padding between leaves is zeros
-    const size_t most = kStage / std::max<size_t>(row_nbytes, 8);
-    for (size_t at = begin; at < end; at += most) {
-        const size_t n = std::min(most, end - at);
+    const size_t group = row_nbytes < kLong ? 16 : 1;
+    for (size_t i = begin; i < end; i += group) {
+        const size_t n = std::min(group, end - i);
         for (size_t k = 0; k < n_spans; ++k) {
             const size_t size = spans[k].nbytes;
-            const byte* in = leaves[k] + at * size;
-            byte* out = stage + spans[k].offset;
-            copy_leaf(n, size, [=](size_t i) { return out + i * row_nbytes; }, [=](size_t i) { return in + i * size; });
+            const byte* in = leaves[k] + i * size;
+            byte* out = to + i * row_nbytes + spans[k].offset;
+            with_copy(size, [=](auto copy_one) {
+                const byte* f = in;
+                byte* t = out;
+                for (size_t j = 0; j < n; ++j, f += size, t += row_nbytes) copy_one(t, f);
+            });
         }
-        copy_bytes(to + at * row_nbytes, stage, n * row_nbytes);
     }
 }
 

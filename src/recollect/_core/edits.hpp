@@ -62,9 +62,10 @@ inline Places hold_places(Memory& m, Hold& hold, const int64_t* index, size_t n)
     }
 }
 
-// Overwrite the rows given as (lane, row), one after the other, so that of duplicates the last wins.
-inline void overwrite(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, const byte* const* leaves,
-                      const Codec& codec) {
+// Overwrite the rows given as (lane, row), one after the other, so that of duplicates the last wins: number i by
+// `fill(its memory, i)`.
+template <typename Fill>
+void overwrite_by(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, Fill fill) {
     std::map<size_t, bool> lanes;
     for (auto& [k, r] : rows) lanes[k] = true;
     for (auto& [k, _] : lanes) { m.open_epoch(m.lane(k)); m.set_op(m.lane(k), kOverwrite); }
@@ -72,15 +73,22 @@ inline void overwrite(Memory& m, const std::vector<std::pair<size_t, size_t>>& r
         const size_t r = rows[i].second;
         m.begin_row(r);
         std::atomic_thread_fence(std::memory_order_release);
-        for (size_t f = 0; f < codec.size(); ++f) {
-            const Span& span = codec.spans()[f];
-            copy_bytes(m.row(r) + span.offset, leaves[f] + i * span.nbytes, span.nbytes);
-        }
+        fill(m.row(r), i);
         fault_point();
         m.end_row(r);
         fault_point();
     }
     for (auto& [k, _] : lanes) m.close_epoch(m.lane(k));
+}
+
+inline void overwrite(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, const byte* const* leaves,
+                      const Codec& codec) {
+    overwrite_by(m, rows, [&](byte* row, size_t i) {
+        for (size_t f = 0; f < codec.size(); ++f) {
+            const Span& span = codec.spans()[f];
+            copy_bytes(row + span.offset, leaves[f] + i * span.nbytes, span.nbytes);
+        }
+    });
 }
 
 inline void remove_from_lane(Memory& m, size_t k, const std::vector<uint64_t>& gone) {

@@ -101,6 +101,16 @@ class Memory {
     Lane& lane(size_t k) const { return lanes_[k]; }
     Shared& shared() const { return *shared_; }
 
+    // After a cursor has moved: wake who waits for it. See pack.hpp.
+    void tell_waiters() const {
+        std::atomic_thread_fence(std::memory_order_seq_cst);
+        if (shared_->waiters.load(std::memory_order_relaxed)) [[unlikely]] wake_waiters();
+    }
+    void wake_waiters() const {
+        shared_->waiters.store(0, std::memory_order_seq_cst);
+        futex_wake(&shared_->waiters, 0x7FFFFFFF);
+    }
+
     void add_chunk(const Chunk& chunk, std::shared_ptr<Mapping> keep) {
         chunks_[n_chunks_] = chunk;
         keep_.push_back(std::move(keep));

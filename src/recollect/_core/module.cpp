@@ -3,13 +3,26 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/string.h>
 
+#include "bind_latest.hpp"
 #include "codec.hpp"
 #include "crc32c.hpp"
 #include "edits.hpp"
+#include "lanes_write.hpp"
 #include "rows.hpp"
 #include "tree.hpp"
+#include "windows.hpp"
 
 using namespace recollect;
+
+namespace recollect {
+void bind_items(nb::module_& m);
+void bind_ring(nb::module_& m);
+void bind_windows(nb::module_& m);
+void bind_pack(nb::module_& m);
+void bind_orphan(nb::module_& m);
+void bind_copy(nb::module_& m);
+}
+void bind_prioritized(nb::module_& m);
 
 namespace {
 
@@ -112,6 +125,9 @@ class Rows {
 
     void close() { memory_.reset(); }
     bool is_closed() const { return !memory_; }
+    std::shared_ptr<Memory> shared_memory() const { return memory(); }
+
+    std::shared_ptr<Memory> opened() const { return memory(); }
 
     // --- reading ---
     size_t count() const {
@@ -139,8 +155,8 @@ class Rows {
         auto m = memory(codec);
         auto [at, n] = array_of<int64_t>(index, "index");
         if (single && n != 1) throw nb::value_error("index: must be one for a single sample");
-        std::vector<nb::object> arrays;
-        std::vector<byte*> leaves;
+        PerLeaf<nb::object> arrays(codec.size());
+        PerLeaf<byte*> leaves(codec.size());
         prepare(codec, single ? -1 : npy_intp(n), out, arrays, leaves);
         {
             Unlocked unlocked(n * m->row_nbytes > kHoldGil);
@@ -150,7 +166,7 @@ class Rows {
                 const Snapshot& s = reader.snapshot();
                 check_count(s, counted);
                 for (size_t i = 0; i < count; ++i) check_index(places[i], s.total());
-                auto index = [&](size_t i) { return uint64_t(places[i]); };
+                auto index = [places](size_t i) { return uint64_t(places[i]); };
                 gather(*m, s, count, index, codec, leaves.data());
                 return all_whole(s, count, index);
             });
@@ -158,11 +174,13 @@ class Rows {
         return out.is_none() ? codec.build(arrays, single) : out;
     }
 
-    // n uniform draws with replacement, or None when there is nothing to draw from.
-    nb::object draw(const Codec& codec, uint64_t key, uint64_t counter, size_t n, nb::object out) const {
+    // The next n draws of a stream, uniform with replacement; None when there is nothing to draw from.
+    nb::object draw(const Codec& codec, Stream& stream, size_t n, nb::object out) const {
         auto m = memory(codec);
-        std::vector<nb::object> arrays;
-        std::vector<byte*> leaves;
+        const auto [key, counter] = stream;
+        if (out.is_none()) expect_draw(*m, stream, n, codec.extent());
+        PerLeaf<nb::object> arrays(codec.size());
+        PerLeaf<byte*> leaves(codec.size());
         prepare(codec, npy_intp(n), out, arrays, leaves);
         bool empty = false;
         {
@@ -174,6 +192,7 @@ class Rows {
             });
         }
         if (empty) return nb::none();
+        stream.counter = counter + n;
         return out.is_none() ? codec.build(arrays, false) : out;
     }
 
@@ -182,8 +201,8 @@ class Rows {
         auto m = memory(codec);
         auto [at, n] = array_of<int64_t>(rows, "rows");
         if (single && n != 1) throw nb::value_error("rows: must be one for a single sample");
-        std::vector<nb::object> arrays;
-        std::vector<byte*> leaves;
+        PerLeaf<nb::object> arrays(codec.size());
+        PerLeaf<byte*> leaves(codec.size());
         codec.make_arrays(single ? -1 : npy_intp(n), arrays, leaves);
         for (size_t i = 0; i < n; ++i) check_row(*m, at[i]);
         {
@@ -232,7 +251,10 @@ class Rows {
         const int64_t *r = row, *g = generation;
         reader.run([&, count = n] {
             const Snapshot& s = reader.snapshot();
-            for (size_t i = 0; i < count; ++i) out[i] = index_of_row(*m, s, r[i], g[i]);
+            for (size_t i = 0; i < count; ++i) {
+                const auto at = place_of_row(*m, s, r[i], g[i]);
+                out[i] = at ? int64_t(index_of_place(s, *at)) : -1;
+            }
             return s.is_untouched();
         });
         return result;
@@ -247,13 +269,14 @@ class Rows {
             reader.run([&] {
                 for (auto* v : {&id, &lane, &start, &length, &row, &step}) v->clear();
                 const Snapshot& s = reader.snapshot();
+                const Runs runs(*m, s, true);
                 uint64_t before = 0;
                 for (size_t k = 0; k < m->n_lanes; ++k) {
                     const uint64_t open = live_segment(*m, k);
                     for (uint64_t p = s[k].low, end; p < s[k].cursor; p = end) {
                         const size_t r = m->row_of(k, p);
                         const int64_t here = m->segment(r);
-                        end = segment_end(*m, k, p, s[k].cursor);
+                        end = runs.end({k, p});
                         if (open && here == int64_t(open)) continue;
                         id.push_back(here); lane.push_back(int64_t(k)); start.push_back(int64_t(before + p - s[k].low));
                         length.push_back(int64_t(end - p)); row.push_back(int64_t(r)); step.push_back(m->step(r));
@@ -322,6 +345,40 @@ class Rows {
         std::vector<const byte*> leaves(codec.size());
         codec.take_fields(arrays, npy_intp(n), leaves.data());
         write_leaves(*m, codec, leaves.data(), n, lane, ends, keep_open);
+    }
+
+    // Sample i of a batch of field arrays to lane lanes[i]; `ends` (or None) tells whose segment ends with it.
+    void write_lanes(const Codec& codec, nb::list arrays, nb::handle lanes, nb::object ends) {
+        auto m = writable(codec);
+        auto [k, n] = array_of<int64_t>(lanes, "lanes");
+        std::vector<const byte*> leaves(codec.size());
+        codec.take_fields(arrays, npy_intp(n), leaves.data());
+        write_to_lanes(*m, codec, leaves.data(), k, n, ends);
+    }
+
+    // The same of a nested batch of exact arrays, of its samples `rows` (None: all, in order); false (nothing done) if
+    // it needs conversion or a message.
+    bool extend_lanes(const Codec& codec, nb::handle batch, nb::handle lanes, nb::object ends, nb::object rows) {
+        auto m = writable(codec);
+        auto [k, n] = array_of<int64_t>(lanes, "lanes");
+        std::vector<const byte*> leaves(codec.size());
+        npy_intp size = rows.is_none() ? npy_intp(n) : -1;
+        if (!codec.take_batch(batch.ptr(), size, leaves.data())) return false;
+        const int64_t* chosen = rows_of(rows, size_t(size), n);
+        write_to_lanes(*m, codec, leaves.data(), k, n, ends, chosen);
+        return true;
+    }
+
+    // Samples `rows` of a nested batch of exact arrays, to one lane and without segments; false as above.
+    bool extend_chosen(const Codec& codec, nb::handle batch, nb::object rows, int64_t lane) {
+        auto m = writable(codec);
+        std::vector<const byte*> leaves(codec.size());
+        npy_intp size = -1;
+        if (!codec.take_batch(batch.ptr(), size, leaves.data())) return false;
+        const size_t n = array_of<int64_t>(rows, "rows").n;
+        const Chosen chosen(codec, leaves.data(), rows_of(rows, size_t(size), n), n);
+        write_leaves(*m, codec, chosen.leaves(), n, lane, nb::none(), false);
+        return true;
     }
 
     void end_segment(int64_t lane) {
@@ -459,6 +516,12 @@ class Rows {
     void freeze() { writable()->writable = false; }
     void reserve_rows(size_t n) { writable()->reach(n); }
 
+    // For the other files of the core: these rows, for as long as they are open.
+    nb::capsule share() const {
+        return nb::capsule(new std::weak_ptr<Memory>(memory()),
+                           [](void* p) noexcept { delete static_cast<std::weak_ptr<Memory>*>(p); });
+    }
+
     // --- counting ---
     void reject(uint64_t n) {
         auto m = memory();
@@ -524,14 +587,12 @@ class Rows {
         m.keep_lane(size_t(lane));
         return size_t(lane);
     }
-    static void prepare(const Codec& codec, npy_intp n, nb::object& out, std::vector<nb::object>& arrays,
-                        std::vector<byte*>& leaves) {
+    static void prepare(const Codec& codec, npy_intp n, nb::object& out, PerLeaf<nb::object>& arrays,
+                        PerLeaf<byte*>& leaves) {
         if (out.is_none()) return codec.make_arrays(n, arrays, leaves);
-        std::vector<const byte*> taken(codec.size());
         npy_intp rows = n;
-        if (n < 0 || !codec.take_batch(out.ptr(), rows, taken.data(), true))
+        if (n < 0 || !codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
             throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
-        for (const byte* p : taken) leaves.push_back(const_cast<byte*>(p));
     }
     void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, size_t n, int64_t lane, nb::object ends,
                       bool keep_open) {
@@ -547,6 +608,26 @@ class Rows {
         Unlocked unlocked(n * m.row_nbytes > kHoldGil);
         Writer(m, k).write(leaves, n, codec, e);
     }
+    // Which samples of a batch of `size`; null for all, in order.
+    static const int64_t* rows_of(nb::object rows, size_t size, size_t n) {
+        if (rows.is_none()) return nullptr;
+        auto [at, count] = array_of<int64_t>(rows, "rows");
+        if (count != n) throw nb::value_error("rows: must be one for each lane");
+        for (size_t i = 0; i < n; ++i) check_index(at[i], size);
+        return at;
+    }
+    static void write_to_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const int64_t* lanes, size_t n,
+                               nb::object ends, const int64_t* rows = nullptr) {
+        const uint8_t* flags = nullptr;
+        if (!ends.is_none()) {
+            auto [given, n_flags] = array_of<bool>(ends, "ends");
+            if (n_flags != n) throw nb::value_error("ends: must have one flag per sample");
+            flags = reinterpret_cast<const uint8_t*>(given);
+        }
+        for (size_t i = 0; i < n; ++i) check_lane(m, size_t(lanes[i]));
+        Unlocked unlocked(n * m.row_nbytes > kHoldGil);
+        recollect::write_lanes(m, codec, leaves, lanes, n, flags, rows);
+    }
     // The open segment of lane k; that of a dead writer has ended at its last committed row.
     static uint64_t live_segment(const Memory& m, size_t k) {
         const uint64_t open = m.lane(k).open_segment.load();
@@ -558,29 +639,6 @@ class Rows {
         copy_sample(m, r, i, codec, leaves);
         std::atomic_thread_fence(std::memory_order_acquire);
         return m.stamp(r).load(std::memory_order_relaxed) == before;
-    }
-    static uint64_t segment_end(const Memory& m, size_t k, uint64_t p, uint64_t cursor) {
-        const int64_t id = m.segment(m.row_of(k, p));
-        auto same = [&](uint64_t q) { return m.segment(m.row_of(k, q)) == id; };
-        uint64_t lo = p, stride = 1;  // same(lo) holds
-        while (lo + stride < cursor && same(lo + stride)) { lo += stride; stride *= 2; }
-        uint64_t hi = std::min(lo + stride, cursor);  // the end is in (lo, hi]
-        while (lo + 1 < hi) {
-            const uint64_t mid = lo + (hi - lo) / 2;
-            if (same(mid)) lo = mid; else hi = mid;
-        }
-        return hi;
-    }
-    static int64_t index_of_row(const Memory& m, const Snapshot& s, int64_t r, int64_t generation) {
-        if (r < 0 || (m.capacity && size_t(r) >= m.capacity)) return -1;
-        const size_t k = m.run ? size_t(r) / m.run : 0;
-        const Window& v = s[k];
-        uint64_t p = uint64_t(r);
-        if (m.run) p = v.low + (uint64_t(r) % m.run + m.run - v.low % m.run) % m.run;
-        if (p < v.low || p >= v.cursor || int64_t(m.generation(size_t(r))) != generation) return -1;
-        uint64_t before = 0;
-        for (size_t j = 0; j < k; ++j) before += s[j].count();
-        return int64_t(before + p - v.low);
     }
 
     std::shared_ptr<Memory> memory_;
@@ -669,6 +727,10 @@ void* load_numpy() {
 
 }  // namespace
 
+namespace recollect {
+std::shared_ptr<Memory> memory_of(nb::handle rows) { return nb::cast<const Rows&>(rows).opened(); }
+}
+
 NB_MODULE(_native, m) {
     load_numpy();
     if (PyErr_Occurred()) throw nb::python_error();
@@ -726,6 +788,11 @@ NB_MODULE(_native, m) {
         .def("wake", [](const Mapping& s, size_t at, int n) { return futex_wake(word_at<std::atomic<uint32_t>>(s, at), n); },
              nb::arg("offset"), nb::arg("n") = 0x7FFFFFFF);
 
+    nb::class_<Stream>(m, "Stream")
+        .def(nb::init<>())
+        .def_rw("key", &Stream::key)
+        .def_rw("counter", &Stream::counter);
+
     nb::class_<Codec>(m, "Codec")
         .def(nb::init<nb::list, nb::object, size_t>(), nb::arg("fields"), nb::arg("plan").none(), nb::arg("row_nbytes"))
         .def_prop_ro("row_nbytes", &Codec::row_nbytes);
@@ -736,11 +803,12 @@ NB_MODULE(_native, m) {
              nb::arg("is_private"), nb::arg("fd"), nb::arg("sections").none())
         .def("close", &Rows::close)
         .def_prop_ro("is_closed", &Rows::is_closed)
+        .def("memory", &Rows::shared_memory)
         .def("count", &Rows::count)
         .def("windows", &Rows::windows)
         .def("read", &Rows::read, nb::arg("codec"), nb::arg("index"), nb::arg("single") = false, nb::arg("out") = nb::none(),
              nb::arg("counted") = -1)
-        .def("draw", &Rows::draw, nb::arg("codec"), nb::arg("key"), nb::arg("counter"), nb::arg("n"), nb::arg("out") = nb::none())
+        .def("draw", &Rows::draw, nb::arg("codec"), nb::arg("stream"), nb::arg("n"), nb::arg("out") = nb::none())
         .def("read_rows", &Rows::read_rows, nb::arg("codec"), nb::arg("rows"), nb::arg("single") = false)
         .def("locate", &Rows::locate, nb::arg("index"), nb::arg("counted") = -1)
         .def("index_of", &Rows::index_of, nb::arg("row"), nb::arg("generation"))
@@ -751,6 +819,10 @@ NB_MODULE(_native, m) {
              nb::arg("keep_open") = false)
         .def("write", &Rows::write, nb::arg("codec"), nb::arg("arrays"), nb::arg("n"), nb::arg("lane") = -1,
              nb::arg("ends") = nb::none(), nb::arg("keep_open") = false)
+        .def("write_lanes", &Rows::write_lanes, nb::arg("codec"), nb::arg("arrays"), nb::arg("lanes"), nb::arg("ends") = nb::none())
+        .def("extend_lanes", &Rows::extend_lanes, nb::arg("codec"), nb::arg("batch").none(), nb::arg("lanes"),
+             nb::arg("ends") = nb::none(), nb::arg("rows") = nb::none())
+        .def("extend_chosen", &Rows::extend_chosen, nb::arg("codec"), nb::arg("batch").none(), nb::arg("rows"), nb::arg("lane") = -1)
         .def("end_segment", &Rows::end_segment, nb::arg("lane") = -1)
         .def("overwrite", &Rows::overwrite, nb::arg("codec"), nb::arg("index"), nb::arg("arrays"))
         .def("overwrite_rows", &Rows::overwrite_rows, nb::arg("codec"), nb::arg("rows"), nb::arg("arrays"))
@@ -771,8 +843,14 @@ NB_MODULE(_native, m) {
         .def("set_segment_counter", &Rows::set_segment_counter, nb::arg("n"))
         .def("freeze", &Rows::freeze)
         .def("reserve_rows", &Rows::reserve_rows, nb::arg("n"))
+        .def("share", &Rows::share)
         .def("reject", &Rows::reject, nb::arg("n"))
         .def("counters", &Rows::counters);
+
+    bind_ring(m);
+    bind_pack(m);
+    bind_orphan(m);
+    bind_copy(m);
 
     nb::class_<Tree<Sum>>(m, "SumTree")
         .def(nb::init<size_t>(), nb::arg("capacity"))
@@ -787,4 +865,9 @@ NB_MODULE(_native, m) {
         .def_prop_ro("capacity", &Tree<Min>::capacity)
         .def("set", &set_min, nb::arg("rows"), nb::arg("values"), nb::arg("orders"))
         .def("lowest", [](const Tree<Min>& t) { return nb::make_tuple(t.top().value, t.top().order, t.find_lowest()); });
+
+    bind_items(m);
+    bind_latest(m);
+    bind_prioritized(m);
+    bind_windows(m);
 }

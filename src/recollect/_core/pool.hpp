@@ -1,14 +1,16 @@
-// Blocks of memory for large batches, kept for the next batch.
+// Blocks of memory for batches, kept for the next batch.
 //
-// A fresh block of some megabytes costs a page fault for every 4 KB, which is as much as filling it. A batch is the
-// caller's own: its block comes back here when the last of its arrays is gone, and not before.
+// A fresh block of some megabytes costs a page fault for every 4 KB, which is as much as filling it, and several small
+// ones cost several calls. A batch is the caller's own: its block comes back here when the last of its arrays is gone,
+// and not before.
 #pragma once
 
 #include <sys/mman.h>
 
+#include <algorithm>
 #include <cstdlib>
-#include <map>
 #include <new>
+#include <vector>
 
 #include "mapping.hpp"
 
@@ -17,38 +19,48 @@ namespace recollect {
 // Under the GIL throughout.
 class Pool {
   public:
-    static constexpr size_t kSmallest = 64 * 1024;       // smaller ones the allocator keeps by itself
+    static constexpr size_t kSmallest = 4096;            // smaller ones the allocator keeps by itself
     static constexpr size_t kKept = size_t(256) << 20;   // bytes at rest
+    static constexpr size_t kBlocks = 64;                // and blocks, which are few enough to look through
 
-    static size_t round(size_t nbytes) { return (nbytes + kSmallest - 1) / kSmallest * kSmallest; }
-
-    void* take(size_t size) {
-        if (auto found = free_.find(size); found != free_.end()) {
-            void* block = found->second;
-            free_.erase(found);
-            kept_ -= size;
-            return block;
-        }
-        void* block = std::aligned_alloc(size >= kHugePage ? kHugePage : 64, size >= kHugePage ? huge_up(size) : size);
+    // At least `nbytes`, on a 64-byte boundary. The newest of a size is the warmest.
+    void* take(size_t nbytes) {
+        const size_t size = round(nbytes + kHead);
+        for (size_t i = free_.size(); i-- > 0;)
+            if (size_of(free_[i]) == size) {
+                byte* block = free_[i];
+                free_.erase(free_.begin() + ptrdiff_t(i));
+                kept_ -= size;
+                return block + kHead;
+            }
+        const bool huge = size >= kHugePage;
+        auto* block = static_cast<byte*>(std::aligned_alloc(huge ? kHugePage : 64, size));
         if (!block) throw std::bad_alloc();
-        if (size >= kHugePage) ::madvise(block, size, MADV_HUGEPAGE);
-        return block;
+        if (huge) ::madvise(block, size, MADV_HUGEPAGE);
+        size_of(block) = size;
+        return block + kHead;
     }
-    void give(void* block, size_t size) {
-        while (kept_ + size > kKept && !free_.empty()) {
-            auto [other, old] = *free_.begin();
+    void give(void* taken) {
+        byte* block = static_cast<byte*>(taken) - kHead;
+        free_.push_back(block);
+        kept_ += size_of(block);
+        while (!free_.empty() && (kept_ > kKept || free_.size() > kBlocks)) {  // the oldest goes
+            kept_ -= size_of(free_.front());
+            std::free(free_.front());
             free_.erase(free_.begin());
-            kept_ -= other;
-            std::free(old);
         }
-        if (kept_ + size > kKept) { std::free(block); return; }
-        free_.emplace(size, block);
-        kept_ += size;
     }
 
   private:
-    static size_t huge_up(size_t n) { return (n + kHugePage - 1) / kHugePage * kHugePage; }
-    std::multimap<size_t, void*> free_;
+    static constexpr size_t kHead = 64;  // before each block: its size
+    static size_t& size_of(byte* block) { return *reinterpret_cast<size_t*>(block); }
+    // From half a megabyte on a block is whole 2 MB pages: on 4 KB pages filling it waits for the page table.
+    static size_t round(size_t nbytes) {
+        const size_t unit = nbytes < kHugePage / 4 ? kSmallest : kHugePage;
+        return (nbytes + unit - 1) / unit * unit;
+    }
+
+    std::vector<byte*> free_;
     size_t kept_ = 0;
 };
 

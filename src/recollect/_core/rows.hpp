@@ -6,7 +6,7 @@
 
 namespace recollect {
 
-constexpr size_t kHoldGil = 16 * 1024;   // copies smaller than this are over before another thread could start
+constexpr size_t kHoldGil = 64 * 1024;   // copies smaller than this are over before another thread could start
 constexpr uint64_t kRedraws = 64;        // rounds of drawing lapped rows again before the whole draw starts afresh
 constexpr double kContention_s = 1.0;    // how long a read may be lapped
 constexpr double kLookAtOwner_s = 0.002; // after waiting this long for a change to end, ask whether its writer lives
@@ -29,6 +29,9 @@ inline uint64_t draw_one(uint64_t key, uint64_t counter, uint64_t bound) {
     }
     return static_cast<uint64_t>(m >> 64);
 }
+
+// A stream of draws: its state is a key and how many were drawn.
+struct Stream { uint64_t key = 0, counter = 0; };
 
 // What all lanes show at one moment, and the order in which their samples are numbered.
 class Snapshot {
@@ -79,6 +82,21 @@ class Snapshot {
     bool is_live(uint64_t i) const {
         auto [k, p] = place(i);
         return p >= memory_.low_of(memory_.lane(k));
+    }
+    // The windows of an earlier snapshot instead of these.
+    void restore(const Window* windows) {
+        total_ = 0;
+        for (size_t k = 0; k < memory_.n_lanes; ++k) total_ += (windows_[k] = windows[k]).count();
+    }
+    // Leave out what the next `headroom` rows of each lane will overwrite.
+    void leave_room(uint64_t headroom) {
+        total_ = 0;
+        for (size_t k = 0; k < memory_.n_lanes; ++k) {
+            Window& w = windows_[k];
+            const uint64_t end = w.cursor + headroom, run = memory_.run;
+            w.low = std::min(w.cursor, std::max(w.low, run && end > run ? end - run : 0));
+            total_ += w.count();
+        }
     }
     // Leave out what has been overwritten meanwhile.
     void shrink() {
@@ -177,13 +195,9 @@ template <typename Index>
 void gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves) {
     const RowAddress address(m, s);
     in_parallel(n, n * m.row_nbytes, [&](size_t begin, size_t end) {
-        constexpr size_t kBatch = 1024;  // addresses at a time, to keep them in the cache
-        const byte* rows[kBatch];
-        for (size_t at = begin; at < end; at += kBatch) {
-            const size_t count = std::min(kBatch, end - at);
-            for (size_t i = 0; i < count; ++i) rows[i] = address(index(at + i));
-            gather_leaves(rows, count, at, codec.spans(), codec.size(), leaves);
-        }
+        // By value: the copies store bytes, which might be anything that is reached by reference.
+        auto row = [address, index](size_t i) { return address(index(i)); };
+        gather_leaves(row, begin, end, codec.extent(), codec.spans(), codec.size(), leaves);
     });
 }
 
@@ -194,25 +208,39 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
     }
 }
 
+// Ask for the first rows of a draw while its arrays are still to be made.
+inline void expect_draw(const Memory& m, const Stream& stream, size_t n, const Extent& extent) {
+    if (!m.capacity || !extent.nbytes) return;
+    Snapshot s(m);
+    if (!s.take() || s.total() == 0) return;
+    const RowAddress address(m, s);
+    for (size_t i = 0; i < std::min(kAhead, n); ++i)
+        prefetch<4>(address(draw_one(stream.key, stream.counter + i, s.total())) + extent.offset, extent.nbytes);
+}
+
 // n uniform draws into leaves; false when the whole of it must be tried again.
 class Draw {
   public:
-    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n) : memory_(m), snapshot_(s), key_(key), counter_(counter), index_(n) {}
+    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n) : memory_(m), snapshot_(s), key_(key), counter_(counter), n_(n), index_(std::make_unique_for_overwrite<uint64_t[]>(n)) {}
 
     bool run(const Codec& codec, byte* const* leaves) {
-        const uint64_t total = snapshot_.total();
-        gather(memory_, snapshot_, index_.size(), [&](size_t i) { return index_[i] = draw_one(key_, counter_ + i, total); },
-               codec, leaves);
-        auto index = [&](size_t i) { return index_[i]; };
-        for (uint64_t again = 1; !all_whole(snapshot_, index_.size(), index); ++again)
+        uint64_t* drawn = index_.get();
+        auto draw = [drawn, key = key_, counter = counter_, total = snapshot_.total()](size_t i) {
+            return drawn[i] = draw_one(key, counter + i, total);
+        };
+        gather(memory_, snapshot_, n_, draw, codec, leaves);
+        auto index = [drawn](size_t i) { return drawn[i]; };
+        for (uint64_t again = 1; !all_whole(snapshot_, n_, index); ++again)
             if (again > kRedraws || !snapshot_.same_epochs() || !redraw(again, codec, leaves)) return false;
         return true;
     }
 
+    uint64_t redrawn() const { return redrawn_; }
+
   private:
     // Draw again what was overwritten while it was copied, from what is left of the snapshot.
     bool redraw(uint64_t again, const Codec& codec, byte* const* leaves) {
-        const size_t n = index_.size();
+        const size_t n = n_;
         std::vector<std::pair<size_t, uint64_t>> places(n);
         for (size_t i = 0; i < n; ++i) places[i] = snapshot_.place(index_[i]);
         snapshot_.shrink();
@@ -224,6 +252,7 @@ class Draw {
             if (p >= snapshot_[k].low) { index_[i] = before[k] + p - snapshot_[k].low; continue; }
             index_[i] = draw_one(mix(key_ ^ again), counter_ + i, snapshot_.total());
             copy_sample(memory_, snapshot_.row(index_[i]), i, codec, leaves);
+            ++redrawn_;
         }
         return true;
     }
@@ -231,7 +260,9 @@ class Draw {
     Memory& memory_;
     Snapshot& snapshot_;
     uint64_t key_, counter_;
-    std::vector<uint64_t> index_;
+    size_t n_;
+    std::unique_ptr<uint64_t[]> index_;
+    uint64_t redrawn_ = 0;
 };
 
 // How a block of rows ends segments. Without tags nothing of it matters.
@@ -277,9 +308,18 @@ class Writer {
             advance(at, codec, piece);
         }
         if (n && memory_.tagged && !ends.keep_open) lane_.open_segment.store(0, std::memory_order_relaxed);
+        memory_.tell_waiters();
     }
 
     void append(const Source* sources, const Codec& codec) {
+        append_by([&](byte* row, size_t) {
+            for (size_t k = 0; k < codec.size(); ++k)
+                copy_bytes(row + codec.spans()[k].offset, sources[k].data, codec.spans()[k].nbytes);
+        });
+    }
+
+    // One row at the cursor, by `fill(its memory, its number)`, which may also change its tag.
+    template <typename Fill> size_t append_by(Fill fill) {
         const uint64_t p = lane_.cursor.load(std::memory_order_relaxed);
         memory_.reach(p + 1);
         const size_t r = memory_.row_of(k_, p);
@@ -294,13 +334,12 @@ class Writer {
         std::atomic_thread_fence(std::memory_order_release);
         fault_point();
         if (memory_.tagged) memory_.set_tag(r, segment, step);
-        byte* row = memory_.row(r);
-        for (size_t k = 0; k < codec.size(); ++k)
-            copy_bytes(row + codec.spans()[k].offset, sources[k].data, codec.spans()[k].nbytes);
+        fill(memory_.row(r), r);
         memory_.end_row(r);
         fault_point();
         lane_.cursor.store(p + 1, std::memory_order_release);
         fault_point();
+        return r;
     }
 
   private:

@@ -4,10 +4,14 @@
 // the sum of what is stored, and setting everything to zero gives exactly zero.
 #pragma once
 
+#include <sys/mman.h>
+
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
+#include <cstdlib>
 #include <limits>
+#include <new>
 #include <stdexcept>
 #include <vector>
 
@@ -15,13 +19,39 @@ namespace recollect {
 
 constexpr size_t kArity = 16;
 
+// Also compiled for wide registers, chosen when the module is loaded. No fused operations: the same bits everywhere.
+#if defined(__x86_64__) && defined(__GNUC__) && !defined(__clang__) && !defined(__SANITIZE_THREAD__) && !defined(__SANITIZE_ADDRESS__)
+#define RECOLLECT_WIDE __attribute__((target_clones("avx2", "default")))
+#else
+#define RECOLLECT_WIDE
+#endif
+
+// Memory on cache lines; from 2 MB on in huge pages, where descents would otherwise miss the TLB at every step.
+template <typename T> struct InPages {
+    using value_type = T;
+    static constexpr size_t kHuge = size_t(2) << 20;
+    InPages() = default;
+    template <typename U> InPages(const InPages<U>&) {}
+    T* allocate(size_t n) {
+        const size_t nbytes = n * sizeof(T), unit = nbytes < kHuge ? 64 : kHuge;
+        void* p = std::aligned_alloc(unit, (nbytes + unit - 1) / unit * unit);
+        if (!p) throw std::bad_alloc();
+        if (unit == kHuge) ::madvise(p, nbytes, MADV_HUGEPAGE);
+        return static_cast<T*>(p);
+    }
+    void deallocate(T* p, size_t) { std::free(p); }
+    template <typename U> bool operator==(const InPages<U>&) const { return true; }
+};
+
 struct Sum {
     using value = double;
     static constexpr double empty = 0.0;
-    static double of(const double* children) {
-        double total = 0.0;
-        for (size_t i = 0; i < kArity; ++i) total += children[i];
-        return total;
+    // Always in this order, four sums side by side: they do not wait for one another.
+    static double of(const double* c) {
+        double s[4] = {c[0], c[1], c[2], c[3]};
+        for (size_t i = 4; i < kArity; i += 4)
+            for (size_t k = 0; k < 4; ++k) s[k] += c[i + k];
+        return (s[0] + s[1]) + (s[2] + s[3]);
     }
 };
 
@@ -58,18 +88,24 @@ template <typename Op> class Tree {
     size_t capacity() const { return capacity_; }
     value top() const { return Op::of(levels_.back().data()); }
     value leaf(size_t row) const { return levels_[0][row]; }
+    const value* leaves() const { return levels_[0].data(); }
 
     // Set many leaves (of duplicates the last wins), then mend each level once.
-    void set(const int64_t* rows, const value* values, size_t n) {
+    RECOLLECT_WIDE void set(const int64_t* rows, const value* values, size_t n) {
         if (n == 0) return;
         touched_.resize(n);
         for (size_t i = 0; i < n; ++i) {
+            if (i + kLead < n) __builtin_prefetch(&levels_[0][rows[i + kLead]], 1);
             levels_[0][rows[i]] = values[i];
             touched_[i] = static_cast<size_t>(rows[i]) / kArity;
         }
         for (size_t level = 1; level < levels_.size(); ++level) {
             size_t kept = 0, last = std::numeric_limits<size_t>::max();
             for (size_t i = 0; i < touched_.size(); ++i) {
+                if (i + kLead < touched_.size()) {
+                    prefetch_children(level - 1, touched_[i + kLead]);
+                    __builtin_prefetch(&levels_[level][touched_[i + kLead]], 1);
+                }
                 const size_t node = touched_[i];
                 if (node == last) continue;  // neighbours are often drawn together
                 last = node;
@@ -83,20 +119,21 @@ template <typename Op> class Tree {
     // Sum only. The row where the running sum passes `mass`; zero leaves are never found.
     size_t find(double mass) const {
         size_t node = 0;
-        for (size_t level = levels_.size(); level-- > 0;) {
-            const double* children = &levels_[level][node * kArity];
-            size_t last_positive = 0, i = 0;
-            for (; i < kArity; ++i) {
-                if (!(children[i] > 0.0)) continue;
-                last_positive = i;
-                if (mass < children[i]) break;
-                mass -= children[i];
-            }
-            // Rounding may carry the mass past the end: then the last child that has any is the one.
-            if (i == kArity) { i = last_positive; mass = children[i]; }
-            node = node * kArity + i;
-        }
+        mass = mass > 0.0 ? mass : 0.0;
+        for (size_t level = levels_.size(); level-- > 0;) node = descend(&levels_[level][node * kArity], node, mass);
         return node;
+    }
+
+    // find() of many, level by level, so that their cache misses overlap. `masses` are used up.
+    RECOLLECT_WIDE void find_all(double* masses, size_t n, int64_t* rows) const {
+        for (size_t i = 0; i < n; ++i) { rows[i] = 0; masses[i] = masses[i] > 0.0 ? masses[i] : 0.0; }
+        for (size_t level = levels_.size(); level-- > 0;) {
+            const double* base = levels_[level].data();
+            for (size_t i = 0; i < n; ++i) {
+                if (i + kLead < n) prefetch_children(level, size_t(rows[i + kLead]));
+                rows[i] = int64_t(descend(base + size_t(rows[i]) * kArity, size_t(rows[i]), masses[i]));
+            }
+        }
     }
 
     // Min only. The first row that holds the smallest value.
@@ -110,8 +147,45 @@ template <typename Op> class Tree {
     }
 
   private:
+    static constexpr size_t kLead = 12;  // how far ahead to ask for memory
+
+    void prefetch_children(size_t level, size_t node) const {
+        const value* at = &levels_[level][node * kArity];
+        for (size_t i = 0; i < kArity; i += 64 / sizeof(value)) __builtin_prefetch(at + i);
+    }
+
+    // The child of `node` in which the running sum passes `mass`, which becomes the mass within it. First which four,
+    // then which of them; counted, not searched, so that there is no branch to mispredict and the sums of several
+    // nodes are under way at once. A running sum that passes a mass has risen: what is found is above zero.
+    static size_t descend(const double* c, size_t node, double& mass) {
+        double fours[4];
+        for (size_t k = 0; k < 4; ++k) fours[k] = (c[4 * k] + c[4 * k + 1]) + (c[4 * k + 2] + c[4 * k + 3]);
+        const size_t four = pass(fours, mass);
+        if (four < 4) [[likely]] {
+            const size_t i = pass(c + 4 * four, mass);
+            if (i < 4) [[likely]] return node * kArity + 4 * four + i;
+        }
+        // Rounding carried the mass past the end: then the last child (of these four) that has any is the one.
+        size_t i = four < 4 ? 4 * four + 3 : kArity - 1;
+        while (i > 0 && !(c[i] > 0.0)) --i;
+        mass = c[i];
+        return node * kArity + i;
+    }
+    static size_t pass(const double* parts, double& mass) {
+        double sum = 0.0, before = 0.0;
+        size_t i = 0;
+        for (size_t k = 0; k < 4; ++k) {
+            sum += parts[k];
+            const bool passed = sum <= mass;
+            i += passed;
+            before = passed ? sum : before;
+        }
+        mass -= before;
+        return i;
+    }
+
     size_t capacity_;
-    std::vector<std::vector<value>> levels_;  // levels_[0] are the leaves
+    std::vector<std::vector<value, InPages<value>>> levels_;  // levels_[0] are the leaves
     std::vector<size_t> touched_;
 };
 

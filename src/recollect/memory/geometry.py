@@ -1,6 +1,6 @@
 """Where everything lies in a segment of rows, and the header that says so.
 
-    header: 256 bytes, then 128 per lane, rounded up to a page
+    header: 256 bytes (the last 64 of them for a limiter's counts), then 128 per lane, rounded up to a page
     stamps: 8 bytes a row, rounded up
     segment ids, steps: 8 bytes a row each, only where segments are kept
     rows: row_nbytes each
@@ -21,6 +21,7 @@ from recollect import _core
 from recollect.errors import AttachError, FormatError
 
 PAGE = 4096
+LIMITER_AT = 192
 MAGIC = b"RECOLROW"
 VERSION = 1
 _TAGGED = 1

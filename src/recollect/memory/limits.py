@@ -16,6 +16,11 @@ def available_nbytes() -> int | None:
     return min(known, default=None)
 
 
+def cgroup_left_nbytes() -> int | None:
+    """Return the least that the enclosing cgroups still allow, None if they set no limit."""
+    return min(_cgroup_nbytes(), default=None)
+
+
 def check_fits(nbytes: int, what: str) -> None:
     """Raise BudgetError if `nbytes` of new memory are more than there is."""
     available = available_nbytes()

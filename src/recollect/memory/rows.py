@@ -91,6 +91,11 @@ class Rows:
         return self._open().nonce
 
     @property
+    def header(self) -> _core.Mapping:
+        """The memory that begins with the header."""
+        return self._open().mapping
+
+    @property
     def path(self) -> str | None:
         """The file, if the rows lie in one that others can open."""
         return self._open().path

@@ -8,7 +8,6 @@ tells a descriptor number that was given to another file since.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import secrets
 import threading
@@ -20,6 +19,7 @@ from recollect import _core
 from recollect.errors import AttachError, FormatError
 from recollect.memory.geometry import Geometry, check_lanes, check_same, page_up, read_header, write_header
 from recollect.memory.limits import check_fits, human_nbytes
+from recollect.memory.shared import make_memfd, open_memfd
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +122,8 @@ def in_ram(geometry: Geometry, what: str) -> Segment:
 
 def in_shared(geometry: Geometry, what: str) -> Segment:
     """Memory that other processes can attach to, freed by the kernel with its last user."""
-    check_fits(geometry.nbytes, what)
-    fd = os.memfd_create("recollect", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = make_memfd(geometry.nbytes, what)
     try:
-        os.ftruncate(fd, geometry.nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
         return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
     except BaseException:
         os.close(fd)
@@ -207,18 +204,15 @@ def attach(handle: Handle) -> Segment:
         known = _attached.get(handle.nonce)
     if handle.writable and known is not None and known.fd >= 0:
         return known
-    if handle.path is not None:
-        what, target = handle.path, handle.path
+    what = handle.path if handle.path is not None else f"segment of process {handle.pid}"
+    if handle.path is None:
+        fd = open_memfd(handle.pid, handle.fd, what)
     else:
-        what, target = f"segment of process {handle.pid}", f"/proc/{handle.pid}/fd/{handle.fd}"
-    try:
-        if handle.path is None and not os.readlink(target).startswith("/memfd:recollect"):
-            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
-        fd = os.open(target, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        raise AttachError(
-            f"{what}: its owner is gone or closed it ({error.strerror}); create it again"
-        ) from None
+        try:
+            fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
+        except OSError as error:
+            reason = error.strerror
+            raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
     try:
         return _attach(fd, handle.path, handle.writable, handle, what, True)
     except BaseException:

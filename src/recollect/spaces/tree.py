@@ -77,6 +77,18 @@ def array_form(space: Space[Any]) -> tuple[np.dtype[Any], tuple[int, ...]]:
     return np.dtype(space.dtype), tuple(space.shape or ())
 
 
+def leaf_paths(space: Space[Any], path: Path = ()) -> list[tuple[Path, Space[Any]]]:
+    """Return the path and space of each leaf, in leaf order."""
+    if not isinstance(space, spaces.Dict | spaces.Tuple):
+        return [(path, space)]
+    return [found for key, part in children(space) for found in leaf_paths(part, (*path, key))]
+
+
+def has_no_array(space: Space[Any]) -> bool:
+    """Tell whether a leaf is batched as a tuple (Text, Sequence) instead of as an array."""
+    return isinstance(space, spaces.Text | spaces.Sequence)
+
+
 def sequence_paths(space: Space[Any], path: Path = ()) -> Iterator[Path]:
     """Yield the path of every Sequence in `space`, those inside other Sequences too."""
     if isinstance(space, spaces.Sequence):

@@ -1,0 +1,166 @@
+// Bindings of Latest. The Python side is recollect.memory.latest; the stubs are in _native.pyi.
+#include "bind_latest.hpp"
+
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cmath>
+#include <string>
+
+#include "latest.hpp"
+
+using namespace recollect;
+
+namespace {
+
+constexpr size_t kHoldGilNbytes = 16 * 1024;  // smaller copies are over before another thread could start
+
+[[noreturn]] void raise(const char* name, const std::string& text) {
+    nb::object error = nb::module_::import_("recollect.errors").attr(name);
+    PyErr_SetString(error.ptr(), text.c_str());
+    throw nb::python_error();
+}
+
+// The memory of some contiguous arrays, kept in place while this lives. In place of an array there may be the address
+// of a tensor's memory, which lends no buffer without a detour through numpy; its caller has checked what is there.
+class Pieces {
+  public:
+    Pieces(nb::list arrays, nb::list offsets, nb::list sizes, size_t limit, bool writable) {
+        const size_t n = nb::len(arrays);
+        if (nb::len(offsets) != n || nb::len(sizes) != n) throw nb::value_error("offsets, sizes: one per array is needed");
+        views_.reserve(n);
+        pieces_.reserve(n);
+        for (size_t i = 0; i < n; ++i) {
+            const size_t offset = nb::cast<size_t>(offsets[i]), nbytes = nb::cast<size_t>(sizes[i]);
+            if (offset > limit || nbytes > limit - offset) fail("offsets: an array reaches past the end of the slot");
+            pieces_.push_back({take(nb::handle(arrays[i]).ptr(), nbytes, writable), offset, nbytes});
+            total_ += nbytes;
+        }
+    }
+    Pieces(const Pieces&) = delete;
+    ~Pieces() { drop(); }
+
+    const Piece* data() const { return pieces_.data(); }
+    size_t size() const { return pieces_.size(); }
+    bool is_large() const { return total_ > kHoldGilNbytes; }
+
+  private:
+    byte* take(PyObject* item, size_t nbytes, bool writable) {
+        if (PyLong_CheckExact(item)) {
+            void* address = PyLong_AsVoidPtr(item);
+            if (!address && PyErr_Occurred()) { drop(); throw nb::python_error(); }
+            if (!address && nbytes) fail("arrays: an address is null");
+            return static_cast<byte*>(address);
+        }
+        Py_buffer view;
+        if (PyObject_GetBuffer(item, &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE)) { drop(); throw nb::python_error(); }
+        views_.push_back(view);
+        if (size_t(view.len) != nbytes) fail("arrays: one has another size than its piece");
+        return static_cast<byte*>(view.buf);
+    }
+    [[noreturn]] void fail(const char* what) {
+        drop();
+        throw nb::value_error(what);
+    }
+    void drop() {
+        for (Py_buffer& view : views_) PyBuffer_Release(&view);
+        views_.clear();
+    }
+    std::vector<Py_buffer> views_;
+    std::vector<Piece> pieces_;
+    size_t total_ = 0;
+};
+
+class PyLatest {
+  public:
+    PyLatest(std::shared_ptr<Mapping> m, size_t words_at, size_t closed_at, size_t data_at, size_t slot_nbytes) {
+        const size_t end = m->nbytes();
+        if (!m->writable() || words_at % kLine || closed_at % 4 || words_at > end || sizeof(LatestWords) > end - words_at ||
+            closed_at > end - 4 || data_at > end || slot_nbytes > (end - data_at) / 3 || 3 * page_up(slot_nbytes) > end - data_at)
+            throw nb::value_error("Latest: words and slots must lie in a writable mapping");
+        latest_ = std::make_shared<Latest>(std::move(m), words_at, closed_at, data_at, slot_nbytes);
+    }
+    void close() { latest_.reset(); }
+    uint64_t version() const { return open()->version(); }
+
+    uint64_t publish(nb::list arrays, nb::list offsets, nb::list sizes) {
+        auto latest = open();
+        Pieces pieces(arrays, offsets, sizes, latest->slot_nbytes(), false);
+        Locked lock(latest->lock());
+        try { latest->claim(); }
+        catch (const WriterBusy& busy) {
+            raise("LaneBusyError", "writer: must be one process, process " + std::to_string(busy.pid) +
+                                       " writes this; close or release_lane() there first");
+        }
+        Unlocked unlocked(pieces.is_large());
+        return latest->publish(pieces.data(), pieces.size());
+    }
+    uint64_t read(nb::list arrays, nb::list offsets, nb::list sizes) {
+        auto latest = open();
+        Pieces pieces(arrays, offsets, sizes, latest->slot_nbytes(), true);
+        try {
+            Unlocked unlocked(pieces.is_large());
+            return latest->read(pieces.data(), pieces.size());
+        } catch (const Overtaken&) {
+            raise("ContentionError", "latest: the writer overtook every copy of 60 s; what was read is not whole");
+        }
+    }
+    bool wait_newer(uint64_t version, double timeout_s, uint64_t owner) {
+        auto latest = open();
+        const double end = monotonic_s() + timeout_s;
+        bool newer;
+        { nb::gil_scoped_release unlocked; newer = timeout_s > 0 ? latest->spin(version) : latest->version() > version; }
+        while (!newer) {
+            const double left = end - monotonic_s();
+            if (left <= 0) break;
+            { nb::gil_scoped_release unlocked; newer = latest->wait_slice(version, left); }
+            if (PyErr_CheckSignals()) throw nb::python_error();
+            if (!newer) check_peer(*latest, owner);
+        }
+        if (latest->version() > version) return true;
+        if (latest->is_closed()) raise_closed();
+        return false;
+    }
+    void release() { open()->release(); }
+    uint64_t writer() const { return open()->writer(); }
+    void set_patience(int tries) { open()->set_patience(tries); }
+    nb::tuple counts() const {
+        auto& c = open()->counts();
+        return nb::make_tuple(c.reads.load(), c.overtaken.load(), c.holds.load(), c.steals.load());
+    }
+
+  private:
+    [[noreturn]] static void raise_closed() { raise("ClosedError", "this object was closed by its owner; create it again"); }
+    std::shared_ptr<Latest> open() const {
+        if (!latest_) raise("ClosedError", "this object was closed; open or create it again");
+        if (latest_->is_closed()) raise_closed();
+        return latest_;
+    }
+    // Nobody will ever publish: the writer is dead, or there is none and the owner is.
+    static void check_peer(const Latest& latest, uint64_t owner) {
+        const uint64_t writer = latest.writer();
+        const uint64_t peer = writer ? writer : owner;
+        if (is_alive(peer)) return;
+        raise("PeerDiedError", std::string(writer ? "writer" : "owner") + ": process " + std::to_string(pid_of(peer)) +
+                                   " is gone, nothing newer will come; start a writer again");
+    }
+
+    std::shared_ptr<Latest> latest_;
+};
+
+}  // namespace
+
+void recollect::bind_latest(nb::module_& m) {
+    m.attr("LATEST_WORDS_NBYTES") = sizeof(LatestWords);
+    nb::class_<PyLatest>(m, "Latest")
+        .def(nb::init<std::shared_ptr<Mapping>, size_t, size_t, size_t, size_t>(), nb::arg("mapping"), nb::arg("words_at"),
+             nb::arg("closed_at"), nb::arg("data_at"), nb::arg("slot_nbytes"))
+        .def("close", &PyLatest::close)
+        .def("version", &PyLatest::version)
+        .def("publish", &PyLatest::publish, nb::arg("arrays"), nb::arg("offsets"), nb::arg("sizes"))
+        .def("read", &PyLatest::read, nb::arg("arrays"), nb::arg("offsets"), nb::arg("sizes"))
+        .def("wait_newer", &PyLatest::wait_newer, nb::arg("version"), nb::arg("timeout_s"), nb::arg("owner"))
+        .def("release", &PyLatest::release)
+        .def("writer", &PyLatest::writer)
+        .def("set_patience", &PyLatest::set_patience, nb::arg("tries"))
+        .def("counts", &PyLatest::counts);
+}

@@ -1,0 +1,123 @@
+// Bindings of prioritized.hpp.
+#include <nanobind/stl/string.h>
+
+#include "arrays.hpp"
+#include "prioritized.hpp"
+
+using namespace recollect;
+
+namespace {
+
+// The mass that each value comes to; none may be beyond what can be added up.
+std::vector<double> masses_of(const Priorities& p, const double* values, size_t n) {
+    std::vector<double> masses(n);
+    for (size_t i = 0; i < n; ++i) {
+        masses[i] = p.mass_of(values[i]);
+        const bool is_number = values[i] >= 0.0 && !std::isinf(values[i]);
+        if (is_number && masses[i] <= kMostMass) continue;
+        throw nb::value_error(("values: must " +
+            std::string(is_number ? "have a (value + eps)**alpha below 2**900" : "be finite and not negative") + ", got " +
+            nb::cast<std::string>(nb::str(nb::float_(values[i]))) + " at " + std::to_string(i) + "; none was applied").c_str());
+    }
+    return masses;
+}
+
+// (data, row, generation, probability, weight), data None without a codec and the last three None unless `labels`;
+// None when nothing can be drawn.
+nb::object draw(Priorities& self, nb::handle codec_or_none, uint64_t key, uint64_t counter, size_t n, double beta,
+                bool labels) {
+    auto m = self.lock();
+    const Codec* codec = codec_or_none.is_none() ? nullptr : nb::cast<const Codec*>(codec_or_none);
+    if (codec && codec->row_nbytes() != m->row_nbytes) throw nb::value_error("codec: must be made for these rows");
+    PerLeaf<nb::object> leaf_arrays(codec ? codec->size() : 0);
+    PerLeaf<byte*> leaves(codec ? codec->size() : 0);
+    if (codec) codec->make_arrays(npy_intp(n), leaf_arrays, leaves);
+    Drawn out{};
+    nb::object row = arrays::make<int64_t>(n, out.row), generation = nb::none(), probability = nb::none(), weight = nb::none();
+    if (labels) {
+        generation = arrays::make<int64_t>(n, out.generation);
+        probability = arrays::make<float>(n, out.probability);
+        weight = arrays::make<float>(n, out.weight);
+    }
+    bool found;
+    {
+        Unlocked unlocked(n * m->row_nbytes > kHoldGil);
+        found = self.draw(*m, key, counter, n, beta, codec, leaves.data(), out);
+    }
+    if (!found) return nb::none();
+    return nb::make_tuple(codec ? codec->build(leaf_arrays, false) : nb::none(), row, generation, probability, weight);
+}
+
+size_t update(Priorities& self, nb::handle rows, nb::handle generations, nb::handle values) {
+    auto m = self.lock();
+    auto [r, n] = arrays::view<int64_t>(rows, "row");
+    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
+    auto [v, n_v] = arrays::view<double>(values, "values");
+    if (n != n_g || n != n_v) throw nb::value_error("row, generation, values: must have equal lengths");
+    const std::vector<double> masses = masses_of(self, v, n);
+    return self.update(*m, r, g, v, masses.data(), n);
+}
+
+nb::tuple look(Priorities& self, nb::handle rows, nb::handle generations, double beta) {
+    auto m = self.lock();
+    auto [r, n] = arrays::view<int64_t>(rows, "row");
+    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
+    if (n != n_g) throw nb::value_error("row, generation: must have equal lengths");
+    float *p, *w;
+    nb::object probability = arrays::make<float>(n, p), weight = arrays::make<float>(n, w);
+    self.look(*m, r, g, n, beta, p, w);
+    return nb::make_tuple(probability, weight);
+}
+
+nb::tuple state(Priorities& self) {
+    auto m = self.lock();
+    std::vector<int64_t> rows, generations;
+    std::vector<double> masses;
+    self.visit(*m, [&](int64_t r, int64_t g, double mass) { rows.push_back(r); generations.push_back(g); masses.push_back(mass); });
+    int64_t *r, *g;
+    double* v;
+    nb::object row = arrays::make<int64_t>(rows.size(), r), generation = arrays::make<int64_t>(rows.size(), g);
+    nb::object mass = arrays::make<double>(rows.size(), v);
+    std::copy(rows.begin(), rows.end(), r);
+    std::copy(generations.begin(), generations.end(), g);
+    std::copy(masses.begin(), masses.end(), v);
+    return nb::make_tuple(row, generation, mass);
+}
+
+void restore(Priorities& self, nb::handle rows, nb::handle generations, nb::handle masses, double top) {
+    auto m = self.lock();
+    auto [r, n] = arrays::view<int64_t>(rows, "row");
+    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
+    auto [v, n_v] = arrays::view<double>(masses, "mass");
+    if (n != n_g || n != n_v) throw nb::value_error("row, generation, mass: must have equal lengths");
+    for (size_t i = 0; i < n; ++i)
+        if (!(v[i] >= 0.0 && v[i] <= kMostMass)) throw nb::value_error("mass: must be finite and not negative");
+    if (!(top >= 0.0 && self.mass_of(top) <= kMostMass)) throw nb::value_error("top: must be finite and not negative");
+    self.restore(*m, r, g, v, n, top);
+}
+
+void* load_numpy() {
+    import_array();
+    return nullptr;
+}
+
+}  // namespace
+
+void bind_prioritized(nb::module_& m) {
+    load_numpy();
+    if (PyErr_Occurred()) throw nb::python_error();
+    m.attr("MOST_MASS") = kMostMass;
+    nb::class_<Priorities>(m, "Priorities")
+        .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps) {
+            new (self) Priorities(*static_cast<std::weak_ptr<Memory>*>(rows.data()), alpha, eps);
+        }, nb::arg("rows"), nb::arg("alpha"), nb::arg("eps"))
+        .def_prop_ro("top", &Priorities::top)
+        .def_prop_ro("least", &Priorities::least)
+        .def("total", &Priorities::total)
+        .def("draw", &draw, nb::arg("codec").none(), nb::arg("key"), nb::arg("counter"), nb::arg("n"), nb::arg("beta"),
+             nb::arg("labels") = true)
+        .def("update", &update, nb::arg("row"), nb::arg("generation"), nb::arg("values"))
+        .def("look", &look, nb::arg("row"), nb::arg("generation"), nb::arg("beta"))
+        .def("state", &state)
+        .def("restore", &restore, nb::arg("row"), nb::arg("generation"), nb::arg("mass"), nb::arg("top"));
+}

@@ -1,0 +1,186 @@
+// Bindings of Ring. Outcomes below zero are turned into errors by recollect.memory.ring.
+#include <nanobind/nanobind.h>
+#include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/vector.h>
+
+#include "codec.hpp"
+#include "ring.hpp"
+#include "rows.hpp"
+
+namespace recollect {
+namespace {
+
+void* load_numpy() {
+    import_array();
+    return nullptr;
+}
+
+// A batch in a slot: for each field of a codec a block of up to `most` rows at its offset.
+struct Blocks {
+    Blocks(nb::object codec_, std::vector<size_t> offsets_, size_t most_, size_t slot_nbytes_)
+        : keep(codec_), codec(nb::cast<const Codec&>(codec_)), offsets(std::move(offsets_)), most(most_), slot_nbytes(slot_nbytes_) {
+        if (offsets.size() != codec.size()) throw nb::value_error("offsets: one per field is needed");
+        for (size_t i = 0; i < offsets.size(); ++i) {
+            size_t nbytes;
+            if (__builtin_mul_overflow(codec.spans()[i].nbytes, most, &nbytes) || offsets[i] > slot_nbytes || nbytes > slot_nbytes - offsets[i])
+                throw nb::value_error("offsets: a block reaches past the end of the slot");
+        }
+    }
+    // Copies of the first n rows, nested as the codec says.
+    nb::object copy(const byte* slot, size_t n, nb::object out) const {
+        PerLeaf<nb::object> arrays(codec.size());
+        PerLeaf<byte*> leaves(codec.size());
+        if (out.is_none()) codec.make_arrays(npy_intp(n), arrays, leaves);
+        else {
+            npy_intp rows = npy_intp(n);
+            if (!codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
+                throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
+        }
+        {
+            Unlocked unlocked(n * codec.row_nbytes() > 2 * kHoldGil);
+            for (size_t i = 0; i < offsets.size(); ++i) std::memcpy(leaves[i], slot + offsets[i], codec.spans()[i].nbytes * n);
+        }
+        return out.is_none() ? codec.build(arrays, false) : out;
+    }
+    nb::object keep;
+    const Codec& codec;
+    std::vector<size_t> offsets;
+    size_t most, slot_nbytes;
+};
+
+class BoundRing {
+  public:
+    BoundRing(std::shared_ptr<Mapping> mapping, size_t control_at, size_t closed_at, size_t slots_at, size_t slot_nbytes, size_t lanes,
+              size_t slots, int policy, size_t wake_free)
+        : slot_nbytes_(slot_nbytes) {
+        size_t total;
+        if (lanes == 0 || slots < 2 || policy < 0 || policy > 2 || wake_free > slots) throw nb::value_error("ring: sizes are wrong");
+        if (lanes > 1 << 16 || slots > 1 << 20 || control_at % 64 || closed_at % 8 || closed_at + 8 > control_at ||
+             control_at + Ring::control_nbytes(lanes, slots) > slots_at ||
+            __builtin_mul_overflow(lanes * slots, slot_nbytes, &total) || slots_at > mapping->nbytes() || total > mapping->nbytes() - slots_at)
+            throw nb::value_error("ring: reaches past its mapping");
+        slots_ = mapping->base() + slots_at;
+        ring_ = std::make_unique<Ring>(mapping, control_at, closed_at, lanes, slots, Policy(policy), wake_free);
+    }
+    size_t lane(size_t k) const {
+        if (k >= ring_->n_lanes) throw nb::index_error("lane: is out of range");
+        return k;
+    }
+    int64_t any_lane(int64_t k) const {
+        if (k >= 0) lane(size_t(k));
+        return k;
+    }
+    Ring& ring() const { return *ring_; }
+    const byte* bytes(size_t s) const { return slots_ + s * slot_nbytes_; }
+    const Slot& slot(size_t s) const {
+        if (s >= ring_->n_lanes * ring_->n_slots) throw nb::index_error("slot: is out of range");
+        return ring_->slot(s);
+    }
+
+    int64_t commit(size_t k, nb::tuple info) {
+        int64_t words[kInfoWords] = {};
+        if (info.size() > kInfoWords) throw nb::value_error("info: has too many words");
+        for (size_t i = 0; i < info.size(); ++i) words[i] = nb::cast<int64_t>(info[i]);
+        return ring_->commit(lane(k), words);
+    }
+
+    // (sequence, lane, committed_ns, info words) of a slot.
+    nb::tuple about(size_t s) const {
+        const Slot& it = slot(s);
+        nb::list words;
+        for (int64_t w : it.info) words.append(w);
+        return nb::make_tuple(ticket_of(it.state.load(std::memory_order_relaxed)), s / ring_->n_slots, it.committed_ns, nb::tuple(words));
+    }
+
+    // The next batch of a lane: (kind, info words, data, metadata), copied out and released in one call; an outcome
+    // below zero otherwise. Its info: run, kind, number of rows, ... Slots of another run are released unread, but
+    // for errors (kind 1). A kind other than 0 gives its first `info[2]` bytes instead of data.
+    nb::object fetch(int64_t k, double timeout_s, int64_t run, const Blocks& data, nb::object metadata, nb::object out) {
+        any_lane(k);
+        if (data.slot_nbytes > slot_nbytes_) throw nb::value_error("blocks: reach past the end of the slot");
+        const double end = monotonic_s() + timeout_s;
+        nb::object found = nb::none();
+        while (found.is_none()) {
+            const int64_t outcome = ring_->with_next(k, std::max(0.0, end - monotonic_s()), [&](size_t s) {
+                const Slot& it = ring_->slot(s);
+                if (it.info[0] != run && it.info[1] != 1) return;  // an error is news whatever it belongs to
+                found = batch(s, it, data, metadata, out);
+            });
+            if (outcome < 0) return nb::int_(outcome);
+        }
+        return found;
+    }
+
+  private:
+    nb::object batch(size_t s, const Slot& it, const Blocks& data, nb::object metadata, nb::object out) const {
+        nb::tuple words = nb::make_tuple(it.info[2], it.info[3], it.info[4], it.info[5]);
+        const size_t n = size_t(std::max<int64_t>(it.info[2], 0));
+        if (it.info[1] != 0) {
+            nb::bytes text(reinterpret_cast<const char*>(bytes(s)), std::min(n, slot_nbytes_));
+            return nb::make_tuple(it.info[1], words, text, nb::none());
+        }
+        if (n > data.most) throw nb::value_error("slot: holds more rows than its blocks");
+        nb::object first = data.copy(bytes(s), n, out), second = nb::none();
+        if (!metadata.is_none()) {
+            const auto& blocks = nb::cast<const Blocks&>(metadata);
+            if (blocks.slot_nbytes > slot_nbytes_ || n > blocks.most) throw nb::value_error("slot: holds more rows than its blocks");
+            second = blocks.copy(bytes(s), n, nb::none());
+        }
+        return nb::make_tuple(0, words, first, second);
+    }
+
+    size_t slot_nbytes_;
+    byte* slots_;
+    std::unique_ptr<Ring> ring_;
+};
+
+}  // namespace
+
+void bind_ring(nb::module_& m) {
+    load_numpy();
+    if (PyErr_Occurred()) throw nb::python_error();
+    m.attr("RING_INFO_WORDS") = kInfoWords;
+    m.def("ring_control_nbytes", &Ring::control_nbytes, nb::arg("n_lanes"), nb::arg("num_slots"));
+
+    nb::class_<Blocks>(m, "Blocks")
+        .def(nb::init<nb::object, std::vector<size_t>, size_t, size_t>(), nb::arg("codec"), nb::arg("offsets"), nb::arg("most"),
+             nb::arg("slot_nbytes"));
+
+    nb::class_<BoundRing>(m, "Ring")
+        .def(nb::init<std::shared_ptr<Mapping>, size_t, size_t, size_t, size_t, size_t, size_t, int, size_t>(), nb::arg("mapping"),
+             nb::arg("control_at"), nb::arg("closed_at"), nb::arg("slots_at"), nb::arg("slot_nbytes"), nb::arg("n_lanes"), nb::arg("num_slots"),
+             nb::arg("policy"), nb::arg("wake_free"))
+        .def("claim", [](BoundRing& s, size_t k, double t) { return s.ring().claim(s.lane(k), t); }, nb::arg("lane"), nb::arg("timeout_s"))
+        .def("commit", &BoundRing::commit, nb::arg("lane"), nb::arg("info"))
+        .def("take", [](BoundRing& s, int64_t k, double t) { return s.ring().take(s.any_lane(k), t); }, nb::arg("lane"), nb::arg("timeout_s"))
+        .def("release", [](BoundRing& s, bool skips) { return s.ring().release(skips); }, nb::arg("skips") = false)
+        .def("wait_ready", [](BoundRing& s, int64_t k, double t) { return s.ring().wait_ready(s.any_lane(k), t); }, nb::arg("lane"),
+             nb::arg("timeout_s"))
+        .def("fetch", &BoundRing::fetch, nb::arg("lane"), nb::arg("timeout_s"), nb::arg("run"), nb::arg("data"), nb::arg("metadata").none(),
+             nb::arg("out") = nb::none())
+        .def("about", &BoundRing::about, nb::arg("slot"))
+        .def("release_lane", [](BoundRing& s, size_t k) { s.ring().release_lane(s.lane(k)); }, nb::arg("lane"))
+        .def("release_reader", [](BoundRing& s) { s.ring().release_reader(); })
+        .def("writing", [](BoundRing& s, size_t k) { return s.ring().writing(s.lane(k)); }, nb::arg("lane"))
+        .def("reading", [](BoundRing& s) { return s.ring().reading(); })
+        .def("writer", [](const BoundRing& s, size_t k) { return s.ring().writer(s.lane(k)); }, nb::arg("lane"))
+        .def("reader", [](const BoundRing& s) { return s.ring().reader(); })
+        .def("available", [](const BoundRing& s, size_t k) { return s.ring().available(s.lane(k)); }, nb::arg("lane"))
+        .def("n_ready", [](const BoundRing& s, size_t k) { return s.ring().count(s.lane(k), kReady); }, nb::arg("lane"))
+        .def("is_closed", [](const BoundRing& s) { return s.ring().is_closed(); })
+        .def("close", [](BoundRing& s) { s.ring().leave(); })
+        .def("wake_all", [](BoundRing& s) { s.ring().wake_all(); })
+        .def("counters", [](const BoundRing& s, size_t k) {
+            const Ring::Counts c = s.ring().counts(s.lane(k));
+            nb::dict out;
+            out["written"] = c.written;
+            out["delivered"] = c.delivered;
+            out["dropped"] = c.dropped;
+            out["skipped"] = c.skipped;
+            out["abandoned"] = c.abandoned;
+            out["available"] = c.available;
+            return out;
+        }, nb::arg("lane"));
+}
+
+}  // namespace recollect

@@ -1,0 +1,141 @@
+// Items of a remote manager: packed as they travel, and stored, one to a row.
+//
+// A trajectory travels as packed steps and a packed row of fields. Its stored row has a column for each leaf of its
+// steps, with room for the longest; only as much of it is touched as the trajectory is long.
+#pragma once
+
+#include "crc32c.hpp"
+#include "edits.hpp"
+#include "tree.hpp"
+
+namespace recollect {
+
+constexpr size_t kPackNbytes = 16 * 1024;  // packed and summed piece by piece: a piece is still in the nearest cache
+
+// Interleave n samples into rows, the bytes between leaves zero; return the crc32c of all.
+inline uint32_t pack_rows(byte* to, size_t n, const Codec& codec, const byte* const* leaves) {
+    const size_t nbytes = codec.row_nbytes(), piece = std::max<size_t>(kPackNbytes / std::max<size_t>(nbytes, 1), 1);
+    size_t covered = 0;
+    for (size_t k = 0; k < codec.size(); ++k) covered += codec.spans()[k].nbytes;
+    uint32_t crc = 0;
+    for (size_t begin = 0; begin < n; begin += piece) {
+        const size_t end = std::min(n, begin + piece);
+        byte* at = to + begin * nbytes;
+        if (covered != nbytes) std::memset(at, 0, (end - begin) * nbytes);
+        scatter_leaves(to, nbytes, begin, end, codec.spans(), codec.size(), leaves);
+        crc = crc32c(crc, at, (end - begin) * nbytes);
+    }
+    return crc;
+}
+
+struct Move { size_t from, to, nbytes; };
+
+// Where the parts of a packed item go in its stored row.
+struct ItemPlan {
+    size_t row_nbytes = 0, step_nbytes = 0, field_nbytes = 0;
+    size_t length_at = 0, room = 0;  // room 0: items are samples, without steps
+    std::vector<Move> steps, fields;
+};
+
+struct PackedItems {
+    const byte* steps = nullptr;
+    const byte* fields = nullptr;
+    const int32_t* lengths = nullptr;
+    std::vector<size_t> starts;  // the first step of each item
+};
+
+inline void fill_item(byte* row, const ItemPlan& plan, const PackedItems& items, size_t i) {
+    for (const Move& f : plan.fields) copy_bytes(row + f.to, items.fields + i * plan.field_nbytes + f.from, f.nbytes);
+    if (!plan.room) return;
+    const int32_t length = items.lengths[i];
+    std::memcpy(row + plan.length_at, &length, sizeof length);
+    for (const Move& s : plan.steps) {
+        const byte* from = items.steps + items.starts[i] * plan.step_nbytes + s.from;
+        byte* to = row + s.to;
+        with_copy(s.nbytes, [=, step = plan.step_nbytes, size = s.nbytes](auto copy_one) {
+            const byte* f = from;
+            byte* t = to;
+            for (int32_t j = 0; j < length; ++j, f += step, t += size) copy_one(t, f);
+        });
+    }
+}
+
+constexpr int64_t kRejected = -1, kDisplaced = -2;  // in place of a row
+
+// Into the ring, oldest out. The caller holds lane k.
+inline void place_newest(Memory& m, size_t k, const ItemPlan& plan, const PackedItems& items, const int64_t* index,
+                         size_t n, int64_t* rows) {
+    Writer writer(m, k);
+    for (size_t i = 0; i < n; ++i) {
+        rows[i] = int64_t(writer.append_by([&](byte* row, size_t) { fill_item(row, plan, items, size_t(index[i])); }));
+        if (m.tagged) m.lane(k).open_segment.store(0, std::memory_order_relaxed);
+        if (i >= m.run) rows[i - m.run] = kDisplaced;
+    }
+}
+
+struct Placed { size_t fresh = 0, replaced = 0, rejected = 0; };
+
+// In order: while there is room into a fresh row, then in the place of the lowest, unless it is lower itself. `first`
+// is the order of arrival of the first; it stands in the step tags. The caller holds lane 0, the only one.
+inline Placed place_lowest(Memory& m, Tree<Min>& tree, const ItemPlan& plan, const PackedItems& items,
+                           const int64_t* index, const double* keys, size_t n, int64_t first, int64_t* rows) {
+    Placed out;
+    std::vector<size_t> owners;  // by order of arrival from `first` on: which item it was
+    auto enter = [&](size_t i, int64_t row) {
+        const Ranked ranked{keys[i], first + int64_t(owners.size())};
+        owners.push_back(i);
+        rows[i] = row;
+        tree.set(&row, &ranked, 1);
+        return ranked.order;
+    };
+    const uint64_t room = m.run - m.window(0).count();
+    Writer writer(m, 0);
+    size_t i = 0;
+    for (; i < n && i < room; ++i) {
+        writer.append_by([&](byte* row, size_t r) {
+            fill_item(row, plan, items, size_t(index[i]));
+            m.set_tag(r, 1, enter(i, int64_t(r)));
+        });
+        m.lane(0).open_segment.store(0, std::memory_order_relaxed);
+        ++out.fresh;
+    }
+    std::vector<std::pair<size_t, size_t>> chosen;
+    std::vector<size_t> who;
+    std::vector<int64_t> orders;
+    for (; i < n; ++i) {
+        const Ranked lowest = tree.top();
+        if (keys[i] < lowest.value) { rows[i] = kRejected; ++out.rejected; continue; }
+        const size_t row = tree.find_lowest();
+        if (lowest.order >= first) rows[owners[size_t(lowest.order - first)]] = kDisplaced;
+        orders.push_back(enter(i, int64_t(row)));
+        chosen.emplace_back(0, row);
+        who.push_back(i);
+        ++out.replaced;
+    }
+    if (!chosen.empty()) {
+        overwrite_by(m, chosen, [&](byte* row, size_t j) {
+            if (rows[who[j]] < 0) return;  // a later one takes its row
+            fill_item(row, plan, items, size_t(index[who[j]]));
+            m.set_tag(chosen[j].second, 1, orders[j]);
+        });
+        m.lane(0).skip.fetch_add(out.replaced);
+    }
+    if (out.rejected) m.shared().rejected.fetch_add(out.rejected);
+    return out;
+}
+
+// Let a mirror of keys by row (NaN: none) and a tree of its finite ones follow a change; rows are distinct. Returns by
+// how many finite ones there are more.
+inline int64_t mirror_keys(Tree<Min>& tree, double* mirror, const int64_t* rows, const double* keys, size_t n) {
+    int64_t more = 0;
+    for (size_t i = 0; i < n; ++i) {
+        more += int64_t(std::isfinite(keys[i])) - int64_t(std::isfinite(mirror[rows[i]]));
+        mirror[rows[i]] = keys[i];
+    }
+    std::vector<Ranked> ranked(n);
+    for (size_t i = 0; i < n; ++i) ranked[i] = {std::isfinite(keys[i]) ? keys[i] : Min::empty.value, 0};
+    tree.set(rows, ranked.data(), n);
+    return more;
+}
+
+}  // namespace recollect

@@ -1,0 +1,217 @@
+"""Latest: the newest whole value. Readers never block the writer, and never see half a value."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from time import monotonic
+from typing import Any, Self
+
+from recollect import _core
+from recollect.errors import ClosedError
+from recollect.memory import shared
+from recollect.memory.geometry import page_up
+from recollect.memory.rows import Closed
+from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
+
+KIND = "latest"
+_CHANGE_AT = WORDS_AT + 5 * 64  # the futex word of latest.hpp
+LOOK_S = 0.1  # between looks of whoever watches
+_MOST_TIMEOUT_S = 1e9
+
+
+@dataclass(frozen=True, slots=True)
+class LatestStats:
+    """What was published, and what this process read."""
+
+    version: int
+    nbytes: int
+    writer_pid: int | None
+    reads: int
+    overtaken: int
+    holds: int
+    steals: int
+
+
+class Latest:
+    """A mailbox between processes: values of some pieces of bytes; only the newest is kept.
+
+    Ownership: `publish` copies in, `latest` copies out; the memory goes with its last user.
+    Concurrency: one writer process (the first that publishes, until it closes, dies or calls `release_lane`), whose
+    threads take turns; readers anywhere, without locks. A killed writer leaves the value before.
+
+    >>> import numpy as np
+    >>> from recollect.memory.latest import Latest
+    >>> box = Latest.create([8, 4])
+    >>> box.publish([np.arange(2, dtype="int32"), np.float32([0.5])])
+    1
+    >>> out = [np.zeros(2, "int32"), np.zeros(1, "float32")]
+    >>> box.latest(out), out
+    (1, [array([0, 1], dtype=int32), array([0.5], dtype=float32)])
+    >>> box.cleanup()
+    """
+
+    def __init__(self, segment: SharedSegment, deadline: float = 60.0) -> None:
+        self._segment: SharedSegment | None = segment.hold(_make_core)
+        self._native: Any = segment.core
+        self.deadline = checked_timeout(deadline, deadline)
+        self.sizes: list[int] = list(segment.schema["sizes"])
+        self._offsets = offsets_of(self.sizes)
+        self._look: Callable[[], object] | None = None
+
+    @classmethod
+    def create(cls, sizes: Sequence[int], schema: Any = None, *, deadline: float = 60.0) -> Self:
+        """Make one whose values are pieces of these many bytes; `schema` (JSON) is kept for whoever attaches."""
+        content = _schema(sizes, schema)
+        data_nbytes = 3 * page_up(sum(sizes))
+        return cls(shared.create(KIND, content, _core.LATEST_WORDS_NBYTES, data_nbytes, "Latest"), deadline)
+
+    @classmethod
+    def attach(cls, name: str, *, deadline: float = 60.0) -> Self:
+        """Attach to the one of that `name`, in any process of the same user."""
+        return cls(shared.attach(name, KIND, _core.LATEST_WORDS_NBYTES), deadline)
+
+    # -- what it is
+
+    @property
+    def name(self) -> str:
+        """The handle as text."""
+        return self._open().name
+
+    @property
+    def schema(self) -> Any:
+        """What `create` was given to keep."""
+        return self._open().schema["schema"]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the segment; untouched pages cost nothing."""
+        return self._open().nbytes
+
+    @property
+    def version(self) -> int:
+        """The number of values published so far; 0 before the first."""
+        found: int = self._native.version()
+        return found
+
+    def stats(self) -> LatestStats:
+        """Return a frozen record of what was published, and of this process's reads."""
+        writer = self._native.writer()
+        pid = writer & 0xFFFFFFFF if _core.is_alive(writer) else None
+        return LatestStats(self.version, self.nbytes, pid, *self._native.counts())
+
+    # -- values
+
+    def publish(self, value: list[Any]) -> int:
+        """Publish one contiguous array for each piece and return the version; never waits for a reader."""
+        version: int = self._native.publish(value, self._offsets, self.sizes)
+        return version
+
+    def latest(self, out: list[Any]) -> int:
+        """Copy the newest value into one writable contiguous array for each piece; its version, 0: none yet."""
+        version: int = self._native.read(out, self._offsets, self.sizes)
+        return version
+
+    def publish_at(self, value: list[Any], offsets: list[int]) -> int:
+        """Publish arrays at other places of the slot than the pieces; for values whose size is known late."""
+        version: int = self._native.publish(value, offsets, [x.nbytes for x in value])
+        return version
+
+    def latest_at(self, out: list[Any], offsets: list[int]) -> int:
+        """Copy parts of the newest value; the version that all of them are of."""
+        version: int = self._native.read(out, offsets, [x.nbytes for x in out])
+        return version
+
+    def wait_newer(self, version: int, timeout: float | None = None) -> bool:
+        """Wait for a version above `version`; False when `timeout` seconds (None: the deadline) passed.
+
+        PeerDiedError within a second of the writer's death, ClosedError as soon as the owner closes.
+        """
+        seconds = checked_timeout(timeout, self.deadline)
+        end = monotonic() + seconds
+        while self._look is not None and (left := end - monotonic()) > LOOK_S:
+            if self._wait_once(version, LOOK_S):
+                return True
+            self._look()
+            seconds = left - LOOK_S
+        return self._wait_once(version, max(0.0, seconds))
+
+    def _wait_once(self, version: int, seconds: float) -> bool:
+        newer: bool = self._native.wait_newer(version, seconds, self._open().owner)
+        return newer
+
+    def watch(self, look: Callable[[], object] | None) -> None:
+        """Have `look()` called in waits, every 100 ms; it may raise."""
+        self._look = look
+
+    # -- life
+
+    def release_lane(self) -> None:
+        """Let another process write; nothing happens if this one does not."""
+        self._native.release()
+
+    def close(self) -> None:
+        """Detach this object; may be called twice."""
+        if self._segment is not None:
+            segment, self._segment, self._native = self._segment, None, Closed()
+            segment.release()
+
+    def cleanup(self) -> None:
+        """Close; in the process that made it, for everybody: whoever waits gets ClosedError."""
+        if self._segment is not None and self._segment.is_owner:
+            self._segment.mark_closed([_CHANGE_AT])
+        self.close()
+
+    def _open(self) -> SharedSegment:
+        if self._segment is None:
+            raise ClosedError("this object was closed; open or create it again")
+        return self._segment
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (self.name, self.deadline)
+
+
+def _attach(name: str, deadline: float) -> Latest:
+    return Latest.attach(name, deadline=deadline)
+
+
+def _make_core(segment: SharedSegment) -> _core.Latest:
+    slot_nbytes = sum(segment.schema["sizes"])
+    return _core.Latest(segment.mapping, WORDS_AT, CLOSED_AT, segment.data_at, slot_nbytes)
+
+
+def _schema(sizes: Sequence[Any], schema: Any) -> dict[str, Any]:
+    for size in sizes:
+        if not isinstance(size, int) or size < 0:
+            raise ValueError(f"sizes: must be byte counts of at least 0, got {size!r}")
+    return {"sizes": list(sizes), "schema": schema}
+
+
+def latest_nbytes(sizes: Sequence[int], schema: Any = None) -> int:
+    """Bytes of the segment that `Latest.create` would make."""
+    data_nbytes = 3 * page_up(sum(sizes))
+    return shared.segment_nbytes(_schema(sizes, schema), _core.LATEST_WORDS_NBYTES, data_nbytes)
+
+
+def offsets_of(sizes: Sequence[int]) -> list[int]:
+    """Where pieces of these sizes begin when they follow one another."""
+    return list(accumulate(sizes, initial=0))[:-1]
+
+
+def checked_timeout(timeout: float | None, default: float) -> float:
+    """Return a wait's seconds, `default` for None; ValueError for what is negative, NaN or endless."""
+    if timeout is None:
+        return default
+    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
+        raise ValueError(f"timeout: must be a number of seconds or None, got {timeout!r}")
+    if not (math.isfinite(timeout) and 0 <= timeout <= _MOST_TIMEOUT_S):
+        raise ValueError(f"timeout: must be finite and at least 0 seconds, got {timeout!r}")
+    return float(timeout)

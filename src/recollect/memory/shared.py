@@ -1,0 +1,291 @@
+"""A shared segment for any primitive: header, schema block and data in one memfd, and the name that attaches to it.
+
+    header: 256 bytes (what it is, and a word that says whether its owner closed it), then the primitive's own
+        words, rounded up to a page
+    schema: JSON of what the values are, rounded up to a page
+    data: as the primitive says
+
+A memfd has no name in any file system: the kernel frees it with its last user, whatever that user died of. Another
+process of the same user reaches it by a *name*, a line of text that says whose descriptor to open. The nonce in name
+and header tells a descriptor number that was given to another file since.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import secrets
+import struct
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
+from typing import Any
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import AttachError, ClosedError
+from recollect.memory.geometry import PAGE, page_up
+from recollect.memory.limits import check_fits
+
+MAGIC = b"RECOLSHM"
+VERSION = 1
+CLOSED_AT = 128  # a word: not 0 once the owner has closed the segment for everybody
+WORDS_AT = 256
+_PREFIX = "recollect"
+# magic, version, kind, schema hash, nonce, bytes of words, schema and data, process that made it, crc32c
+_HEADER = struct.Struct("<8sI12s32s16sQQQQI")
+_CRC_AT = _HEADER.size - 4
+
+
+def schema_text(schema: Any) -> str:
+    """The one JSON text of a schema."""
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=True)
+
+
+def segment_nbytes(schema: Any, words_nbytes: int, data_nbytes: int) -> int:
+    """Bytes of the segment that `create` would make."""
+    return page_up(WORDS_AT + words_nbytes) + page_up(len(schema_text(schema))) + page_up(data_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What another process needs to attach, as one line of text."""
+
+    kind: str
+    pid: int
+    fd: int
+    nonce: bytes
+    schema_hash: str
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}-{self.kind}-{self.pid}-{self.fd}-{self.nonce.hex()}-{self.schema_hash}"
+
+    @staticmethod
+    def parse(text: Any, kind: str) -> Name:
+        """Read a name; AttachError if it is none, or one of another kind of object."""
+        parts = text.split("-") if isinstance(text, str) else []
+        try:
+            prefix, found, pid, fd, nonce, schema_hash = parts
+            name = Name(found, int(pid), int(fd), bytes.fromhex(nonce), schema_hash)
+        except ValueError:
+            prefix = ""
+        if prefix != _PREFIX:
+            raise AttachError(f"name: must be the `name` of a shared object, got {text!r}; pass it unchanged")
+        if name.kind != kind:
+            raise AttachError(
+                f"name: kind must be {kind}, found {name.kind}; pass the name of such an object"
+            )
+        return name
+
+
+class SharedSegment:
+    """One mapped segment of any primitive; one per process and nonce, shared by its users.
+
+    `core` is the primitive's native object in it, made once in each process, so that all its threads share one lock.
+
+    Ownership: the kernel's. `release` of the last user unmaps and closes; a descriptor that nobody released goes with
+    the last reference. `mark_closed` ends it for every process.
+    Concurrency: from any thread.
+    """
+
+    def __init__(self, fd: int, header: _Header, mapping: _core.Mapping, schema: Any) -> None:
+        self.fd, self.mapping, self.schema = fd, mapping, schema
+        self.kind, self.nonce, self.schema_hash = header.kind, header.nonce, header.schema_hash
+        self.owner, self.data_nbytes = header.owner, header.data_nbytes
+        self.data_at, self.nbytes = header.data_at, header.nbytes
+        self.core: Any = None
+        self._close_fd = weakref.finalize(self, os.close, fd)
+        self.users = 0
+
+    @property
+    def name(self) -> str:
+        """The line of text by which any process of this user attaches, as long as this one lives."""
+        return str(Name(self.kind, os.getpid(), self.fd, self.nonce, self.schema_hash))
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process made it (a forked child did not)."""
+        return self.owner == _core.process_word(os.getpid())
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its owner has closed it for everybody."""
+        return self.mapping.load(CLOSED_AT) != 0
+
+    def mark_closed(self, futexes: Sequence[int] = ()) -> None:
+        """Close it for every process and wake who sleeps on these words (offsets of 8 aligned bytes)."""
+        self.mapping.store(CLOSED_AT, 1)
+        for at in futexes:
+            self.mapping.add(at, 1)
+            self.mapping.wake(at)
+
+    def hold(self, make_core: Callable[[SharedSegment], Any]) -> SharedSegment:
+        """Count one more user; the first one makes the native object."""
+        with _lock:
+            if self.fd < 0:  # found by name just before its last user left
+                raise ClosedError("this object was closed; open or create it again")
+            if self.core is None:
+                self.core = make_core(self)
+            self.users += 1
+        return self
+
+    def release(self) -> None:
+        """Count one user less; the last one closes."""
+        with _lock:
+            self.users -= 1
+            if self.users > 0:
+                return
+            if _attached.get(self.nonce) is self:
+                del _attached[self.nonce]
+            self.core.close()
+            self._close_fd()
+            self.fd = -1
+            del self.mapping
+
+
+_lock = threading.Lock()
+_attached: weakref.WeakValueDictionary[bytes, SharedSegment] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    kind: str
+    schema_hash: str
+    nonce: bytes
+    words_nbytes: int
+    schema_nbytes: int
+    data_nbytes: int
+    owner: int
+
+    @property
+    def schema_at(self) -> int:
+        return page_up(WORDS_AT + self.words_nbytes)
+
+    @property
+    def data_at(self) -> int:
+        return self.schema_at + page_up(self.schema_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data_at + page_up(self.data_nbytes)
+
+    def pack(self) -> bytes:
+        packed = _HEADER.pack(
+            MAGIC, VERSION, self.kind.encode(), self.schema_hash.encode(), self.nonce, self.words_nbytes,
+            self.schema_nbytes, self.data_nbytes, self.owner, 0,
+        )  # fmt: skip
+        return packed[:_CRC_AT] + struct.pack("<I", _core.crc32c(packed[:_CRC_AT]))
+
+    @staticmethod
+    def unpack(packed: bytes, what: str) -> _Header:
+        magic, version, kind, schema_hash, nonce, words, schema, data, owner, crc = _HEADER.unpack(packed)
+        if magic != MAGIC:
+            raise AttachError(f"{what}: magic must be {MAGIC!r}, found {magic!r}; it is another object")
+        if version != VERSION:
+            raise AttachError(
+                f"{what}: version must be {VERSION}, found {version}; use one release everywhere"
+            )
+        if crc != _core.crc32c(packed[:_CRC_AT]):
+            raise AttachError(f"{what}: the checksum of its header does not match; it is damaged")
+        return _Header(kind.rstrip(b"\0").decode(), schema_hash.decode(), nonce, words, schema, data, owner)
+
+
+def make_memfd(nbytes: int, what: str) -> int:
+    """Return the descriptor of new memory, sealed against resizing; BudgetError if there is not enough."""
+    check_fits(nbytes, what)
+    fd = os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memfd(pid: int, fd: int, what: str) -> int:
+    """Return an own descriptor of another process's memory; AttachError if it is gone or is something else."""
+    target = f"/proc/{pid}/fd/{fd}"
+    try:
+        if not os.readlink(target).startswith(f"/memfd:{_PREFIX}"):
+            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+        return os.open(target, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        reason = error.strerror
+        raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
+
+
+def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: str) -> SharedSegment:
+    """Make a segment, sealed against resizing; BudgetError before anything is allocated if it cannot fit."""
+    text = schema_text(schema).encode()
+    header = _Header(
+        kind, _hash(text), secrets.token_bytes(16), words_nbytes, len(text), data_nbytes,
+        _core.process_word(os.getpid()),
+    )  # fmt: skip
+    fd = make_memfd(header.nbytes, what)
+    try:
+        mapping = _core.Mapping(fd, 0, header.nbytes, True)
+        mapping.view(header.schema_at, len(text))[:] = np.frombuffer(text, np.uint8)
+        mapping.view(0, _HEADER.size)[:] = np.frombuffer(header.pack(), np.uint8)
+        segment = SharedSegment(fd, header, mapping, schema)
+    except BaseException:
+        os.close(fd)
+        raise
+    with _lock:
+        _attached[segment.nonce] = segment
+    return segment
+
+
+def attach(text: str, kind: str, words_nbytes: int | None = None) -> SharedSegment:
+    """Attach by name; AttachError names the first difference, or says that the owner is gone.
+
+    `words_nbytes` None: how many there are follows from the schema, whose hash is compared.
+    """
+    name = Name.parse(text, kind)
+    what = f"{kind} of process {name.pid}"
+    with _lock:
+        known = _attached.get(name.nonce)
+    if known is not None and known.fd >= 0:
+        return known
+    fd = open_memfd(name.pid, name.fd, what)
+    try:
+        segment = _read(fd, name, words_nbytes, what)
+    except BaseException:
+        os.close(fd)
+        raise
+    with _lock:
+        known = _attached.get(name.nonce)
+        if known is not None and known.fd >= 0:
+            return known  # another thread was first; ours closes its descriptor when it is dropped
+        _attached[name.nonce] = segment
+    return segment
+
+
+def _read(fd: int, name: Name, words_nbytes: int | None, what: str) -> SharedSegment:
+    nbytes = os.fstat(fd).st_size
+    if nbytes < PAGE:
+        raise AttachError(f"{what}: size must be at least {PAGE}, found {nbytes}; it is another object")
+    header = _Header.unpack(_core.Mapping(fd, 0, PAGE, False).view(0, _HEADER.size).tobytes(), what)
+    if header.nonce != name.nonce:
+        raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+    n_words = header.words_nbytes if words_nbytes is None else words_nbytes
+    wanted = (name.kind, name.schema_hash, n_words, header.nbytes)
+    found = (header.kind, header.schema_hash, header.words_nbytes, nbytes)
+    for label, mine, theirs in zip(("kind", "layout hash", "words", "size"), wanted, found):
+        if mine != theirs:
+            raise AttachError(
+                f"{what}: {label} must be {mine}, found {theirs}; attach with what it was made with"
+            )
+    mapping = _core.Mapping(fd, 0, nbytes, True)
+    text = mapping.view(header.schema_at, header.schema_nbytes).tobytes()
+    if _hash(text) != header.schema_hash:
+        raise AttachError(f"{what}: its schema does not have the hash {header.schema_hash}; it is damaged")
+    return SharedSegment(fd, header, mapping, json.loads(text))
+
+
+def _hash(text: bytes) -> str:
+    return blake2b(text, digest_size=16).hexdigest()

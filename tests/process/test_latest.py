@@ -1,0 +1,354 @@
+"""Latest between processes: attach from anywhere, one writer, deaths at every step, full speed."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.killing import in_child, killed_at, steps
+
+import recollect as rc
+from recollect import _core
+from recollect.memory import shared
+from recollect.memory.latest import Latest
+
+pytestmark = pytest.mark.process
+LONG = 40.0
+HOLD_AT = shared.WORDS_AT + 4 * 64
+WORDS = 4096
+
+
+def value(n: int) -> list[Any]:
+    return [np.full(WORDS, n, np.int64), np.full(3, n, np.int64)]
+
+
+def empty() -> list[Any]:
+    return value(-1)
+
+
+def key() -> int:
+    """What a hold of this process's main thread has above the slot."""
+    return _core.process_word(os.getpid()) >> 32 << 24 | os.getpid() << 2
+
+
+def make(**kwargs: Any) -> Latest:
+    return Latest.create([8 * WORDS, 24], **kwargs)
+
+
+def read(box: Latest) -> tuple[int, int]:
+    out = empty()
+    version = box.latest(out)
+    n = int(out[0][0])
+    assert all((piece == n).all() for piece in out), "torn"
+    return version, n
+
+
+# -- attaching
+
+
+def read_and_write(box: Latest) -> None:
+    """In another process."""
+    with box:
+        assert read(box) == (1, 5)
+        box.publish(value(6))
+
+
+@pytest.mark.parametrize("method", ["fork", "forkserver", "spawn"])
+def test_attach_from(method: str) -> None:
+    with make() as box:
+        box.publish(value(5))
+        box.release_lane()
+        context: Any = multiprocessing.get_context(method)
+        child = context.Process(target=read_and_write, args=(box,), daemon=True)
+        child.start()
+        child.join(LONG)
+        assert child.exitcode == 0
+        child.close()
+        assert read(box) == (2, 6)
+
+
+def test_attach_from_an_unrelated_process() -> None:
+    script = (
+        "import sys, numpy as np; from recollect.memory.latest import Latest; b = Latest.attach(sys.argv[1]);"
+        "out = [np.zeros(4096, 'i8'), np.zeros(3, 'i8')]; print(b.latest(out), out[1].tolist())"
+    )
+    with make() as box:
+        box.publish(value(5))
+        command = [sys.executable, "-c", script, box.name]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=LONG, check=True)
+        assert done.stdout.strip() == "1 [5, 5, 5]"
+
+
+def test_a_dead_owner_is_said() -> None:
+    ours, theirs = os.pipe()
+    in_child(lambda: os.write(theirs, pickle.dumps(make())))
+    handle = os.read(ours, 65536)
+    os.close(ours)
+    os.close(theirs)
+    with pytest.raises(rc.AttachError, match="gone or closed it"):
+        pickle.loads(handle)
+
+
+# -- one writer
+
+
+def test_another_live_writer_is_refused_by_name() -> None:
+    with make() as box:
+        box.publish(value(1))
+
+        def work() -> None:
+            with pytest.raises(rc.LaneBusyError, match=f"process {os.getppid()} writes this"):
+                box.publish(value(2))
+            assert read(box) == (1, 1)
+
+        in_child(work)
+        assert box.stats().writer_pid == os.getpid()
+        box.release_lane()
+        assert box.stats().writer_pid is None
+        in_child(lambda: box.publish(value(2)))
+        assert box.publish(value(3)) == 3  # a dead writer is replaced silently
+
+
+def test_closing_lets_another_write() -> None:
+    with make() as box:
+        with pickle.loads(pickle.dumps(box)) as same:
+            same.publish(value(1))
+        name = box.name
+
+        def refused() -> None:  # the process that published still has it open
+            with pytest.raises(rc.LaneBusyError):
+                box.publish(value(2))
+
+        in_child(refused)
+
+        def work() -> None:
+            shared._attached.clear()
+            with Latest.attach(name) as mine:
+                mine.publish(value(2))
+            assert mine is not box and box.publish(value(3)) == 3  # of the same process, after close
+
+        box.release_lane()
+        in_child(work)
+
+
+def test_a_waiter_hears_of_the_writers_death() -> None:
+    with make() as box:
+        ready, go = os.pipe(), os.pipe()
+
+        def work() -> None:
+            box.publish(value(1))
+            os.write(ready[1], b"x")
+            os.read(go[0], 1)
+
+        pid = os.fork()
+        if pid == 0:
+            try:
+                work()
+            finally:
+                os._exit(0)
+        os.read(ready[0], 1)
+        assert not box.wait_newer(1, 0.15)  # alive, and looked at
+        os.kill(pid, signal.SIGKILL)
+        start = time.monotonic()
+        with pytest.raises(rc.PeerDiedError, match=f"process {pid} is gone"):
+            box.wait_newer(1, LONG)
+        assert time.monotonic() - start < 1.0
+        os.waitpid(pid, 0)
+        assert read(box) == (1, 1)
+        for fd in (*ready, *go):
+            os.close(fd)
+
+
+# -- killed at every step
+
+
+def test_a_writer_killed_at_every_step() -> None:
+    with make() as box:
+        in_child(lambda: box.publish(value(0)))
+        version, last = 1, 0
+        for step in steps():
+            n = step + 1
+            killed = killed_at(step, lambda n=n: box.publish(value(n)))
+            found = read(box)
+            assert found in ((version, last), (version + 1, n)), f"step {step}"
+            version, last = found
+            if not killed:
+                assert found[1] == n and step >= 5
+                break
+        assert box.publish(value(77)) == version + 1 and read(box)[1] == 77
+
+
+@pytest.mark.parametrize("patience", [2, 0])
+def test_a_reader_killed_at_every_step(patience: int) -> None:
+    """With no patience a reader holds its slot at once: it is killed with the hold, before it and after it."""
+    with make() as box:
+        box._native.set_patience(patience)
+        left = set()
+        for step in steps():
+            box.publish(value(step))
+            killed = killed_at(step, lambda: read(box))
+            left.add(box._open().mapping.load(HOLD_AT) != 0)
+            for n in range(step + 1, step + 6):
+                assert (
+                    box.publish(value(n)) and read(box)[1] == n
+                )  # with no patience this one steals the hold
+            if not killed:
+                assert step >= 2
+                break
+        assert box._open().mapping.load(HOLD_AT) == 0 and left == ({False} if patience else {False, True})
+        assert (box.stats().steals > 0) is (patience == 0)
+
+
+def test_a_live_readers_hold_is_left_alone() -> None:
+    with make() as box:
+        box.publish(value(3))
+        mapping = box._open().mapping
+        alive = _core.process_word(os.getppid()) >> 32 << 24 | os.getppid() << 2
+        mapping.store(HOLD_AT, alive | 2)
+        box._native.set_patience(0)
+        assert read(box) == (1, 3) and mapping.load(HOLD_AT) == alive | 2  # nobody overtook: no need to steal
+        del mapping
+
+
+@pytest.mark.parametrize("slot", [0, 1, 2])
+def test_a_dead_readers_hold_stops_nobody(slot: int) -> None:
+    with make() as box:
+        mapping = box._open().mapping
+        in_child(lambda: box._open().mapping.store(HOLD_AT, key() | slot + 1))
+        hold = mapping.load(HOLD_AT)
+        assert hold & 3 == slot + 1
+        for n in range(20):
+            box.publish(value(n))
+            assert read(box) == (n + 1, n)
+        assert mapping.load(HOLD_AT) == hold  # nobody needed it
+        del mapping
+
+
+def test_a_held_slot_is_never_written() -> None:
+    with make() as box:
+        mapping = box._open().mapping
+        data_at = box._open().data_at
+        for n in range(5):
+            box.publish(value(n))
+        slot = mapping.load(shared.WORDS_AT) & 3
+        mapping.store(HOLD_AT, os.getpid() << 2 | slot + 1)
+        for n in range(5, 20):
+            box.publish(value(n))
+            held = mapping.view(data_at + slot * (8 * WORDS + 4096), 8 * WORDS).view(np.int64)
+            assert (held == 4).all() and read(box) == (n + 1, n)
+        del held, mapping
+
+
+# -- full speed
+
+
+def write_for_ever(box: Latest, go: Any) -> None:
+    n = box.version
+    while not go.poll():
+        box.publish(value(n))
+        n += 1
+
+
+def read_for_ever(box: Latest, pipe: Any, seconds: float) -> None:
+    end, before, reads = time.monotonic() + seconds, 0, 0
+    try:
+        while time.monotonic() < end:
+            version, n = read(box)
+            assert version >= before and (version == 0 or n == version - 1), (before, version, n)
+            before, reads = version, reads + 1
+        pipe.send((reads, box.stats()))
+    except BaseException as error:
+        pipe.send(repr(error))
+
+
+def full_speed(seconds: float, patience: int) -> None:
+    context = multiprocessing.get_context("fork")
+    with make() as box:
+        box._native.set_patience(patience)
+        stop, stopped = context.Pipe(), []
+        writer = context.Process(target=write_for_ever, args=(box, stop[1]))
+        writer.start()
+        pipes = [context.Pipe() for _ in range(3)]
+        readers = [context.Process(target=read_for_ever, args=(box, theirs, seconds)) for _, theirs in pipes]
+        for reader in readers:
+            reader.start()
+        for (ours, _), reader in zip(pipes, readers):
+            assert ours.poll(seconds + LONG)
+            found = ours.recv()
+            assert not isinstance(found, str), found
+            stopped.append(found)
+            reader.join(LONG)
+        stop[0].send(None)
+        writer.join(LONG)
+        for process in (writer, *readers):
+            assert process.exitcode == 0
+            process.close()
+        for ours, theirs in [*pipes, stop]:
+            ours.close()
+            theirs.close()
+        assert box.version > 100 and all(reads > 20 for reads, _ in stopped)
+        assert patience or all(stats.holds > 0 for _, stats in stopped)
+
+
+@pytest.mark.parametrize("patience", [2, 0])
+def test_a_writer_at_full_speed_and_three_readers(patience: int) -> None:
+    full_speed(0.7, patience)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(180)
+@pytest.mark.parametrize("patience", [2, 0])
+def test_a_minute_of_full_speed(patience: int) -> None:
+    full_speed(60.0, patience)
+
+
+def test_an_overtaken_reader_holds_and_ends() -> None:
+    """A value so long that two writes fit into one copy of a reader that keeps being stopped."""
+    context = multiprocessing.get_context("fork")
+    with Latest.create([1 << 22]) as box:
+        stop = context.Pipe()
+
+        def write() -> None:
+            n = 0
+            while not stop[1].poll():
+                box.publish([np.full(1 << 22, n % 251, np.uint8)])
+                n += 1
+
+        writer = context.Process(target=write)
+        writer.start()
+        assert box.wait_newer(0, LONG)
+        ours, theirs = context.Pipe()
+
+        def look() -> None:
+            out = np.zeros(1 << 22, np.uint8)
+            end = time.monotonic() + LONG
+            while box.stats().holds == 0 and time.monotonic() < end:
+                version = box.latest([out])
+                assert (out == (version - 1) % 251).all()
+            theirs.send(box.stats())
+
+        reader = context.Process(target=look)
+        reader.start()
+        while reader.is_alive() and not ours.poll():
+            os.kill(reader.pid, signal.SIGSTOP)  # type: ignore[arg-type]
+            version = box.version
+            box.wait_newer(version + 2, LONG)
+            os.kill(reader.pid, signal.SIGCONT)  # type: ignore[arg-type]
+            ours.poll(0.0005)
+        stats = ours.recv()
+        stop[0].send(None)
+        for process in (reader, writer):
+            process.join(LONG)
+            assert process.exitcode == 0
+            process.close()
+        for end in (ours, theirs, *stop):
+            end.close()
+        assert stats.holds > 0 and stats.overtaken >= 2 and stats.reads > 0
