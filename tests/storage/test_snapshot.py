@@ -356,3 +356,21 @@ def test_dumping_and_loading_take_no_copy_of_the_rows(kind: str, times: int, tmp
     with loaded:
         assert len(loaded) == n and loaded[-1]["i"] == n - 1
         assert peak < times * n * size + spare, f"{peak >> 20} MiB to load {n * size >> 20} MiB"
+
+
+@pytest.mark.parametrize("kind", ["buffer", "storage"])
+def test_a_directory_that_another_buffer_lives_in_is_refused(kind: str, tmp_path: Path) -> None:
+    """A dump there would delete the file under it."""
+    space = {"x": ((), "int64")}
+    with (
+        rc.ReplayBuffer.create("memmap", space, capacity=8, cache_path=tmp_path) as live,
+        rc.ReplayBuffer.create("memory", space, capacity=8) as other,
+    ):
+        live.append({"x": 1})
+        other.append({"x": 2})
+        with pytest.raises(FileExistsError, match="where another buffer lives"):
+            (other if kind == "buffer" else other.storage).dumps(tmp_path)
+        live.append({"x": 3})
+        live.dumps(tmp_path)
+    with rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        assert loaded[:]["x"].tolist() == [1, 3]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from os import PathLike
+from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from gymnasium import Space
@@ -34,6 +35,11 @@ class SpaceStorage(ABC):
     cache_filename: str | None = None
     is_multiprocessing_safe: bool = False
     is_mutable: bool = True
+    is_append_only: bool = False  # rows are added at the end, and never changed or removed
+    is_cut_by_segment: bool = (
+        False  # rows of an open segment cannot be read, so segments must be ended in place
+    )
+    commits_from: int = 0  # see `recollect.storage.live`: what brings a commit about
 
     def __init__(self, single_instance_space: Any) -> None:
         """Bind the storage to the space of one row."""
@@ -121,6 +127,27 @@ class SpaceStorage(ABC):
             data = data[key]
         return data
 
+    # -- values, checked whole before anything changes
+
+    def checked_one(self, value: Any) -> Any:
+        """Return one sample as a block of one; SchemaError if it does not fit the space."""
+        return self.layout.decode_batch([a[None] for a in self.layout.encode_one(value)], 1)
+
+    def checked_batch(self, value: Any) -> tuple[int, Any]:
+        """Return how many samples a block has, and the block; SchemaError if it does not fit the space."""
+        n, arrays = self.layout.encode_batch(value)
+        return n, self.layout.decode_batch(arrays, n)
+
+    # -- chunks: what a reader fetches whole
+
+    def chunk_ends(self) -> Any:
+        """The row after the last of each chunk, ascending; None where single rows cost the same as neighbours."""
+        return None
+
+    def chunk_window(self) -> int:
+        """How many chunks can be held at once, so that a shuffled pass reads each of them once."""
+        return 1
+
     # -- the end of an unbounded storage
 
     def extend_length(self, length: int) -> None:
@@ -154,6 +181,15 @@ class SpaceStorage(ABC):
     def mark_segment_end(self) -> None:
         """Close the open segment; none: nothing happens."""
 
+    def prepare_segment_end(self) -> None:
+        """Do what may fail of `mark_segment_end`, for one of several storages that end it together."""
+
+    def cancel_segment_end(self) -> None:
+        """Take back what `prepare_segment_end` did."""
+
+    def finish_segment_end(self) -> None:
+        """End the segment that was prepared; cannot fail."""
+
     def abort_segment(self) -> None:
         """Drop the rows of the open segment that are not visible yet."""
 
@@ -170,6 +206,33 @@ class SpaceStorage(ABC):
     def get_segments(self) -> Segments | None:
         """Half-open pairs of rows, or None when this storage knows no boundaries."""
         return None
+
+    # -- files: how a storage takes part in the commits and dumps of the outermost one
+
+    def describe(self) -> dict[str, Any]:
+        """What a manifest says of this storage: its short name, options and inner storages."""
+        return {"name": self.short_name, "options": {}, "children": {}}
+
+    def stored_length(self) -> int:
+        """How many rows the files hold, which a commit names."""
+        return len(self)
+
+    def write_out(self, urgency: int) -> None:
+        """Write pending rows to files, before a commit names them."""
+
+    def more_files(self) -> list[str]:
+        """Files that this storage's own files name, not the manifest."""
+        return []
+
+    def save_parts(self, path: Path) -> None:
+        """Write the live rows below a directory of a dump."""
+        self.dumps(path)
+
+    def settle(self) -> None:
+        """Make the commit that the last writes brought about; called when their owner has counted them."""
+
+    def flush(self) -> None:
+        """Commit all that was written, for storages that have files; the others have nothing to commit."""
 
     # -- life
 

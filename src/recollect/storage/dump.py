@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
@@ -47,6 +47,8 @@ class DumpWriter:
         self.files: dict[str, dict[str, Any]] = {}
         self.keep: set[str] = set()  # live files, which have no entry
         self._made: list[Path] = []
+        self._synced: set[Path] = set()  # directories with new names
+        self._last: dict[str, Any] | None = None  # the manifest that this commit replaces
 
     def __enter__(self) -> Self:
         return self
@@ -81,9 +83,65 @@ class DumpWriter:
             _core.fault_point()
             self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
 
+    def adopt_all(self, base: str) -> None:
+        """Name all files that were written by other means below a directory, or as one file of that name."""
+        place = self.path / base
+        files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file())
+        for file in files:
+            self.adopt(str(file.relative_to(self.path / STORAGE)))
+
+    def base_for(self, names: Mapping[str, dict[str, Any] | None]) -> str:
+        """The directory for files of these names: that of the last dump, if they are the same files or new there."""
+        old = self._old()
+        base = str(old.get("storage_path_relative", STORAGE))
+        there = old.get("files", {})
+        new = f"{STORAGE}/part-{self.commit}"
+        for name, about in names.items():
+            found = there.get(f"{base}/{name}")
+            if found not in (None, about) or (
+                about is None and found is None and (self.path / base / name).exists()
+            ):
+                return new
+        return base if old else STORAGE
+
+    def copy(self, source: Path, name: str, about: dict[str, Any] | None) -> None:
+        """Take over an immutable file, unless the last dump has it; its checksum is checked on the way.
+
+        Without `about` another file names it and knows its checksum.
+        """
+        full = self.path / name
+        if about is not None and self._old().get("files", {}).get(name) == about and _has_size(full, about):
+            self.files[name] = about
+            return
+        self.directories += make_directory(full.parent)
+        self._synced.add(full.parent)
+        self._made.append(full)
+        with open_named(source.parent, source.name) as f, open(full, "w+b") as copy:
+            _core.fault_point()
+            shutil.copyfileobj(f, copy, _PART)
+            copy.flush()
+            _core.fault_point()
+            os.fsync(copy.fileno())
+            found = {"bytes": os.fstat(copy.fileno()).st_size, "crc32c": file_crc(copy)}
+        if about is None:
+            self.keep.add(name)
+        elif found != about:
+            raise FormatError(f"{source}: its checksum does not match; it is damaged")
+        else:
+            self.files[name] = about
+
+    def _old(self) -> dict[str, Any]:
+        if self._last is None:
+            try:
+                self._last = dict(json.loads((self.path / MANIFEST).read_text(encoding="utf-8")))
+            except (OSError, ValueError, TypeError):
+                self._last = {}
+        return self._last
+
     def finish(self, manifest: dict[str, Any]) -> None:
         """Commit: sync and rename the manifest, sync the directory, delete what is no longer named."""
-        sync_directory(self.path / STORAGE)
+        for directory in sorted({self.path / STORAGE, *self._synced}):
+            sync_directory(directory)
         _core.fault_point()
         write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files})
         self._sweep()
@@ -201,14 +259,34 @@ def check_files(
 ) -> None:
     """Check the sizes of all named files, and the checksums of those `read_whole`, or with `verify` of all."""
     for name, about in manifest["files"].items():
-        with open_named(path, name) as f:
-            nbytes = os.fstat(f.fileno()).st_size
-            if nbytes != about["bytes"]:
-                raise FormatError(
-                    f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
-                )
-            if (verify or name in read_whole) and file_crc(f) != about["crc32c"]:
-                raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
+        nbytes = _size_of(path, name)
+        if nbytes != about["bytes"]:
+            raise FormatError(
+                f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
+            )
+        if verify or name in read_whole:
+            with open_named(path, name) as f:
+                if file_crc(f) != about["crc32c"]:
+                    raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
+
+
+def _size_of(path: Path, name: str) -> int:
+    # Not by open_named: there may be thousands, and to resolve each path takes longer than to ask for its size.
+    if ".." in name.split("/") or name.startswith("/"):
+        raise FormatError(f"{path}: names a file outside itself, {name!r}; it is damaged or forged")
+    try:
+        return os.stat(f"{path}/{name}").st_size
+    except FileNotFoundError:
+        raise FormatError(
+            f"{path / name}: is gone; the dump was replaced or damaged meanwhile: load again"
+        ) from None
+
+
+def _has_size(file: Path, about: dict[str, Any]) -> bool:
+    try:
+        return bool(file.stat().st_size == about["bytes"])
+    except OSError:
+        return False
 
 
 def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
@@ -230,6 +308,19 @@ def last_commit(path: Path) -> int:
         return int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["commit"])
     except (OSError, ValueError, KeyError, TypeError):
         return 0
+
+
+def refuse_live(path: Path) -> None:
+    """Raise FileExistsError for a directory that another buffer lives in: a dump would delete its file."""
+    try:
+        live = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["live"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return
+    if live:
+        raise FileExistsError(
+            f"{path}: must not be where another buffer lives, got dumps() there; dump to another directory or delete "
+            "this one"
+        )
 
 
 def file_crc(f: BinaryIO) -> str:

@@ -104,7 +104,8 @@ class MemmapStorage(RowStorage):
         storage = cls(rows, space, capacity=manifest["capacity"], cast=cast, is_mutable=not read_only)
         storage.cache_filename = str(path)
         storage.commit = manifest["commit"]
-        storage.live_as = (manifest["format"], {"evict": manifest["evict"]} if "evict" in manifest else {})
+        extra: dict[str, Any] = {key: manifest[key] for key in ("evict", "limiter") if key in manifest}
+        storage.live_as = (manifest["format"], extra)
         if not live and not read_only:
             try:
                 storage.write_live()

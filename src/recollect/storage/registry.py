@@ -13,6 +13,13 @@ _OWN = {
     "memory": "recollect.storage.memory:MemoryStorage",
     "shared": "recollect.storage.shared:SharedMemoryStorage",
     "memmap": "recollect.storage.memmap:MemmapStorage",
+    "hdf5": "recollect.storage.hdf5:HDF5Storage",
+    "parquet": "recollect.storage.parquet:ParquetStorage",
+    "image": "recollect.storage.image:ImageStorage",
+    "video": "recollect.storage.video:VideoStorage",
+    "dict": "recollect.storage.dict:DictStorage",
+    "flattened": "recollect.storage.flattened:FlattenedStorage",
+    "transformed": "recollect.storage.transformed:TransformedStorage",
     "backend": "recollect.storage.backend:ToBackendOrDeviceStorage",
 }
 _registered: dict[str, type[SpaceStorage]] = {}

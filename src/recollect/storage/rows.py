@@ -20,7 +20,7 @@ from recollect.spaces import (
 )
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import MANIFEST, DumpWriter, read_manifest
+from recollect.storage.dump import MANIFEST, DumpWriter, read_manifest, refuse_live
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -265,6 +265,7 @@ class RowStorage(SpaceStorage):
     # -- disk
 
     def dumps(self, path: PathName) -> None:
+        refuse_live(Path(path))
         with DumpWriter(Path(path)) as writer:
             saved = write_rows(writer, self.rows)
             writer.finish({**self.record(saved), "format": "recollect.storage"})

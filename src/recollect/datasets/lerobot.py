@@ -1,0 +1,148 @@
+"""LeRobot data sets, versions 2.0, 2.1 and 3.0, read from their files; the package `lerobot` is not needed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from os import PathLike
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.datasets.batch import DatasetBatch, need
+from recollect.datasets.columns import number_space, numbers, pictures, text_space
+from recollect.datasets.lerobot_meta import OWN, Episode, Meta, below, read_meta, read_table
+from recollect.datasets.video import frames_at
+from recollect.errors import FormatError
+from recollect.spaces.tree import make_dict
+
+Array = np.ndarray[Any, Any]
+
+
+def from_lerobot(path: str | PathLike[str], *, features: Sequence[str] | None = None) -> LeRobotBatch:
+    """Show a LeRobot data set as a read-only batch, a leaf per feature, its episodes as segments.
+
+    Pictures and frames of videos are uint8 `(H, W, C)`. The features that LeRobot fills in (timestamp, index, ...) are
+    scalars; `batch.tasks[task_index]` is the task in words. `features` chooses some: what is not read costs nothing.
+    """
+    need("pyarrow", "parquet", "from_lerobot")
+    meta = read_meta(Path(path))
+    unknown = [name for name in features or () if name not in meta.features]
+    if unknown:
+        raise KeyError(f"features: must be among {sorted(meta.features)}, got {unknown}")
+    found, left_out = [], {}
+    for name in meta.features if features is None else features:
+        kind = _space_of(meta, name)
+        if isinstance(kind, str):
+            left_out[name] = kind
+        else:
+            found.append((name, kind))
+    if not found:
+        raise FormatError(f"{path}: must have a feature that is a leaf, got none of {left_out}")
+    if any(meta.features[name]["dtype"] == "video" for name, _ in found):
+        need("av", "video", "from_lerobot")
+    return LeRobotBatch(meta, make_dict(found), left_out)
+
+
+class LeRobotBatch(DatasetBatch):
+    """A LeRobot data set; see `from_lerobot`. `meta` is what it says of itself, `tasks` its tasks by index.
+
+    Ownership, Concurrency: as DatasetBatch.
+    """
+
+    def __init__(self, meta: Meta, space: Any, left_out: dict[str, str]) -> None:
+        self.meta = meta
+        super().__init__(space, [episode.length for episode in meta.episodes], left_out=left_out)
+
+    @property
+    def tasks(self) -> dict[int, str]:
+        """The tasks in words, by `task_index`."""
+        return dict(self.meta.tasks)
+
+    def _load(self, key: str, episode: int, first: int, end: int) -> Any:
+        import pyarrow as pa
+
+        where = self.meta.episodes[episode]
+        space, kind = self.single_space[key], self.meta.features[key]["dtype"]  # type: ignore[index]
+        if kind == "video":
+            return self._frames(key, where, first, end, space.shape or ())
+        column = _episode_column(self.meta.path, where, key).slice(first, end - first)
+        name = f"{self.meta.path / where.data}: {key}"
+        if kind == "image":
+            return pictures(column.to_pylist(), space.shape or (), self.meta.path, name)
+        if isinstance(space, spaces.Text):
+            return tuple(column.to_pylist())
+        return numbers(pa, column, space.shape or (), space.dtype, name)
+
+    def _frames(self, key: str, episode: Episode, first: int, end: int, shape: tuple[int, ...]) -> Array:
+        import pyarrow as pa
+
+        file, start = episode.videos[key]
+        column = _episode_column(self.meta.path, episode, "timestamp").slice(first, end - first)
+        times = numbers(pa, column, (), np.float64, f"{self.meta.path / episode.data}: timestamp")
+        return frames_at(below(self.meta.path, file), start + times, self.meta.fps, shape)
+
+
+@lru_cache(maxsize=32)
+def _file_column(path: Path, name: str, key: str) -> Any:
+    return read_table(below(path, name), [key])
+
+
+@lru_cache(maxsize=8)
+def _file_episodes(path: Path, name: str) -> Array:
+    import pyarrow as pa
+
+    table = _file_column(path, name, "episode_index")
+    if "episode_index" not in table.column_names:
+        raise FormatError(f"{path / name}: must have the column 'episode_index', got none; it is damaged")
+    return numbers(pa, table.column("episode_index"), (), np.int64, f"{path / name}: episode_index")
+
+
+def _episode_column(path: Path, episode: Episode, key: str) -> Any:
+    """The rows of an episode in its file."""
+    table = _file_column(path, episode.data, key)
+    if key not in table.column_names:
+        raise FormatError(f"{path / episode.data}: must have the column {key!r}, got none; it is damaged")
+    rows = np.flatnonzero(_file_episodes(path, episode.data) == episode.number)
+    if len(rows) != episode.length or (len(rows) and rows[-1] - rows[0] + 1 != len(rows)):
+        raise FormatError(
+            f"{path / episode.data}: must hold {episode.length} rows of episode {episode.number} side by side, "
+            f"got {len(rows)}; it is damaged"
+        )
+    return table.column(key).slice(int(rows[0]) if len(rows) else 0, len(rows))
+
+
+def _space_of(meta: Meta, name: str) -> Space[Any] | str:
+    """The space of a feature, or why it has none."""
+    about = meta.features[name]
+    kind, shape = str(about["dtype"]), tuple(int(n) for n in about.get("shape") or ())
+    if kind in ("image", "video"):
+        if _is_depth(about):
+            return "is a video of quantised depth"
+        return spaces.Box(0, 255, _picture_shape(meta, name, shape, about.get("names")), np.uint8)
+    if kind == "string":
+        files = sorted({episode.data for episode in meta.episodes})
+        return text_space(
+            {s for file in files for s in read_table(below(meta.path, file), [name])[name].to_pylist()}
+        )
+    try:
+        dtype = np.dtype(kind)
+    except TypeError:
+        return f"is of dtype {kind!r}"
+    return number_space(() if name in OWN else shape, dtype)
+
+
+def _picture_shape(meta: Meta, name: str, shape: tuple[int, ...], names: Any) -> tuple[int, ...]:
+    """(H, W, C): some data sets say (C, H, W)."""
+    if len(shape) != 3:
+        raise FormatError(f"{meta.path}: {name} must have the shape (H, W, C) or (C, H, W), got {shape}")
+    first = str(names[0]) if isinstance(names, list | tuple) and names else ""
+    channels_first = first.startswith("channel") if first else shape[0] in (1, 3) and shape[2] not in (1, 3)
+    return (*shape[1:], shape[0]) if channels_first else shape
+
+
+def _is_depth(about: dict[str, Any]) -> bool:
+    said = {**(about.get("video_info") or {}), **(about.get("info") or {})}
+    return bool(said.get("is_depth_map") or said.get("video.is_depth_map"))

@@ -1,0 +1,186 @@
+"""What a LeRobot data set says of itself: its features, episodes, tasks and where their rows and frames are.
+
+Versions 2.0 and 2.1 have a file per episode and JSON lines in `meta`; 3.0 has many episodes in a file and Parquet in
+`meta`, so an episode knows its file, and where in the video it begins.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from recollect.errors import FormatError
+
+VERSIONS = ("v2.0", "v2.1", "v3.0")
+OWN = (
+    "timestamp",
+    "frame_index",
+    "episode_index",
+    "index",
+    "task_index",
+)  # features that LeRobot fills in itself
+INFO, TASKS, EPISODES = "meta/info.json", "meta/tasks.parquet", "meta/episodes"
+DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
+EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
+
+
+@dataclass(frozen=True, slots=True)
+class Episode:
+    """Where one episode is: its data file, and per camera a video and the second at which it begins."""
+
+    number: int
+    length: int
+    data: str
+    videos: dict[str, tuple[str, float]] = field(default_factory=dict)
+    tasks: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Meta:
+    """The metadata of a data set."""
+
+    path: Path
+    version: str
+    fps: float
+    robot_type: str | None
+    features: dict[str, dict[str, Any]]
+    episodes: list[Episode]
+    tasks: dict[int, str]
+
+
+def read_meta(path: Path) -> Meta:
+    """Read and check the metadata of a data set; FormatError says what is wrong with it."""
+    info = read_json(path / INFO)
+    version = str(info.get("codebase_version"))
+    if version not in VERSIONS:
+        raise FormatError(f"{path / INFO}: codebase_version must be one of {list(VERSIONS)}, got {version!r}")
+    try:
+        features = {str(key): dict(value) for key, value in info["features"].items()}
+        cameras = [key for key, value in features.items() if value["dtype"] == "video"]
+        read = _episodes_v3 if version == "v3.0" else _episodes_v2
+        episodes = sorted(read(path, info, cameras), key=lambda e: e.number)
+        tasks = _tasks_v3(path) if version == "v3.0" else _tasks_v2(path)
+        fps = float(info["fps"])
+    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(
+            f"{path}: its metadata lack or garble {error!r}; it is damaged or foreign"
+        ) from None
+    if not any(episode.length for episode in episodes):
+        raise FormatError(f"{path}: must hold episodes, got none")
+    total = info.get("total_episodes", len(episodes))
+    if total != len(episodes):
+        raise FormatError(
+            f"{path}: must hold {total} episodes, got {len(episodes)}; it is damaged or unfinished"
+        )
+    return Meta(path, version, fps, info.get("robot_type"), features, episodes, tasks)
+
+
+def below(path: Path, name: str) -> Path:
+    """A file that the metadata name; it may be a link, as in the cache of the hub, but not lead out by its name."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise FormatError(f"{path}: names a file outside itself, {name!r}; it is damaged or forged")
+    return path / name
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """Read an object; FormatError if there is none."""
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except FileNotFoundError:
+        raise FormatError(f"{path}: must exist, got nothing there; it is no LeRobot data set") from None
+    except (OSError, ValueError, TypeError) as error:
+        raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    try:
+        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: must be JSON lines, got {error}; it is missing or damaged") from None
+
+
+def read_table(file: Path, columns: list[str] | None = None) -> Any:
+    """Read a Parquet file; FormatError if it cannot be."""
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        return parquet.ParquetFile(str(file)).read(columns=columns)
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{file}: must be a Parquet file, got {error}; it is missing or damaged") from None
+
+
+def _episodes_v2(path: Path, info: dict[str, Any], cameras: list[str]) -> list[Episode]:
+    found = []
+    for line in _lines(path / "meta" / "episodes.jsonl"):
+        number = int(line["episode_index"])
+        at = {"episode_chunk": number // int(info["chunks_size"]), "episode_index": number}
+        videos = {key: (str(info["video_path"]).format(video_key=key, **at), 0.0) for key in cameras}
+        found.append(
+            Episode(
+                number,
+                int(line["length"]),
+                str(info["data_path"]).format(**at),
+                videos,
+                tuple(line.get("tasks", ())),
+            )
+        )
+    return found
+
+
+def _episodes_v3(path: Path, info: dict[str, Any], cameras: list[str]) -> list[Episode]:
+    files = sorted((path / EPISODES).glob("*/*.parquet"))
+    if not files:
+        raise FormatError(
+            f"{path / EPISODES}: must hold chunk-000/file-000.parquet, got nothing; it is damaged"
+        )
+    found = []
+    for file in files:
+        import pyarrow.parquet as pq
+
+        names = (
+            [n for n in pq.read_schema(str(file)).names if not n.startswith("stats/")]
+            if _is_parquet(file)
+            else None
+        )
+        for row in read_table(file, names).to_pylist():
+            data = str(info["data_path"]).format(
+                chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
+            )
+            videos = {}
+            for key in cameras:
+                at = {side: row[f"videos/{key}/{side}"] for side in ("chunk_index", "file_index")}
+                name = str(info["video_path"]).format(video_key=key, **at)
+                videos[key] = (name, float(row[f"videos/{key}/from_timestamp"]))
+            found.append(
+                Episode(
+                    int(row["episode_index"]), int(row["length"]), data, videos, tuple(row.get("tasks") or ())
+                )
+            )
+    return found
+
+
+def _is_parquet(file: Path) -> bool:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    try:
+        parquet.read_schema(str(file))
+    except (pa.ArrowException, OSError):
+        return False
+    return True
+
+
+def _tasks_v2(path: Path) -> dict[int, str]:
+    return {int(line["task_index"]): str(line["task"]) for line in _lines(path / "meta" / "tasks.jsonl")}
+
+
+def _tasks_v3(path: Path) -> dict[int, str]:
+    table = read_table(path / TASKS)
+    name = "task" if "task" in table.column_names else "__index_level_0__"
+    return {int(row["task_index"]): str(row[name]) for row in table.to_pylist()}

@@ -1,0 +1,244 @@
+"""Minari data sets, read from their files by h5py or pyarrow; the package `minari` is not needed.
+
+An episode of T steps has T + 1 observations; here it is T transitions, as `transition_space` names them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from gymnasium import Space, spaces
+
+from recollect.datasets.batch import DatasetBatch, need
+from recollect.datasets.columns import number_space, numbers
+from recollect.errors import FormatError
+from recollect.spaces.tree import make_dict
+
+_MAIN = "main_data.hdf5"
+_STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}
+_OF = {"obs": "observations", "next_obs": "observations", "action": "actions", **_STEPS}
+
+
+def from_minari(source: Any) -> DatasetBatch:
+    """Show a Minari data set as a read-only batch of transitions, its episodes as segments.
+
+    `source` is the directory of a data set, its id below `$MINARI_DATASETS_PATH` (else `~/.minari/datasets`), or a
+    `minari.MinariDataset`, of which only the episodes that it was filtered to are shown. The `infos` are in `left_out`.
+    """
+    episodes = None
+    if hasattr(source, "storage") and hasattr(source, "episode_indices"):
+        episodes = [int(i) for i in source.episode_indices]
+        source = source.storage.data_path
+    path = _find(source)
+    meta = _metadata(path)
+    kind = str(meta.get("data_format", "hdf5"))
+    files: Any = _Hdf5(path) if kind == "hdf5" else _Arrow(path, kind)
+    lengths = files.lengths(int(meta.get("total_episodes", -1)))
+    chosen = sorted(lengths) if episodes is None else episodes
+    if not any(lengths.get(i) for i in chosen):
+        raise FormatError(f"{path}: must hold episodes, got none")
+    obs, action = (_space(path, meta, name) for name in ("observation_space", "action_space"))
+    flag = number_space((), np.bool_)
+    reward = number_space((), files.reward_dtype(chosen[0]))
+    space = make_dict([("obs", obs), ("action", action), ("reward", reward), ("next_obs", obs), ("terminated", flag),
+                       ("truncated", flag)])  # fmt: skip
+    return _MinariBatch(files, space, chosen, [lengths[i] for i in chosen])
+
+
+class _MinariBatch(DatasetBatch):
+    """See `from_minari`."""
+
+    def __init__(self, files: Any, space: Any, numbers_of: list[int], lengths: list[int]) -> None:
+        self._files, self._numbers = files, numbers_of
+        super().__init__(space, lengths, left_out={"infos": "are dicts of any form"})
+
+    def _load(self, key: str, episode: int, first: int, end: int) -> Any:
+        shift = 1 if key == "next_obs" else 0
+        space = self.single_space[key]  # type: ignore[index]
+        return self._files.read(self._numbers[episode], _OF[key], space, first + shift, end + shift)
+
+
+class _Hdf5:
+    """`main_data.hdf5`: a group per episode."""
+
+    def __init__(self, path: Path) -> None:
+        self.file = path / _MAIN
+        self._h5 = need("h5py", "hdf5", "from_minari").File
+
+    def _opened(self) -> Any:
+        try:
+            return self._h5(self.file, "r")
+        except OSError as error:
+            raise FormatError(
+                f"{self.file}: must be an HDF5 file, got {error}; it is missing or damaged"
+            ) from None
+
+    def lengths(self, total: int) -> dict[int, int]:
+        with self._opened() as f:
+            found = {}
+            for name in f:
+                if name.startswith("episode_"):
+                    found[int(name[8:])] = int(f[name].attrs.get("total_steps", len(f[name]["rewards"])))
+        missing = [i for i in range(total) if i not in found]
+        if missing:
+            raise FormatError(f"{self.file}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+        return found
+
+    def reward_dtype(self, episode: int) -> Any:
+        with self._opened() as f:
+            return f[f"episode_{episode}"]["rewards"].dtype
+
+    def read(self, episode: int, name: str, space: Space[Any], first: int, end: int) -> Any:
+        with self._opened() as f:
+            try:
+                return _hdf5_value(f[f"episode_{episode}"][name], space, slice(first, end))
+            except (KeyError, OSError, AttributeError) as error:
+                raise FormatError(f"{self.file}: episode_{episode}/{name} cannot be read ({error}); "
+                                  "it is damaged") from None  # fmt: skip
+
+
+def _hdf5_value(node: Any, space: Space[Any], rows: slice) -> Any:
+    if isinstance(space, spaces.Dict):
+        return {key: _hdf5_value(node[key], child, rows) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(_hdf5_value(node[f"_index_{i}"], child, rows) for i, child in enumerate(space.spaces))
+    if isinstance(space, spaces.Text):
+        return tuple(s.decode("utf-8") if isinstance(s, bytes) else str(s) for s in node[rows])
+    found = np.asarray(node[rows])
+    return found.reshape(len(found), *(space.shape or ())).astype(space.dtype, copy=False)
+
+
+class _Arrow:
+    """A directory per episode, whose rows are padded by one."""
+
+    def __init__(self, path: Path, kind: str) -> None:
+        if kind not in ("arrow", "parquet"):
+            raise FormatError(f"{path}: data_format must be hdf5, arrow or parquet, got {kind!r}")
+        self.path, self.kind = path, kind
+        need("pyarrow", "parquet", "from_minari")
+
+    def lengths(self, total: int) -> dict[int, int]:
+        found = {int(d.name): d for d in self.path.iterdir() if d.is_dir() and d.name.isdigit()}
+        missing = [i for i in range(total) if i not in found]
+        if missing:
+            raise FormatError(f"{self.path}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+        return {i: int(_json(d / "metadata.json")["total_steps"]) for i, d in found.items()}
+
+    def reward_dtype(self, episode: int) -> Any:
+        return np.dtype(
+            _arrow_table(self.path / str(episode), self.kind).column("rewards").type.to_pandas_dtype()
+        )
+
+    def read(self, episode: int, name: str, space: Space[Any], first: int, end: int) -> Any:
+        pa = need("pyarrow", "parquet", "from_minari")
+        where = self.path / str(episode)
+        column = _arrow_table(where, self.kind).column(name).slice(first, end - first)
+        return _arrow_value(pa, column.combine_chunks(), space, f"{where}: {name}")
+
+
+@lru_cache(maxsize=4)
+def _arrow_table(where: Path, kind: str) -> Any:
+    import pyarrow as pa
+    from pyarrow import dataset
+
+    try:
+        files = [str(f) for f in sorted(where.iterdir()) if f.name != "metadata.json"]
+        return dataset.dataset(files, format=kind).to_table()
+    except (pa.ArrowException, OSError) as error:
+        raise FormatError(f"{where}: cannot be read ({error}); it is damaged") from None
+
+
+def _arrow_value(pa: Any, column: Any, space: Space[Any], where: str) -> Any:
+    if isinstance(column, pa.ChunkedArray):
+        column = pa.concat_arrays(column.chunks)
+    if isinstance(space, spaces.Dict):
+        return {key: _arrow_value(pa, column.field(key), child, where) for key, child in space.spaces.items()}
+    if isinstance(space, spaces.Tuple):
+        return tuple(
+            _arrow_value(pa, column.field(str(i)), child, where) for i, child in enumerate(space.spaces)
+        )
+    if isinstance(space, spaces.Text):
+        return tuple(column.to_pylist())
+    return numbers(pa, column, space.shape or (), space.dtype, where)
+
+
+def _find(source: Any) -> Path:
+    """The directory with the data: as given, its `data`, or that of an id."""
+    home = Path(os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets")
+    for path in (Path(source), home / str(source)):
+        for place in (path, path / "data"):
+            if (place / _MAIN).is_file() or (place / "metadata.json").is_file():
+                return place
+    raise FormatError(
+        f"{source}: must hold data/metadata.json or data/{_MAIN}, got neither; it is no Minari data set"
+    )
+
+
+def _metadata(path: Path) -> dict[str, Any]:
+    if (path / "metadata.json").is_file():
+        return _json(path / "metadata.json")
+    with _Hdf5(path)._opened() as f:  # before Minari 0.5 they were attributes of the file
+        return {
+            key: value.item() if isinstance(value, np.generic) else value for key, value in f.attrs.items()
+        }
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
+
+
+def _space(path: Path, meta: dict[str, Any], name: str) -> Space[Any]:
+    if name in meta:
+        try:
+            return _from_json(meta[name])
+        except (KeyError, ValueError, TypeError) as error:
+            raise FormatError(
+                f"{path}: its {name} cannot be read ({error!r}); it is damaged or newer"
+            ) from None
+    try:
+        import gymnasium
+
+        spec = (
+            str(meta["env_spec"])
+            .replace('"autoreset": false, ', "")
+            .replace('"apply_api_compatibility": false, ', "")
+        )
+        env = gymnasium.make(gymnasium.envs.registration.EnvSpec.from_json(spec))
+        try:
+            found: Space[Any] = getattr(env, name)
+            return found
+        finally:
+            env.close()
+    except Exception as error:
+        raise FormatError(f"{path}: has no {name}, and its environment cannot be made ({error!r})") from None
+
+
+def _from_json(obj: Any) -> Space[Any]:
+    """The space that Minari wrote as JSON."""
+    obj = json.loads(obj) if isinstance(obj, str | bytes) else obj
+    kind = obj["type"]
+    if kind == "Dict":
+        return make_dict([(key, _from_json(child)) for key, child in obj["subspaces"].items()])
+    if kind == "Tuple":
+        return spaces.Tuple([_from_json(child) for child in obj["subspaces"]])
+    if kind == "Discrete":
+        return spaces.Discrete(int(obj["n"]), start=int(obj.get("start", 0)))
+    if kind == "Text":
+        return spaces.Text(obj["max_length"], min_length=obj.get("min_length", 1), charset=obj["charset"])
+    if kind == "MultiDiscrete":
+        return spaces.MultiDiscrete(np.array(obj["nvec"]), dtype=obj.get("dtype", "int64"))
+    if kind == "MultiBinary":
+        return spaces.MultiBinary(obj["n"])
+    if kind != "Box":
+        raise ValueError(f"type must be one that has rows, got {kind!r}")
+    dtype = np.dtype(obj["dtype"])
+    low, high = (np.array(obj[side]).astype(dtype) for side in ("low", "high"))
+    return spaces.Box(low, high, tuple(obj["shape"]), dtype.type)

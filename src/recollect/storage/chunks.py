@@ -1,0 +1,184 @@
+"""ChunkCache: decoded chunks of a file in one slab, so that scattered rows are gathered by one copy per column.
+
+Files of columns are read a chunk at a time (a Parquet piece, HDF5 rows, frames of a video). A chunk has a slot in the
+slab; the least recently used gives up its own. Rows of any chunks that are held are one `take` per column.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+
+from recollect.spaces import Layout
+from recollect.storage.columns import widened
+
+Array = np.ndarray[Any, Any]
+Ints = np.ndarray[Any, np.dtype[np.int64]]
+CACHE_NBYTES = 64 << 20
+Load = Callable[[int], tuple[Layout, list[Array]]]
+
+
+class ChunkCache:
+    """The chunks read last; `load(number)` decodes one, and may be called by several threads at once.
+
+    Ownership: what `gather` returns is the caller's own.
+    Concurrency: the storage's lock is held around every call.
+    """
+
+    def __init__(
+        self, layout: Layout, rows: int, nbytes: int, load: Load, workers: int | None = None
+    ) -> None:
+        """Hold chunks of at most `rows` rows in about `nbytes`, but at least two of them."""
+        self.layout, self.rows, self._load = layout, max(1, rows), load
+        row_nbytes = sum(field.nbytes for field in layout.fields)
+        self.n_slots = min(4096, max(2, nbytes // max(1, self.rows * row_nbytes)))
+        self._workers = min(4, os.cpu_count() or 1) if workers is None else workers
+        self._pool: ThreadPoolExecutor | None = None
+        self._pid = 0
+        self.decoded = 0  # chunks read since it was made
+        self.clear()
+
+    def clear(self) -> None:
+        """Forget all chunks."""
+        self._slab: list[Array] | None = None
+        self._slot = np.full(0, -1, np.int64)  # by chunk
+        self._chunk = np.full(self.n_slots, -1, np.int64)  # by slot
+        self._used = np.zeros(self.n_slots, np.int64)  # when, by slot
+        self._now = 0
+
+    def forget_from(self, chunk: int) -> None:
+        """Forget a chunk and all that follow; their numbers may mean other rows from now on."""
+        held = self._chunk >= chunk
+        self._chunk[held] = -1
+        self._used[held] = 0
+        self._slot[chunk:] = -1
+
+    def gather(self, ends: Ints, rows: Ints) -> tuple[Layout, list[Array]]:
+        """Copy rows out; chunk k holds the rows from `ends[k - 1]` up to `ends[k]`."""
+        if len(self._slot) < len(ends):
+            self._slot = np.concatenate([self._slot, np.full(len(ends) - len(self._slot), -1, np.int64)])
+        chunk, within = self._chunks_of(ends, rows)
+        slot = self._slot[chunk]
+        if (slot < 0).any():
+            needed = np.unique(chunk)
+            if len(needed) > self.n_slots:
+                return self._gather_in_parts(ends, rows, chunk, needed)
+            self._fetch(needed)
+            slot = self._slot[chunk]
+        self._now += 1
+        self._used[slot] = self._now
+        slab = self._slab or [np.empty((0, *f.shape), f.dtype) for f in self.layout.fields]
+        at = slot * self.rows + within
+        return self.layout, [column.take(at, axis=0) for column in slab]
+
+    def _chunks_of(self, ends: Ints, rows: Ints) -> tuple[Ints, Ints]:
+        """The chunk of each row, and the row within it."""
+        if (
+            len(ends) < 2 or ends[-2] == (len(ends) - 1) * self.rows
+        ):  # all are full but the last: the usual case
+            chunk = rows // self.rows
+            return chunk, rows - chunk * self.rows
+        chunk = np.searchsorted(ends, rows, side="right")
+        return chunk, rows - np.where(chunk > 0, ends[chunk - 1], 0)
+
+    def _gather_in_parts(
+        self, ends: Ints, rows: Ints, chunk: Ints, needed: Ints
+    ) -> tuple[Layout, list[Array]]:
+        """Gather from more chunks than are held at once."""
+        parts: list[tuple[Ints, list[Array]]] = []
+        layout = self.layout
+        for first in range(0, len(needed), self.n_slots):
+            some = needed[first : first + self.n_slots]
+            at = np.flatnonzero((chunk >= some[0]) & (chunk <= some[-1]))
+            layout, columns = self.gather(ends, rows[at])
+            parts.append((at, columns))
+        out = []
+        for i, field in enumerate(layout.fields):
+            whole = np.zeros((len(rows), *field.shape), field.dtype)
+            for at, columns in parts:
+                whole[at] = widened(columns[i], field.shape)
+            out.append(whole)
+        return layout, out
+
+    def _fetch(self, needed: Ints) -> None:
+        """Decode the chunks that are missing, several at a time, into the slots used longest ago."""
+        self._now += 1
+        held = self._slot[needed]
+        self._used[held[held >= 0]] = self._now
+        missing = needed[held < 0].tolist()
+        free = np.argsort(self._used, kind="stable")[: len(missing)].tolist()
+        for slot in free:
+            self._drop(slot)
+        # The first, and those that may have other widths, one by one; the others side by side, right into their slots.
+        alone = len(missing) if self.layout.max_lengths else int(self._slab is None)
+        for number, slot in zip(missing[:alone], free):
+            self._store(number, slot, *self._load(number))
+        for number, slot in zip(missing[alone:], self._run(missing[alone:], free[alone:])):
+            self._hold(number, slot)
+
+    def _run(self, numbers: list[int], slots: list[int]) -> Any:
+        if len(numbers) < 2 or self._workers < 2:
+            return map(self._decode, numbers, slots)
+        if self._pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
+            self._pool, self._pid = ThreadPoolExecutor(self._workers, "recollect-chunks"), os.getpid()
+        return self._pool.map(self._decode, numbers, slots)
+
+    def _decode(self, number: int, slot: int) -> int:
+        self._copy(slot, self._load(number)[1])
+        return slot
+
+    def _copy(self, slot: int, columns: list[Array]) -> None:
+        start = slot * self.rows
+        for mine, given in zip(self._slab or (), columns):
+            mine[start : start + len(given)] = given
+
+    def _drop(self, slot: int) -> None:
+        old = self._chunk[slot]
+        if old >= 0:
+            self._slot[old] = self._chunk[slot] = -1
+
+    def _hold(self, number: int, slot: int) -> None:
+        self.decoded += 1
+        self._chunk[slot], self._slot[number], self._used[slot] = number, slot, self._now
+
+    def _store(self, number: int, slot: int, layout: Layout, columns: list[Array]) -> None:
+        if self._slab is None:
+            self.layout = layout
+            self._slab = [np.empty((self.n_slots * self.rows, *f.shape), f.dtype) for f in layout.fields]
+        elif layout.hash != self.layout.hash:
+            self.layout, columns = self._joined(layout, columns)
+        self._copy(slot, columns)
+        self._hold(number, slot)
+
+    def _joined(self, layout: Layout, columns: list[Array]) -> tuple[Layout, list[Array]]:
+        """Widen the slab and a chunk to the longer of their Sequences."""
+        from recollect.storage.columns import wide_layout
+
+        most = {k: max(v, layout.max_lengths[k]) for k, v in self.layout.max_lengths.items()}
+        both = wide_layout(layout.space, most)
+        self._slab = [widened(a, f.shape) for a, f in zip(self._slab or (), both.fields)]
+        return both, [widened(a, f.shape) for a, f in zip(columns, both.fields)]
+
+    def update(self, ends: Ints, rows: Ints, columns: list[Array]) -> None:
+        """Write rows through to the chunks that are held."""
+        if self._slab is None:
+            return
+        chunk, within = self._chunks_of(ends, rows)
+        slot = np.full(len(rows), -1, np.int64)
+        known = chunk < len(self._slot)
+        slot[known] = self._slot[chunk[known]]
+        held = np.flatnonzero(slot >= 0)
+        at = slot[held] * self.rows + within[held]
+        for mine, given in zip(self._slab, columns):
+            mine[at] = given[held]
+
+    def close(self) -> None:
+        """End the threads and free the slab."""
+        pool, self._pool = self._pool, None
+        if pool is not None and self._pid == os.getpid():
+            pool.shutdown()
+        self.clear()

@@ -1,0 +1,370 @@
+"""HDF5Storage: rows in one HDF5 file, a dataset per leaf, to exchange with other programs."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import quote
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import FormatError
+from recollect.indexing import normalize
+from recollect.spaces import Field, Layout
+from recollect.storage.arrow import raw_dtype
+from recollect.storage.base import PathName
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.columns import part_of
+from recollect.storage.dump import make_directory, sync_directory
+from recollect.storage.files import Array, FileStorage, Ints, Keys, from_saved
+from recollect.storage.home import Home
+from recollect.storage.live import FLUSH, Live
+from recollect.storage.rows import encode_at
+
+_CHUNK_NBYTES = 1 << 18
+
+
+class HDF5Storage(FileStorage):
+    """Exchange: one `.hdf5` file with a dataset per leaf, named by its path (a Text has one more, of lengths).
+
+    Rows are written to a new file as they come; `dumps()` and `close()` commit it. A committed file never changes:
+    the next write goes on in a copy. `dumps("name.hdf5")` writes a single file instead of a directory.
+
+    Ownership: the files stay; `close()` commits.
+    Concurrency: one writer; readers, in any process, see the last commit when they load.
+
+    >>> import recollect as rc, tempfile
+    >>> path = tempfile.mkdtemp() + "/data"
+    >>> with rc.ReplayBuffer.create("hdf5", {"x": ((2,), "float32")}, capacity=4, cache_path=path) as buf:
+    ...     buf.extend({"x": [[1.0, 2.0], [3.0, 4.0]]})
+    >>> rc.ReplayBuffer.load_from(path)[1]["x"].tolist()
+    [3.0, 4.0]
+    """
+
+    load_options = ("cache_nbytes",)
+    short_name = "hdf5"
+    single_file_ext = ".hdf5"
+    requires = ("h5py", "hdf5")
+    commits_from = FLUSH
+
+    def __init__(self, live: Live, prefix: str, space: Any, capacity: int | None, *, compression: str | None = None,
+                 cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
+        self._h5 = self.need()
+        super().__init__(live, prefix, space, capacity, cast, max_lengths)
+        if compression not in (None, "gzip", "lzf"):
+            raise ValueError(f"compression: must be None, 'gzip' or 'lzf', got {compression!r}")
+        self.compression, self.cache_nbytes = compression, cache_nbytes
+        self._name: str | None = None  # the file that holds the rows
+        self._file: Any = None
+        self._is_open_to_write = False
+        self._length = capacity or 0
+        self._chunk_rows = max(1, min(1024, _CHUNK_NBYTES // self.layout.row_nbytes, capacity or 1024))
+        self._caches: dict[Keys, ChunkCache] = {}
+
+    @classmethod
+    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(live, prefix, space, capacity, **options)
+
+    @classmethod
+    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+               length: int, **options: Any) -> Self:  # fmt: skip
+        def make(known: dict[str, Any]) -> Any:
+            kept = {k: v for k, v in known.items() if k != "contents"}
+            storage = cls(live, prefix, space, capacity, **{**kept, **options})
+            storage._name = known["contents"]["file"]
+            storage._length = int(known["contents"]["length"])
+            return storage
+
+        storage: Self = from_saved(live.home.path, saved, make)
+        if capacity is None:
+            storage._length = min(storage._length, length)
+        if storage._name is not None:
+            live.home.about(storage._name)
+        storage._check_file()
+        return storage
+
+    @classmethod
+    def load_from(
+        cls, path: PathName, single_instance_space: Any, *, read_only: bool = True, **options: Any
+    ) -> Self:
+        """Open a directory at its last commit, or for reading a single HDF5 file with a dataset per leaf."""
+        if not Path(path).is_file():
+            return super().load_from(path, single_instance_space, read_only=read_only, **options)
+        if not read_only:
+            raise ValueError(
+                f"read_only: {path} is a single file, which is only read; copy it with extend_from"
+            )
+        capacity, most = options.pop("capacity", None), options.pop("max_lengths", None)
+        unknown = set(options) - {"multiprocessing", "verify"}
+        if unknown:
+            raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(unknown)}")
+        live = Live(Home(Path(path).absolute().parent, {}, 0, ".", None))
+        live.root = storage = cls(live, "", single_instance_space, None, max_lengths=most)
+        storage._name, storage.is_multiprocessing_safe = Path(path).name, False
+        storage._check_file()
+        sizes = {len(storage._file[dataset_name(f)]) for f in storage.layout.fields if all(f.shape)}
+        if len(sizes) > 1 or (capacity is not None and {capacity} != sizes):
+            storage.close()
+            raise ValueError(f"{path}: all leaves must have {capacity or 'one'} length, got {sorted(sizes)}")
+        storage._length = max(sizes, default=0)
+        return storage
+
+    def options(self) -> dict[str, Any]:
+        most = dict(self.layout.max_lengths)
+        return {
+            **super().options(),
+            "compression": self.compression,
+            **({"max_lengths": most} if most else {}),
+        }
+
+    def contents(self) -> Any:
+        return {"file": self._name, "length": self._length}
+
+    def __len__(self) -> int:
+        return self._length
+
+    # -- the file
+
+    def _writable_file(self) -> Any:
+        """The file that may be changed: a new one, or a copy of the one that is committed."""
+        if self._is_open_to_write:
+            return self._file
+        old = self._name
+        self._close_file()
+        name = self.home.new_name(f"{self.prefix}rows-", ".hdf5")
+        full = self.home.place(name)
+        try:
+            _core.fault_point()
+            if old is None:
+                with self._h5.File(full, "x", libver="latest") as f:
+                    self._make_datasets(f)
+            else:
+                shutil.copyfile(self.home.path / self.home.base / old, full)
+            _core.fault_point()
+            self._file = self._h5.File(full, "r+")
+        except BaseException:
+            full.unlink(missing_ok=True)
+            raise
+        self._name, self._is_open_to_write, self._old = name, True, old
+        return self._file
+
+    _old: str | None = None  # the committed file that the open one replaces
+
+    def _make_datasets(self, f: Any) -> None:
+        for field in self.layout.fields:
+            shape = (self._length, *field.shape)
+            unlimited = (None if self.capacity is None else self.capacity, *field.shape)
+            chunks = (self._chunk_rows, *field.shape) if all(field.shape) else None
+            if chunks is None:
+                continue  # a leaf of no numbers
+            f.create_dataset(
+                dataset_name(field), shape, raw_dtype(field.dtype), chunks=chunks, maxshape=unlimited,
+                compression=self.compression,
+            )  # fmt: skip
+
+    def _close_file(self) -> None:
+        file, self._file = self._file, None
+        if file is not None:
+            file.close()
+
+    def _readable_file(self) -> Any:
+        if self._file is None and self._name is not None:
+            try:
+                self._file = self._h5.File(self.home.path / self.home.base / self._name, "r")
+            except FileNotFoundError:
+                raise FormatError(
+                    f"{self.home.path}: {self._name} is gone; it was replaced: load again"
+                ) from None
+            except OSError as error:
+                raise FormatError(
+                    f"{self.home.path}: {self._name}: must be HDF5, got {error}; it is damaged"
+                ) from None
+        return self._file
+
+    def _check_file(self) -> None:
+        """FormatError unless every dataset is there, with its dtype and shape."""
+        if self._name is None:
+            return
+        f = self._readable_file()
+        for field in self.layout.fields:
+            if all(field.shape):
+                check_dataset(f, field, self._length, f"{self.home.path}: {self._name}")
+
+    def write_out(self, urgency: int) -> None:
+        if not self._is_open_to_write:
+            return
+        name, file = str(self._name), self._file
+        self._file, self._is_open_to_write = None, False
+        file.close()
+        with self.home.writing(name):
+            pass  # it is written: sync and name it
+        if self._old is not None:
+            self.home.drop(self._old)
+            self._old = None
+
+    # -- rows
+
+    def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
+        return self._cache(keys).gather(self._ends(), rows)
+
+    def _ends(self) -> Ints:
+        return np.minimum(np.arange(0, self._length, self._chunk_rows) + self._chunk_rows, self._length)
+
+    def _cache(self, keys: Keys) -> ChunkCache:
+        found = self._caches.get(keys)
+        if found is None:
+            if len(self._caches) >= 4:
+                self._caches.pop(next(iter(self._caches)))
+            layout = part_of(self.layout, keys)
+            # One thread: the HDF5 library takes one call at a time anyway.
+            found = ChunkCache(
+                layout, self._chunk_rows, self.cache_nbytes, lambda k: self._load(k, keys), workers=1
+            )
+            self._caches[keys] = found
+        return found
+
+    def _load(self, number: int, keys: Keys) -> tuple[Layout, list[Array]]:
+        f, layout = self._readable_file(), part_of(self.layout, keys)
+        first = number * self._chunk_rows
+        end = min(first + self._chunk_rows, self._length)
+        out = []
+        for i in self.layout.field_indices(keys) if keys else range(len(self.layout.fields)):
+            field = self.layout.fields[i]
+            if f is None or not all(field.shape):
+                out.append(np.zeros((end - first, *field.shape), field.dtype))
+                continue
+            try:
+                found: Array = f[dataset_name(field)][first:end]
+            except (OSError, KeyError, ValueError) as error:
+                raise FormatError(
+                    f"{self.home.path}: {self._name}: {field.name} cannot be read ({error}); it is damaged"
+                ) from None
+            out.append(found.view(field.dtype).reshape(end - first, *field.shape))
+        return layout, out
+
+    def set(self, index: Any, value: Any) -> None:
+        with self._live.lock:
+            self._check_mutable("set")
+            rows, arrays = encode_at(self.layout, normalize(index, self._length), value, self.cast)
+            if not len(rows):
+                return
+            rows, last = _last_of_each(rows)
+            arrays = [a[last] for a in arrays]
+            f = self._writable_file()
+            self._write(f, rows, arrays)
+            for keys, cache in self._caches.items():
+                chosen = self.layout.field_indices(keys) if keys else range(len(arrays))
+                cache.update(self._ends(), rows, [arrays[i] for i in chosen])
+
+    def _write(self, f: Any, rows: Ints, arrays: list[Array]) -> None:
+        breaks = np.flatnonzero(np.diff(rows) != 1) + 1
+        for part in np.split(np.arange(len(rows)), breaks):
+            first, end = int(rows[part[0]]), int(rows[part[-1]]) + 1
+            for field, array in zip(self.layout.fields, arrays):
+                if all(field.shape):
+                    f[dataset_name(field)][first:end] = array[part].view(raw_dtype(field.dtype))
+
+    def extend_length(self, length: int) -> None:
+        if length < 0:
+            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        if self.capacity is None:
+            self._resize(self._length + length, "extend_length")
+
+    def shrink_length(self, length: int) -> None:
+        if length < 0 or (self.capacity is None and length > self._length):
+            raise ValueError(f"shrink_length: must be in [0, {self._length}], got {length}")
+        if self.capacity is None:
+            self._resize(self._length - length, "shrink_length")
+
+    def _resize(self, length: int, verb: str) -> None:
+        with self._live.lock:
+            self._check_mutable(verb)
+            if length == self._length:
+                return
+            f = self._writable_file()
+            for field in self.layout.fields:
+                if all(field.shape):
+                    f[dataset_name(field)].resize(length, axis=0)
+            for cache in self._caches.values():
+                cache.forget_from(min(length, self._length) // self._chunk_rows)
+            self._length = length
+
+    def clear(self) -> None:
+        self._check_mutable("clear")
+        self._cursor = 0
+        if self.capacity is None:
+            self._resize(0, "clear")
+
+    def chunk_ends(self) -> Any:
+        return self._ends()
+
+    def chunk_window(self) -> int:
+        return max(1, min(64, self._cache(()).n_slots // 2))
+
+    # -- a single file
+
+    def dumps(self, path: PathName) -> None:
+        """Write a directory, or one file if the name ends in `.hdf5`; either way it is there whole or not at all."""
+        if Path(path).suffix != self.single_file_ext:
+            super().dumps(path)
+            return
+        self._check_open()
+        self._live.commit()
+        write_single(self, Path(path))
+
+    def _release(self) -> None:
+        self._close_file()
+        self._caches.clear()
+
+
+def write_single(storage: HDF5Storage, path: Path) -> None:
+    """Copy the committed file to a name of its own; a temporary name is renamed when it is complete."""
+    make_directory(path.parent)
+    temporary = path.with_name(f".{path.name}.tmp")
+    try:
+        source = storage.contents()["file"]
+        if source is None:
+            with storage._h5.File(temporary, "w", libver="latest") as f:
+                storage._make_datasets(f)
+        else:
+            shutil.copyfile(storage.home.path / storage.home.base / source, temporary)
+        with open(temporary, "rb+") as raw:
+            os.fsync(raw.fileno())
+        _core.fault_point()
+        os.replace(temporary, path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def dataset_name(field: Field) -> str:
+    """The name of a field's dataset: its path, with what HDF5 reads otherwise written as in a URL."""
+    parts = [quote(part, safe="#[]() ") for part in field.name.split("/")]
+    return "/".join(
+        part if part.strip(".") else "".join(f"%{ord(c):02X}" for c in part) or "%" for part in parts
+    )
+
+
+def check_dataset(f: Any, field: Field, length: int, where: str) -> None:
+    """Raise FormatError unless a dataset has the dtype and shape of its field, and at least `length` rows."""
+    name = dataset_name(field)
+    if name not in f:
+        raise FormatError(f"{where}: {field.name}: must be a dataset, got none; it is damaged or foreign")
+    found = f[name]
+    shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
+    if dtype != raw_dtype(field.dtype) or shape is None or shape[1:] != field.shape or shape[0] < length:
+        raise FormatError(
+            f"{where}: {field.name}: must be {raw_dtype(field.dtype)} of shape {(length, *field.shape)}, "
+            f"got {dtype} of {shape}; it is damaged or foreign"
+        )
+
+
+def _last_of_each(rows: Ints) -> tuple[Ints, Ints]:
+    """The rows in ascending order, and for each the position at which it was given last."""
+    found, last = np.unique(rows[::-1], return_index=True)
+    return found, len(rows) - 1 - last

@@ -1,0 +1,287 @@
+"""ImageStorage: an image file per row, for data sets that people look at and other programs read."""
+
+from __future__ import annotations
+
+import os
+from io import BytesIO
+from typing import Any, Self
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import FormatError
+from recollect.indexing import normalize
+from recollect.spaces import Layout
+from recollect.spaces.tree import array_form
+from recollect.storage.files import Array, FileStorage, Ints, Keys, from_saved
+from recollect.storage.home import seal
+from recollect.storage.live import PIECE, Live
+from recollect.storage.rows import encode_at
+
+_ENTRY = np.dtype([("generation", "<i8"), ("bytes", "<i8"), ("crc32c", "<u4"), ("pad", "<u4")])
+_BLOCK = 1024  # rows in one index file
+_DEEP = ("png", "tiff")  # formats that hold 16 bits
+
+
+class ImageStorage(FileStorage):
+    """A file per row: uint8 images HxW, HxWx1 or HxWx3, or uint16 HxW; PNG, exact, unless a lossy `format=` is named.
+
+    Each write of a row is a new file, named by row and generation; a commit (a thousand writes, the end of a segment,
+    `flush()`) names the new ones in index files of 1,024 rows each, and deletes the old.
+
+    Ownership: the files stay; `close()` commits.
+    Concurrency: one writer; readers, in any process, see the last commit when they load.
+
+    >>> import numpy as np, recollect as rc, tempfile
+    >>> path = tempfile.mkdtemp() + "/frames"
+    >>> with rc.ReplayBuffer.create("image", ((4, 4, 3), "uint8"), capacity=8, cache_path=path) as buf:
+    ...     buf.append(np.full((4, 4, 3), 7, "uint8"))
+    >>> rc.ReplayBuffer.load_from(path)[0].max().item()
+    7
+    """
+
+    short_name = "image"
+    requires = ("PIL.Image", "images")
+    commits_from = PIECE
+
+    def __init__(self, live: Live, prefix: str, space: Any, capacity: int | None, *, format: Any = "png",
+                 quality: int | None = None, piece_size: Any = 1024, cast: bool = False,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
+        self._pil = self.need()
+        super().__init__(live, prefix, space, capacity, cast, max_lengths)
+        self._dtype, self._shape = check_frames(
+            self.single_instance_space, type(self).__name__, deep_channel=False
+        )
+        self._pil.init()
+        if not isinstance(format, str) or format.upper() not in self._pil.SAVE:
+            raise ValueError(f"format: must be one that Pillow writes, as 'png' or 'jpeg', got {format!r}")
+        if self._dtype == np.uint16 and format.lower() not in _DEEP:
+            raise ValueError(f"format: uint16 needs one of {list(_DEEP)}, got {format!r}")
+        if isinstance(piece_size, bool) or not isinstance(piece_size, int) or piece_size < 1:
+            raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+        self.format, self.quality, self.piece_size = format.lower(), quality, piece_size
+        self._entries = np.zeros(capacity or 0, _ENTRY)  # generation 0: no file
+        self._length = capacity or 0
+        self._index: dict[int, str] = {}  # block of rows -> its committed index file
+        self._unsynced: dict[str, int] = {}  # files since the last commit, and their rows
+        self._changed: set[int] = set()  # blocks whose index file is out of date
+        self._newest = 0  # generations go on, whatever is dropped
+
+    @classmethod
+    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(live, prefix, space, capacity, **options)
+
+    @classmethod
+    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+               length: int, **options: Any) -> Self:  # fmt: skip
+        def make(known: dict[str, Any]) -> Any:
+            kept = {k: v for k, v in known.items() if k != "contents"}
+            storage = cls(live, prefix, space, capacity, **{**kept, **options})
+            storage._length = int(known["contents"]["length"])
+            storage._newest = int(known["contents"]["newest"])
+            storage._entries = np.zeros(storage._length, _ENTRY)
+            for number, name in known["contents"]["index"]:
+                storage._read_index(int(number), str(name))
+            return storage
+
+        storage: Self = from_saved(live.home.path, saved, make)
+        if capacity is None:
+            storage._length = min(storage._length, length)
+            storage._entries = storage._entries[: storage._length].copy()
+        return storage
+
+    def options(self) -> dict[str, Any]:
+        own = {"format": self.format, "quality": self.quality, "piece_size": self.piece_size}
+        return {**super().options(), **own}
+
+    def contents(self) -> Any:
+        index = [[number, name] for number, name in sorted(self._index.items())]
+        return {"length": self._length, "newest": self._newest, "index": index}
+
+    def __len__(self) -> int:
+        return self._length
+
+    # -- index files
+
+    def _read_index(self, number: int, name: str) -> None:
+        crc = self.home.about(name)["crc32c"]
+        with self.home.open_file(name) as f:
+            data = f.read()
+        if f"{_core.crc32c(data):08x}" != crc:
+            raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
+        found = np.frombuffer(data, _ENTRY)
+        first = number * _BLOCK
+        self._entries[first : first + _BLOCK] = found[: len(self._entries) - first]
+        self._index[number] = name
+
+    def write_out(self, urgency: int) -> None:
+        blocks = {row // _BLOCK for row in self._unsynced.values()}
+        blocks |= self._changed
+        for name in self._unsynced:
+            about = seal(self.home.place(name))
+            row, generation = _numbers(name)
+            if row < self._length and self._entries[row]["generation"] == generation:
+                self._entries[row]["bytes"], self._entries[row]["crc32c"] = (
+                    about["bytes"],
+                    int(about["crc32c"], 16),
+                )
+        for number in sorted(blocks):
+            self._write_index(number)
+        self._unsynced.clear()
+        self._unsaved = 0
+
+    def _write_index(self, number: int) -> None:
+        old = self._index.pop(number, None)
+        part = self._entries[number * _BLOCK : (number + 1) * _BLOCK]
+        if part["generation"].any():
+            name = self.home.new_name(f"{self.prefix}index-{number}-", ".bin")
+            with self.home.writing(name) as path:
+                path.write_bytes(part.tobytes())
+            self._index[number] = name
+        if old is not None:
+            self.home.drop(old)
+        self._changed.discard(number)
+
+    # -- rows
+
+    def _name(self, row: int, generation: int) -> str:
+        return f"{self.prefix}row-{row}-{generation}.{self.format}"
+
+    def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
+        out = np.empty((len(rows), *self._shape), self._dtype)
+        for i, row in enumerate(rows.tolist()):
+            out[i] = self._decode(row)
+        return self.layout, [out]
+
+    def _decode(self, row: int) -> Array:
+        entry = self._entries[row]
+        if not entry["generation"]:
+            raise FormatError(f"{self.home.path}: row {row} must have a file, got none; it was never written")
+        name = self._name(row, int(entry["generation"]))
+        with self.home.open_file(name) as f:
+            data = f.read()
+        if entry["bytes"] and (len(data) != entry["bytes"] or _core.crc32c(data) != entry["crc32c"]):
+            raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
+        try:
+            with self._pil.open(BytesIO(data)) as image:
+                found = np.asarray(image)
+        except (OSError, ValueError, SyntaxError) as error:
+            raise FormatError(
+                f"{self.home.path}: {name}: must be an image, got {error}; it is damaged"
+            ) from None
+        if found.dtype != self._dtype or found.size != int(np.prod(self._shape)):
+            raise FormatError(
+                f"{self.home.path}: {name}: must be {self._dtype}{self._shape}, got {found.dtype}{found.shape}"
+            )
+        return found.reshape(self._shape)
+
+    def _encode(self, frame: Array) -> bytes:
+        image = self._pil.fromarray(frame[..., 0] if frame.ndim == 3 and frame.shape[2] == 1 else frame)
+        buffer = BytesIO()
+        more = {} if self.quality is None else {"quality": self.quality}
+        if self.format == "png":
+            more["compress_level"] = 1  # three times as fast as the usual 6, for files a little larger
+        image.save(buffer, self.format.upper(), **more)
+        return buffer.getvalue()
+
+    def set(self, index: Any, value: Any) -> None:
+        with self._live.lock:
+            self._check_mutable("set")
+            rows, (frames,) = encode_at(self.layout, normalize(index, self._length), value, self.cast)
+            last = {row: i for i, row in enumerate(rows.tolist())}
+            written: list[tuple[int, str]] = []
+            self._newest += 1
+            try:
+                for row, i in last.items():
+                    name = self._name(row, self._newest)
+                    written.append((row, name))
+                    _core.fault_point()
+                    self.home.place(name).write_bytes(self._encode(frames[i]))
+            except BaseException:
+                for _, name in written:
+                    self.home.place(name).unlink(missing_ok=True)
+                raise
+            for row, name in written:
+                self._forget(row)
+                self._entries[row] = (self._newest, 0, 0, 0)
+                self._unsynced[name] = row
+            self._wrote(len(written), self.piece_size)
+
+    def _forget(self, row: int) -> None:
+        """Give up a row's file: at once if no commit names it, else after the next."""
+        generation = int(self._entries[row]["generation"])
+        if not generation:
+            return
+        name = self._name(row, generation)
+        if self._unsynced.pop(name, None) is not None:
+            self.home.place(name).unlink(missing_ok=True)
+        else:
+            self.home.drop_later(name)
+        self._entries[row] = (0, 0, 0, 0)
+        self._changed.add(row // _BLOCK)
+
+    def extend_length(self, length: int) -> None:
+        if length < 0:
+            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        if self.capacity is None:
+            with self._live.lock:
+                self._check_mutable("extend_length")
+                self._resize(self._length + length)
+
+    def shrink_length(self, length: int) -> None:
+        if length < 0 or (self.capacity is None and length > self._length):
+            raise ValueError(f"shrink_length: must be in [0, {self._length}], got {length}")
+        if self.capacity is None:
+            with self._live.lock:
+                self._check_mutable("shrink_length")
+                for row in range(self._length - length, self._length):
+                    self._forget(row)
+                self._resize(self._length - length)
+
+    def _resize(self, length: int) -> None:
+        if length > len(self._entries):
+            more = np.zeros(max(length, 2 * len(self._entries), 64) - len(self._entries), _ENTRY)
+            self._entries = np.concatenate([self._entries, more])
+        self._length = length
+
+    def clear(self) -> None:
+        with self._live.lock:
+            self._check_mutable("clear")
+            for row in np.flatnonzero(self._entries["generation"]).tolist():
+                self._forget(row)
+            self._cursor = 0
+            if self.capacity is None:
+                self._resize(0)
+
+    # -- checks and dumps
+
+    def more_files(self) -> list[str]:
+        rows = np.flatnonzero(self._entries["generation"][: self._length])
+        return [self._name(row, int(self._entries[row]["generation"])) for row in rows.tolist()]
+
+    def verify(self) -> None:
+        for row in np.flatnonzero(self._entries["generation"][: self._length]).tolist():
+            self._decode(row)
+
+
+def _numbers(name: str) -> tuple[int, int]:
+    row, generation = os.path.basename(name).split(".")[0].split("-")[1:]
+    return int(row), int(generation)
+
+
+def check_frames(space: Any, kind: str, *, deep_channel: bool) -> tuple[np.dtype[Any], tuple[int, ...]]:
+    """The dtype and shape of a space of images; ValueError for any other space."""
+    from gymnasium import spaces
+
+    rule = "a Box of uint8 HxW, HxWx1 or HxWx3, or uint16 HxW"
+    if not isinstance(space, spaces.Box):
+        raise ValueError(f"space: {kind} must have {rule}, got {space}; keep other leaves in a DictStorage")
+    dtype, shape = array_form(space)
+    is_frame = len(shape) == 2 or (len(shape) == 3 and shape[2] in (1, 3))
+    is_deep = len(shape) == 2 or (deep_channel and len(shape) == 3 and shape[2] == 1)
+    fits = (dtype == np.uint8 and is_frame) or (dtype == np.uint16 and is_deep)
+    if not fits or not all(shape):
+        raise ValueError(
+            f"space: {kind} must have {rule}, got {dtype}{shape}; keep other leaves in a DictStorage"
+        )
+    return dtype, shape

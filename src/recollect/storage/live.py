@@ -1,0 +1,148 @@
+"""Live: what makes a file storage, or several under one roof, a directory that is committed as one.
+
+A storage that keeps files writes them below one `Home`. Storages nest (a wrapper over a storage, a dict of storages,
+a buffer over all of them), but there is one manifest and one commit: that of the outermost, which `Live` knows.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from recollect.errors import FormatError
+from recollect.spaces import space_to_json
+from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.dump import STORAGE, DumpWriter, check_files, read_manifest, refuse_live
+from recollect.storage.home import Home
+
+FORMATS = ("recollect.storage", "recollect.replay")
+# What brings a commit about, from the least to the most urgent. A storage says from which on it takes part.
+PIECE, SEGMENT, FLUSH = 0, 1, 2
+
+Owner = Callable[[int], dict[str, Any]]
+
+
+class Live:
+    """The commits of a directory: which storage is outermost, and what its owner adds to the manifest.
+
+    Ownership: owns the `Home`.
+    Concurrency: one lock for all storages below one roof.
+    """
+
+    def __init__(self, home: Home) -> None:
+        self.home = home
+        self.root: SpaceStorage | None = None
+        self.owner: Owner | None = None  # a buffer: counters and segments for so many stored rows
+        self.lock = threading.RLock()
+        self._due = -1
+
+    def due(self, urgency: int) -> None:
+        """Ask for a commit; without an owner it is made at once, else when the owner has counted and settles."""
+        self._due = max(self._due, urgency)
+        if self.owner is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the commit that was asked for."""
+        urgency, self._due = self._due, -1
+        if urgency >= 0:
+            self.commit(urgency)
+
+    def commit(self, urgency: int = FLUSH) -> None:
+        """Write out what is pending and name it; less urgent than what the storages take part in: nothing."""
+        with self.lock:
+            root = self.root
+            if root is None or not self.home.is_writable or urgency < root.commits_from:
+                return
+            self._due = -1
+            root.write_out(urgency)
+            self.home.finish(self.manifest(root))
+
+    def close(self) -> None:
+        """Commit all, once, and give the directory back."""
+        try:
+            self.commit()
+        finally:
+            self.home.close()
+
+    def manifest(self, root: SpaceStorage) -> dict[str, Any]:
+        """What the manifest of this moment says, but for its files."""
+        return manifest_of(root, self.owner)
+
+    def copy_to(self, writer: DumpWriter) -> str:
+        """Copy all files into a dump, but those that are there already; return the directory that they are in."""
+        root = self.root
+        if root is None:
+            raise FormatError(f"{self.home.path}: holds no storage")
+        names: dict[str, Any] = {
+            key[len(self.home.base) + 1 :]: about for key, about in self.home.files.items()
+        }
+        names |= dict.fromkeys(root.more_files())  # their sizes are in files that are named
+        base = writer.base_for(names)
+        for name, about in names.items():
+            writer.copy(self.home.path / self.home.base / name, f"{base}/{name}", about)
+        return base
+
+
+def manifest_of(root: SpaceStorage, owner: Owner | None = None) -> dict[str, Any]:
+    """What a manifest says of a storage of any kind, and of its owner's counters."""
+    n = root.stored_length()
+    layout = root.layout
+    record: dict[str, Any] = {
+        "format": "recollect.storage",
+        "storage": root.describe(),
+        "space": space_to_json(root.single_instance_space),
+        "max_lengths": dict(layout.max_lengths),
+        "layout_hash": layout.hash,
+        "count": n,
+        "offset": 0,
+        "capacity": root.capacity,
+        "lanes": [{"start": 0, "capacity": root.capacity, "count": n, "offset": 0}],
+        "segments": None,
+        "live": False,
+    }
+    return record if owner is None else {**record, **owner(n)}
+
+
+def dump_storage(storage: SpaceStorage, path: PathName) -> None:
+    """Do `dumps(path)` of a storage that describes itself."""
+    live = live_of(storage)
+    if live is not None and live.home.is_writable:
+        live.commit()
+    if live is not None and is_same(live.home.path, path):
+        return
+    refuse_live(Path(path))
+    with DumpWriter(Path(path)) as writer:
+        base = save(storage, writer)
+        writer.finish({**manifest_of(storage), "storage_path_relative": base})
+
+
+def save(storage: SpaceStorage, writer: DumpWriter) -> str:
+    """Write the files of a storage into a dump; return the directory that they are in."""
+    live = live_of(storage)
+    if live is not None:
+        return live.copy_to(writer)
+    base = f"{STORAGE}/part-{writer.commit}"
+    storage.save_parts(writer.path / base)
+    writer.adopt_all(base)
+    return base
+
+
+def live_of(storage: SpaceStorage) -> Live | None:
+    """The commits that a storage takes part in; None for one that keeps no files of its own."""
+    found: Live | None = getattr(storage, "live", None)
+    return found
+
+
+def is_same(a: Path, b: PathName) -> bool:
+    """Whether two paths are one directory."""
+    return a.resolve() == Path(b).resolve()
+
+
+def read_checked(path: Path, *, verify: bool) -> dict[str, Any]:
+    """The manifest of a directory whose files are there and have their sizes, or with `verify` their checksums."""
+    manifest = read_manifest(path, FORMATS)
+    check_files(path, manifest, verify=verify)
+    return manifest

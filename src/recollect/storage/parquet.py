@@ -1,0 +1,328 @@
+"""ParquetStorage: rows in immutable Parquet files, for data sets."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import FormatError
+from recollect.spaces import Layout
+from recollect.storage.appending import AppendStorage
+from recollect.storage.arrow import from_table, to_table
+from recollect.storage.base import SpaceStorage
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.columns import Columns, longest, part_of, wide_layout
+from recollect.storage.files import Array, Ints, Keys, from_saved
+from recollect.storage.live import PIECE, Live
+
+
+@dataclass(slots=True)
+class Piece:
+    """One file, of whose rows the first `n` count."""
+
+    name: str
+    n: int
+
+
+class ParquetStorage(AppendStorage):
+    """Data sets: append-only, any space, Text and Sequence of any length; readable by every Parquet reader.
+
+    Rows wait in memory until a piece of `piece_size` is full, a segment ends, or `flush()`; then they are a file
+    `part-N.parquet`, and committed. Pieces are read whole, and the last `cache_nbytes` of them are kept decoded.
+
+    Ownership: the files stay; `close()` commits what is left.
+    Concurrency: one writer; readers, in any process, see the last commit when they load.
+
+    >>> import recollect as rc, tempfile
+    >>> path = tempfile.mkdtemp() + "/data"
+    >>> with rc.ReplayBuffer.create("parquet", {"x": ((), "int64")}, cache_path=path) as buf:
+    ...     buf.extend({"x": [1, 2, 3]})
+    >>> rc.ReplayBuffer.load_from(path)[-1]["x"].item()
+    3
+    """
+
+    load_options = ("cache_nbytes",)
+    short_name = "parquet"
+    requires = ("pyarrow", "parquet")
+    commits_from = PIECE
+
+    def __init__(self, live: Live, prefix: str, space: Any, *, piece_size: int = 1024, compression: str = "zstd",
+                 cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
+        self._pa = self.need()
+        _check_options(piece_size, compression, self._pa)
+        SpaceStorage.__init__(self, space)
+        most: dict[str, int] = {}
+        longest(self.single_instance_space, (), most)
+        super().__init__(live, prefix, space, cast=cast, max_lengths=most)
+        self._most = dict(max_lengths or {})  # what may not be exceeded, if the caller wants so
+        if self._most:
+            wide_layout(
+                self.single_instance_space, {**most, **self._most}
+            )  # refuses names that are no Sequence
+        self.piece_size, self.compression, self.cache_nbytes = piece_size, compression, cache_nbytes
+        self._pieces: list[Piece] = []
+        self._ends = np.zeros(0, np.int64)
+        self._pending = Columns(self.layout)
+        self._caches: dict[Any, ChunkCache] = {}
+
+    @classmethod
+    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(live, prefix, space, **options)
+
+    @classmethod
+    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+               length: int, **options: Any) -> Self:  # fmt: skip
+        def make(known: dict[str, Any]) -> Any:
+            kept = {k: v for k, v in known.items() if k != "contents"}
+            storage = cls(live, prefix, space, **{**kept, **options})
+            storage._pieces = [Piece(str(name), int(n)) for name, n in known["contents"]["pieces"]]
+            storage._layout = wide_layout(storage.single_instance_space, known["contents"]["longest"])
+            storage._pending = Columns(storage._layout)
+            storage._recount()
+            return storage
+
+        storage: Self = from_saved(live.home.path, saved, make)
+        for piece in storage._pieces:
+            live.home.about(piece.name)
+        storage._truncate(length)
+        return storage
+
+    def options(self) -> dict[str, Any]:
+        more = {"max_lengths": self._most} if self._most else {}
+        return {**super().options(), "piece_size": self.piece_size, "compression": self.compression, **more}
+
+    def contents(self) -> Any:
+        pieces = [[piece.name, piece.n] for piece in self._pieces]
+        return {"pieces": pieces, "longest": dict(self.layout.max_lengths)}
+
+    # -- rows in
+
+    def _encoded(self, value: Any, single: bool) -> tuple[int, list[Array]]:
+        """Check a value, widening the layout to its longest Sequences."""
+        layout = self._fitting(value, single)
+        if single:
+            n, arrays = 1, [a[None] for a in layout.encode_one(value, self.cast)]
+        else:
+            n, arrays = layout.encode_batch(value, self.cast)
+        self._layout = layout
+        self._pending.widen(layout)
+        return n, arrays
+
+    def _fitting(self, value: Any, single: bool) -> Layout:
+        if self.layout.is_fixed or not self.layout.max_lengths:
+            return self.layout
+        most: dict[str, int] = {}
+        values = _batched(self.single_instance_space, value) if single else value
+        longest(self.single_instance_space, values, most)
+        bounded = {k: min(n, self._most[k]) if k in self._most else n for k, n in most.items()}
+        return wide_layout(
+            self.single_instance_space, {k: max(n, self.layout.max_lengths[k]) for k, n in bounded.items()}
+        )
+
+    def checked_one(self, value: Any) -> Any:
+        layout = self._fitting(value, True)
+        return layout.decode_batch([a[None] for a in layout.encode_one(value, self.cast)], 1)
+
+    def checked_batch(self, value: Any) -> tuple[int, Any]:
+        layout = self._fitting(value, False)
+        n, arrays = layout.encode_batch(value, self.cast)
+        return n, layout.decode_batch(arrays, n)
+
+    def _add(self, arrays: list[Array], n: int) -> None:
+        self._pending.add(arrays, n)
+
+    def _added(self) -> None:
+        if self._tail() + self._pending.n >= self.piece_size:
+            self._live.due(PIECE)
+
+    def _written(self) -> int:
+        return self.stored_length() + self._pending.n
+
+    def stored_length(self) -> int:
+        return int(self._ends[-1]) if len(self._ends) else 0
+
+    def _truncate(self, length: int) -> None:
+        """Keep the first rows only; files are not touched, a piece just counts fewer of its rows."""
+        stored = self.stored_length()
+        self._pending.n = max(0, min(self._pending.n, length - stored))
+        if length >= stored:
+            return
+        first = int(np.searchsorted(self._ends, length, side="right"))
+        start = int(self._ends[first - 1]) if first else 0
+        for piece in self._pieces[first + (length > start) :]:
+            self.home.drop(piece.name)
+        del self._pieces[first + (length > start) :]
+        if length > start:
+            self._pieces[-1].n = length - start
+        self._forget_from(first)
+
+    def _recount(self) -> None:
+        self._ends = np.cumsum(np.array([piece.n for piece in self._pieces], np.int64))
+
+    def _forget_from(self, piece: int) -> None:
+        self._recount()
+        for cache in self._caches.values():
+            cache.forget_from(piece)
+
+    # -- files
+
+    def _tail(self) -> int:
+        """Rows of a last piece that is not full, which the next one takes in."""
+        return self._pieces[-1].n if self._pieces and self._pieces[-1].n < self.piece_size else 0
+
+    def write_out(self, urgency: int) -> None:
+        tail = self._tail()
+        total = tail + self._pending.n
+        n_rows = total - total % self.piece_size if urgency == PIECE else total
+        if n_rows <= tail or not self._pending.n:
+            return
+        columns = self._with_tail() if tail else self._pending
+        written: list[Piece] = []
+        try:
+            for first in range(0, n_rows, self.piece_size):
+                end = min(first + self.piece_size, n_rows)
+                written.append(self._write_piece(columns, first, end))
+        except BaseException:
+            for piece in written:
+                self.home.drop(piece.name)
+            raise
+        if tail:
+            self.home.drop(self._pieces.pop().name)
+        self._pending.drop_front(n_rows - tail)
+        self._pieces += written
+        self._forget_from(len(self._pieces) - len(written))
+
+    def _with_tail(self) -> Columns:
+        """The pending rows after those of the last piece."""
+        layout, arrays = self._load(len(self._pieces) - 1, ())
+        joined = Columns(layout)
+        joined.add(arrays, len(arrays[0]))
+        joined.widen(self.layout)
+        joined.add(self._pending.cut(0, self._pending.n), self._pending.n)
+        return joined
+
+    def _write_piece(self, columns: Columns, first: int, end: int) -> Piece:
+        from pyarrow import parquet
+
+        name = self.home.new_name(f"{self.prefix}part-", ".parquet")
+        with self.home.writing(name) as path:
+            table = to_table(self._pa, columns.layout, columns.cut(first, end))
+            parquet.write_table(
+                table, path, compression=self.compression, use_dictionary=False, write_statistics=False
+            )
+        return Piece(name, end - first)
+
+    # -- rows out
+
+    def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
+        stored = self.stored_length()
+        old = rows < stored
+        if old.all():
+            return self._cache(keys).gather(self._ends, rows)
+        shown, new = self._pending.layout, self._pending.arrays
+        if keys:
+            shown, new = shown.project(keys), [new[i] for i in shown.field_indices(keys)]
+        fresh = [a.take(rows[~old] - stored, axis=0) for a in new]
+        if not old.any():
+            return shown, fresh
+        return _merged(old, *self._cache(keys).gather(self._ends, rows[old]), shown, fresh)
+
+    def _cache(self, keys: Keys) -> ChunkCache:
+        """The decoded pieces, of all columns or of some; those of a few choices are kept."""
+        found = self._caches.get(keys)
+        if found is None:
+            if len(self._caches) >= 4:
+                self._caches.pop(next(iter(self._caches))).close()
+            layout = part_of(self.layout, keys)
+            found = ChunkCache(layout, self.piece_size, self.cache_nbytes, lambda k: self._load(k, keys))
+            self._caches[keys] = found
+        return found
+
+    def _load(self, number: int, keys: Keys) -> tuple[Layout, list[Array]]:
+        piece = self._pieces[number]
+        where = f"{self.home.path}: {piece.name}"
+        with self.home.open_file(piece.name) as f:
+            source: Any = f
+            if not keys:  # it is read whole anyway
+                data = f.read()
+                if f"{_core.crc32c(data):08x}" != self.home.about(piece.name)["crc32c"]:
+                    raise FormatError(f"{where}: its checksum does not match; it is damaged")
+                source = self._pa.BufferReader(data)
+            table = self._table(source, keys, where)
+        if table.num_rows < piece.n:
+            raise FormatError(f"{where}: must have {piece.n} rows, got {table.num_rows}; it is damaged")
+        layout, arrays = from_table(self._pa, part_of(self.layout, keys), table, where)
+        return layout, [a[: piece.n] for a in arrays]
+
+    def _table(self, source: Any, keys: Keys, where: str) -> Any:
+        """The columns of the part under `keys`, named as its own layout names them."""
+        from pyarrow import parquet
+
+        names = [leaf.name for leaf in self.layout.leaves if leaf.path[: len(keys)] == keys]
+        own = [leaf.name for leaf in self.layout.project(keys).leaves] if keys else names
+        try:
+            table = parquet.ParquetFile(source).read(columns=names if keys else None, use_threads=False)
+            return table.select(names).rename_columns(own) if keys else table
+        except (self._pa.ArrowException, OSError, ValueError, KeyError) as error:
+            raise FormatError(
+                f"{where}: must be a Parquet file of this space, got {error}; it is damaged"
+            ) from None
+
+    # -- chunks
+
+    def chunk_ends(self) -> Any:
+        ends = self._ends
+        return np.append(ends, self._written()) if self._pending.n else ends
+
+    def chunk_window(self) -> int:
+        return max(1, min(64, self._cache(()).n_slots // 2))
+
+    def _release(self) -> None:
+        for cache in self._caches.values():
+            cache.close()
+        self._pending = Columns(self.layout)
+
+
+def _merged(
+    old: Any, layout: Layout, columns: list[Array], shown: Layout, new: list[Array]
+) -> tuple[Layout, list[Array]]:
+    """Rows from files and from memory, in the order asked for."""
+    from recollect.storage.columns import widened
+
+    if layout.max_lengths:
+        both = {k: max(n, shown.max_lengths[k]) for k, n in layout.max_lengths.items()}
+        layout = wide_layout(layout.space, both)
+    out = []
+    for field, a, b in zip(layout.fields, columns, new):
+        whole = np.empty((len(old), *field.shape), field.dtype)
+        whole[old], whole[~old] = widened(a, field.shape), widened(b, field.shape)
+        out.append(whole)
+    return layout, out
+
+
+def _batched(space: Any, value: Any) -> Any:
+    """One sample as the batch that lengths are measured in."""
+    from gymnasium import spaces
+
+    if isinstance(space, spaces.Dict | spaces.Tuple):
+        from recollect.spaces.tree import children
+
+        out = {}
+        for key, child in children(space):
+            try:
+                out[key] = _batched(child, value[key])
+            except (KeyError, IndexError, TypeError):
+                out[key] = ()
+        return out
+    return (value,)
+
+
+def _check_options(piece_size: Any, compression: Any, pa: Any) -> None:
+    if isinstance(piece_size, bool) or not isinstance(piece_size, int) or piece_size < 1:
+        raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+    if compression != "none" and not (isinstance(compression, str) and pa.Codec.is_available(compression)):
+        raise ValueError(f"compression: must be 'none', 'zstd', 'snappy' or 'lz4', got {compression!r}")

@@ -1,0 +1,236 @@
+"""LeRobot data sets of every version read right, and what we write is a v3.0 set in the official layout."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from pyarrow import parquet
+from tests.datasets import sets
+
+import recollect as rc
+from recollect.datasets import DatasetBatch, from_lerobot, to_lerobot
+from recollect.datasets.lerobot_writer import LeRobotWriter
+from recollect.errors import FormatError
+from recollect.testing.batch_contract import BatchContract
+
+BOUNDS = [(0, 4), (4, 5), (5, 11)]
+
+
+@pytest.fixture(params=sets.LEROBOT)
+def root(request: Any, tmp_path: Path) -> Path:
+    return sets.LEROBOT[request.param](tmp_path / "set")
+
+
+def expected(key: str) -> Any:
+    parts = {**{k: [sets.numbers(e)[k] for e in range(3)] for k in sets.numbers(0)},
+             **{k: [sets.own(e)[k] for e in range(3)] for k in sets.own(0)}}[key]  # fmt: skip
+    return np.concatenate(parts)
+
+
+def test_every_feature_of_every_version_is_read_right(root: Path) -> None:
+    with from_lerobot(root) as data:
+        assert len(data) == 11 and data.get_segments() == BOUNDS
+        got = data[:]
+        for key in ("observation.state", "observation.grid", "action", *sets.own(0)):
+            np.testing.assert_array_equal(got[key], expected(key), err_msg=key)
+            assert got[key].dtype == expected(key).dtype
+        np.testing.assert_array_equal(got["next.done"][:, 0], expected("next.done"))
+        np.testing.assert_array_equal(
+            got["observation.images.wrist"], np.concatenate([sets.frames(e) for e in range(3)])
+        )
+        video = np.concatenate([sets.frames(e, 1) for e in range(3)])
+        assert np.abs(got["observation.images.top"].astype(int) - video).max() <= 3  # h264, of plain colours
+        assert data.tasks == dict(enumerate(sets.TASKS))
+        assert list(data.left_out) == ["language_events"]
+
+
+def test_random_access_reads_the_same_as_in_order(root: Path) -> None:
+    with from_lerobot(root) as data:
+        order = [10, 0, 4, 3, 10, 5]
+        whole, some = data[:], data[order]
+        for key, value in some.items():
+            np.testing.assert_array_equal(value, whole[key][order], err_msg=key)
+        again = pickle.loads(pickle.dumps(data))
+        np.testing.assert_array_equal(
+            again[-1]["observation.images.top"], whole["observation.images.top"][-1]
+        )
+        again.close()
+
+
+def test_a_shuffled_epoch_and_windows_work(root: Path) -> None:
+    with from_lerobot(root, features=["action", "index"]) as data:
+        seen = np.concatenate([b["index"] for b in rc.StepSampler(data, 4, seed=0).epoch_iter()])
+        assert sorted(seen) == list(range(11))
+        windows = rc.SequenceSampler(data, 8, 4, seed=0).sample()["index"]
+        assert {int(w[0]) for w in windows} <= {0, 5, 6, 7}
+        assert (np.diff(windows, axis=1) == 1).all()
+
+
+def test_a_chosen_column_decodes_no_video(root: Path) -> None:
+    shutil.rmtree(root / "videos")
+    with from_lerobot(root) as data:
+        np.testing.assert_array_equal(data.get_column("action")[:], expected("action"))
+        with pytest.raises(FormatError, match=r"mp4.*not fully downloaded"):
+            data[0]
+
+
+class Rows(DatasetBatch):
+    """Numbers in episodes of two, so that every read crosses some."""
+
+    def _load(self, key: str, episode: int, first: int, end: int) -> Any:
+        at = 2 * episode + np.arange(first, end)
+        return at if key == "i" else {"v": np.stack([at, -at], 1).astype(np.float32)}
+
+
+class TestDatasetBatch(BatchContract):
+    @pytest.fixture
+    def make_batch(self) -> Any:
+        space = {"i": ((), "int64"), "x": {"v": ((2,), "float32")}}
+        return lambda n: Rows(space, [2] * (n // 2) + [1] * (n % 2))
+
+
+# -- what is wrong is said
+
+
+@pytest.mark.parametrize(
+    ("break_it", "says"),
+    [
+        (lambda r: shutil.rmtree(r / "meta"), "no LeRobot data set"),
+        (lambda r: sets.put(r / "meta/info.json", "{"), "must be JSON"),
+        (lambda r: sets.put(r / "meta/info.json", sets.info("v1.6", features={})), "v2.0.*v1.6"),
+        (lambda r: shutil.rmtree(r / "meta/episodes"), "must hold chunk-000"),
+        (lambda r: (r / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet"),
+        (lambda r: sets.put(r / "meta/info.json",
+                            (r / "meta/info.json").read_text().replace('"total_episodes": 3', '"total_episodes": 4')),
+         "must hold 4 episodes, got 3"),
+        (lambda r: sets.put(r / "meta/info.json",
+                            (r / "meta/info.json").read_text().replace('"data/chunk', '"../chunk')),
+         "outside itself"),
+        (lambda r: (r / "data/chunk-000/file-001.parquet").write_bytes(b"PAR1"), "file-001.parquet.*damaged"),
+        (lambda r: shutil.copy(r / "data/chunk-000/file-000.parquet", r / "data/chunk-000/file-001.parquet"),
+         "6 rows of episode 2 side by side, got 0"),
+        (lambda r: sets.write_mp4(r / "videos/observation.images.top/chunk-000/file-001.mp4", [sets.frames(0)]),
+         "frame at 0.400 s"),
+    ],
+)  # fmt: skip
+def test_a_broken_set_is_a_format_error_that_names_the_file(tmp_path: Path, break_it: Any, says: str) -> None:
+    root = sets.lerobot_v3(tmp_path / "set")
+    break_it(root)
+    with pytest.raises(FormatError, match=says):
+        from_lerobot(root)[:]
+
+
+def test_nothing_there_is_a_format_error(tmp_path: Path) -> None:
+    with pytest.raises(FormatError):
+        from_lerobot(tmp_path)
+    with pytest.raises(KeyError, match="must be among"):
+        from_lerobot(sets.lerobot_v3(tmp_path / "set"), features=["nope"])
+
+
+# -- out
+
+
+@pytest.mark.parametrize("codec", [None, "h264"])
+def test_what_is_written_is_a_v3_set(tmp_path: Path, codec: str | None) -> None:
+    source = from_lerobot(sets.lerobot_v3(tmp_path / "old"))
+    to_lerobot(source, tmp_path / "new", video_codec=codec, commit_rows=5)
+    assert not (tmp_path / "new.partial").exists() and not (tmp_path / "new/journal.json").exists()
+    info = json.loads((tmp_path / "new/meta/info.json").read_text())
+    assert info["codebase_version"] == "v3.0" and info["total_frames"] == 11 and info["total_tasks"] == 2
+    assert info["splits"] == {"train": "0:3"} and info["fps"] == 10 and info["robot_type"] == "so100"
+    kind = "video" if codec else "image"
+    assert info["features"]["observation.images.top"]["dtype"] == kind
+    rows = parquet.read_table(tmp_path / "new/meta/episodes/chunk-000/file-000.parquet").to_pylist()
+    assert [r["data/file_index"] for r in rows] == [0, 0, 1]
+    assert [(r["dataset_from_index"], r["dataset_to_index"]) for r in rows] == BOUNDS
+    assert [r["tasks"] for r in rows] == [[sets.TASKS[0]], [sets.TASKS[1]], [sets.TASKS[0]]]
+    if codec:
+        key = "videos/observation.images.top"
+        assert [r[f"{key}/from_timestamp"] for r in rows] == pytest.approx([0, 0.4, 0])
+        assert info["features"]["observation.images.top"]["info"]["video.codec"] == "h264"
+    stats = json.loads((tmp_path / "new/meta/stats.json").read_text())
+    state = expected("observation.state").astype(np.float64)
+    for name, of in (("min", np.min), ("max", np.max), ("mean", np.mean), ("std", np.std)):
+        np.testing.assert_allclose(stats["observation.state"][name], of(state, 0), rtol=1e-6)
+        np.testing.assert_allclose(rows[2][f"stats/observation.state/{name}"], of(state[5:], 0), rtol=1e-6)
+    pixels = np.concatenate([sets.frames(e) for e in range(3)]) / 255
+    np.testing.assert_allclose(
+        np.ravel(stats["observation.images.wrist"]["mean"]), pixels.mean((0, 1, 2)), rtol=1e-6
+    )
+    assert np.shape(stats["observation.images.wrist"]["std"]) == (3, 1, 1)
+    with from_lerobot(tmp_path / "new") as again:
+        assert again.get_segments() == BOUNDS and again.tasks == source.tasks
+        old, new = source[:], again[:]
+        for key, value in old.items():
+            if codec and "images" in key:
+                assert np.abs(new[key].astype(int) - value).max() <= 6
+            else:
+                np.testing.assert_array_equal(new[key], value, err_msg=key)
+
+
+def test_a_killed_writer_is_taken_up_where_it_was(tmp_path: Path) -> None:
+    source = from_lerobot(sets.lerobot_v3(tmp_path / "old"))
+
+    class Killed(BaseException):
+        pass
+
+    def die(n: int, left: list[int] = [7]) -> None:  # noqa: B006
+        left[0] -= n
+        if left[0] <= 0:
+            raise Killed
+
+    with pytest.raises(Killed):
+        to_lerobot(source, tmp_path / "new", commit_rows=1, chunk_size=2, progress=die, video_codec="h264")
+    assert not (tmp_path / "new").exists()
+    (tmp_path / "new.partial/data/chunk-000/file-007.parquet").write_bytes(b"half")
+    seen: list[int] = []
+    to_lerobot(
+        source, tmp_path / "new", commit_rows=1, chunk_size=2, progress=seen.append, video_codec="h264"
+    )
+    assert seen[0] == 5 and sum(seen) == 11  # two episodes were there
+    assert not (tmp_path / "new/data/chunk-000/file-007.parquet").exists()
+    to_lerobot(source, tmp_path / "whole", commit_rows=1, chunk_size=2, video_codec="h264")
+    for name in ("meta/info.json", "meta/stats.json"):
+        assert (tmp_path / "new" / name).read_text() == (tmp_path / "whole" / name).read_text()
+    new, whole = from_lerobot(tmp_path / "new"), from_lerobot(tmp_path / "whole")
+    for key, value in whole[:].items():
+        np.testing.assert_array_equal(new[:][key], value, err_msg=key)
+
+
+def test_other_settings_do_not_take_up_a_killed_writer(tmp_path: Path) -> None:
+    space = {"x": ((), "float32"), "img": ((4, 4, 3), "uint8")}
+    writer = LeRobotWriter(tmp_path / "a", rc.as_space(space), fps=5, commit_rows=1)
+    writer.add({"x": np.ones(2, "float32"), "img": np.zeros((2, 4, 4, 3), "uint8")}, ["t", "t"])
+    writer.end_episode()
+    writer.close()
+    with pytest.raises(FormatError, match="other settings"):
+        LeRobotWriter(tmp_path / "a", rc.as_space(space), fps=6)
+
+
+def test_buffers_with_nested_leaves_are_written_and_read(tmp_path: Path) -> None:
+    space = {"obs": {"pos": ((2,), "float64"), "mode": ((), "int64")}, "reward": ((), "float32")}
+    buf = rc.ReplayBuffer.create("memory", space, capacity=10, maintain_segment_metadata=True)
+    for n in (3, 4):
+        buf.extend(
+            {
+                "obs": {"pos": np.arange(2.0 * n).reshape(n, 2), "mode": np.arange(n)},
+                "reward": np.ones(n, "float32"),
+            }
+        )
+    to_lerobot(buf, tmp_path / "set", fps=20, tasks=["a", "b"])
+    got = from_lerobot(tmp_path / "set")
+    assert got.get_segments() == [(0, 3), (3, 7)] and got.tasks == {0: "a", 1: "b"}
+    np.testing.assert_array_equal(got[:]["obs.pos"], buf[:]["obs"]["pos"])
+    np.testing.assert_array_equal(got[:]["obs.mode"][:, 0], buf[:]["obs"]["mode"])
+    with pytest.raises(FileExistsError):
+        to_lerobot(buf, tmp_path / "set", fps=20)
+    with pytest.raises(ValueError, match="fps"):
+        to_lerobot(buf, tmp_path / "other")
+    with pytest.raises(ValueError, match="2 episodes, got 1"):
+        to_lerobot(buf, tmp_path / "other", fps=20, tasks=["a"])

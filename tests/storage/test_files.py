@@ -1,0 +1,670 @@
+"""What the storages that keep files promise: commits, one writer, exactness, and errors that name what is wrong."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gymnasium import spaces
+
+import recollect as rc
+from recollect.batch import CastTransformation
+from recollect.testing.spaces import CATALOGUE, assert_same, max_lengths_of, samples, stack
+
+ROWS: dict[str, Any] = {"id": ((), "int64"), "words": ((3,), "float64")}
+FRAME: Any = ((4, 6, 3), "uint8")
+KINDS = ["parquet", "hdf5", "image", "video"]
+
+
+def rows(first: int, n: int) -> Any:
+    ids = np.arange(first, first + n)
+    return {"id": ids, "words": ids[:, None] * np.array([1.0, -2.0, 0.5])}
+
+
+def frames(first: int, n: int) -> Any:
+    ids = np.arange(first, first + n).reshape(-1, 1, 1, 1)
+    return np.broadcast_to(ids, (n, 4, 6, 3)).astype(np.uint8)
+
+
+def make(kind: str, path: Path, **options: Any) -> rc.ReplayBuffer:
+    space = FRAME if kind in ("image", "video") else ROWS
+    return rc.ReplayBuffer.create(kind, space, cache_path=path, **options)
+
+
+def block(kind: str, first: int, n: int) -> Any:
+    return frames(first, n) if kind in ("image", "video") else rows(first, n)
+
+
+def sample(kind: str, i: int) -> Any:
+    found = block(kind, i, 1)
+    return {k: v[0] for k, v in found.items()} if isinstance(found, dict) else found[0]
+
+
+def ids(data: Any) -> list[int]:
+    return np.asarray(data["id"] if isinstance(data, dict) else data[..., 0, 0, 0]).tolist()
+
+
+def committed(path: Path) -> list[int]:
+    """What a new reader finds."""
+    with rc.ReplayBuffer.load_from(path) as buffer:
+        return ids(buffer[...])
+
+
+def data_file(path: Path, kind: str) -> Path:
+    """One of the files that hold rows."""
+    ending = {"parquet": "part-*.parquet", "hdf5": "*.hdf5", "image": "row-*.png", "video": "*.mkv"}[kind]
+    return sorted(path.rglob(ending))[0]
+
+
+# -- commits
+
+
+def test_parquet_commits_full_pieces_segment_ends_and_flushes(tmp_path: Path) -> None:
+    with make("parquet", tmp_path, piece_size=4, maintain_segment_metadata=True) as buffer:
+        assert committed(tmp_path) == []
+        for i in range(6):
+            buffer.append(sample("parquet", i))
+        assert committed(tmp_path) == [0, 1, 2, 3] and ids(buffer[...]) == [*range(6)]
+        with rc.ReplayBuffer.load_from(tmp_path) as reader:
+            assert reader.get_segments() == [(0, 4)], "the open segment, as far as it is committed"
+        buffer.mark_segment_end()
+        assert committed(tmp_path) == [*range(6)]
+        buffer.append(sample("parquet", 6))
+        assert committed(tmp_path) == [*range(6)]
+        buffer.storage.flush()
+        assert committed(tmp_path) == [*range(7)]
+    assert committed(tmp_path) == [*range(7)]
+    names = sorted(f.name for f in (tmp_path / "storage").iterdir())
+    assert len(names) == 2, f"a piece that was not full is written again with the next: {names}"
+
+
+def test_hdf5_commits_at_dumps_and_close_and_writes_on_in_a_copy(tmp_path: Path) -> None:
+    with make("hdf5", tmp_path, capacity=6, maintain_segment_metadata=True) as buffer:
+        buffer.extend(rows(0, 4))  # the end of a segment is no commit here
+        assert committed(tmp_path) == []
+        buffer.dumps(tmp_path)
+        first = data_file(tmp_path, "hdf5").read_bytes()
+        with rc.ReplayBuffer.load_from(tmp_path) as reader:
+            buffer.extend(rows(4, 4))
+            assert ids(reader[...]) == [0, 1, 2, 3]
+            assert first in [f.read_bytes() for f in tmp_path.rglob("*.hdf5")], (
+                "a committed file never changes"
+            )
+    assert committed(tmp_path) == [2, 3, 4, 5, 6, 7]
+    with rc.ReplayBuffer.load_from(tmp_path, read_only=False) as buffer:
+        buffer.set_at(0, sample("hdf5", 50))
+    assert committed(tmp_path) == [50, 3, 4, 5, 6, 7]
+
+
+def test_images_are_a_file_per_row_and_generation(tmp_path: Path) -> None:
+    with make("image", tmp_path, capacity=4, piece_size=3) as buffer:
+        buffer.extend(frames(0, 2))
+        assert committed(tmp_path) == []
+        buffer.append(frames(2, 1)[0])
+        assert committed(tmp_path) == [0, 1, 2]
+        buffer.set_at(1, frames(9, 1)[0])
+        assert committed(tmp_path) == [0, 1, 2] and ids(buffer[...]) == [0, 9, 2]
+        buffer.storage.flush()
+        assert committed(tmp_path) == [0, 9, 2]
+        assert len(list(tmp_path.rglob("row-1-*.png"))) == 1, "the older generation is gone with the commit"
+
+
+def test_video_shows_a_segment_when_it_has_ended(tmp_path: Path) -> None:
+    with make("video", tmp_path) as buffer:  # untracked: the storage itself knows the segments
+        buffer.extend(frames(0, 3))
+        for i in (3, 4):
+            buffer.append(frames(i, 1)[0])
+        assert len(buffer) == 3 and buffer.get_segments() == [(0, 3)] == rc_segments(tmp_path)
+        assert buffer.stats().live == 5 == buffer.stats().offered
+        with pytest.raises(rc.SegmentOpenError, match="mark_segment_end"):
+            buffer.storage.get(4)
+        with pytest.raises(rc.SegmentOpenError, match="mark_segment_end"):
+            buffer.extend(frames(5, 1))
+        with pytest.raises(rc.SegmentOpenError, match="cut_open=True"):
+            buffer.dumps(tmp_path / "dump")
+        buffer.dumps(tmp_path / "dump", cut_open=True)
+        assert committed(tmp_path / "dump") == [*range(5)] and len(buffer) == 3
+        buffer.mark_segment_end()
+        assert ids(buffer[...]) == committed(tmp_path) == [*range(5)]
+        assert buffer.get_segments() == [(0, 3), (3, 5)]
+        buffer.append(frames(5, 1)[0])
+        buffer.storage.abort_segment()
+        assert buffer.storage.pending_segment_length == 0 and committed(tmp_path) == [*range(5)]
+
+
+def rc_segments(path: Path) -> Any:
+    with rc.ReplayBuffer.load_from(path) as buffer:
+        return buffer.get_segments()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_one_writer_and_a_path_that_is_taken(kind: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path) as buffer:
+        buffer.extend(block(kind, 0, 3))
+        buffer.storage.flush()
+        with pytest.raises(rc.LaneBusyError, match="one writer"):
+            rc.ReplayBuffer.load_from(tmp_path, read_only=False)
+        with pytest.raises(rc.LaneBusyError, match="one writer"):
+            make(kind, tmp_path, overwrite=True)
+        with pytest.raises(FileExistsError, match="overwrite=True"):
+            make(kind, tmp_path)
+        assert committed(tmp_path) == [0, 1, 2]
+    with rc.ReplayBuffer.load_from(tmp_path, read_only=False) as buffer:
+        buffer.extend(block(kind, 3, 1))
+    assert committed(tmp_path) == [0, 1, 2, 3]
+    with make(kind, tmp_path, overwrite=True) as buffer:
+        assert len(buffer) == 0
+    assert committed(tmp_path) == []
+
+
+@pytest.mark.parametrize("kind", ["parquet", "video"])
+def test_append_only_storages_say_how_to_change(kind: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="only grows"):
+        make(kind, tmp_path / "fixed", capacity=5)
+    assert not (tmp_path / "fixed").exists()
+    with make(kind, tmp_path / "all") as buffer:
+        buffer.extend(block(kind, 0, 5))
+        for change in (lambda: buffer.set_at(0, sample(kind, 9)), lambda: buffer.remove_at([1])):
+            with pytest.raises(rc.ReadOnlyError, match=r"extend_from\(buf.get_slice\(keep\)\)"):
+                change()
+        with make(kind, tmp_path / "kept") as kept:
+            kept.extend_from(buffer.get_slice([0, 2, 4]), tqdm=True)
+            assert ids(kept[...]) == [0, 2, 4]
+        buffer.clear()
+        assert len(buffer) == 0
+        buffer.extend(block(kind, 7, 2))
+    assert committed(tmp_path / "all") == [7, 8] and committed(tmp_path / "kept") == [0, 2, 4]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_dumps_elsewhere_reuse_unchanged_files(kind: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path / "live", maintain_segment_metadata=True) as buffer:
+        buffer.extend(block(kind, 0, 4))
+        buffer.dumps(tmp_path / "dump")
+        before = {f: f.stat().st_ino for f in (tmp_path / "dump").rglob("*") if f.is_file()}
+        buffer.extend(block(kind, 4, 3))
+        buffer.dumps(tmp_path / "dump")
+        assert committed(tmp_path / "dump") == [*range(7)] == committed(tmp_path / "live")
+        after = {f: f.stat().st_ino for f in (tmp_path / "dump").rglob("*") if f.is_file()}
+        if kind == "video":
+            assert before.items() & after.items(), "the first segment's file"
+    with rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=False) as again:
+        again.extend(block(kind, 7, 1))
+        assert again.get_segments() == [(0, 4), (4, 7), (7, 8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_loaded_buffer_is_sent_to_other_processes_as_a_handle(kind: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block(kind, 0, 6), ends=np.arange(6) == 2)
+        with pytest.raises(TypeError, match="another process"):
+            pickle.dumps(buffer)
+    with rc.ReplayBuffer.load_from(tmp_path, multiprocessing=True) as reader:
+        handle = pickle.dumps(reader)
+        assert len(handle) < 8192
+        with pickle.loads(handle) as other:
+            assert ids(other[...]) == [*range(6)] and other.get_segments() == [(0, 3), (3, 6)]
+    with make(kind, tmp_path, overwrite=True), pytest.raises(rc.FormatError, match="load again"):
+        pickle.loads(handle)
+
+
+def test_extend_from_keeps_segments_across_storages(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create("memory", ROWS, capacity=50, maintain_segment_metadata=True) as source:
+        source.extend(rows(0, 30), ends=np.isin(np.arange(30), [4, 11]))
+        with make("parquet", tmp_path / "p", piece_size=7, maintain_segment_metadata=True) as buffer:
+            buffer.extend_from(source, chunk_size=4)
+            assert buffer.get_segments() == source.get_segments() == [(0, 5), (5, 12), (12, 30)]
+            with make("hdf5", tmp_path / "h", maintain_segment_metadata=True) as other:
+                other.extend_from(buffer, chunk_size=11)
+                assert ids(other[...]) == [*range(30)] and other.get_segments() == buffer.get_segments()
+
+
+# -- exactness
+
+
+@pytest.mark.parametrize("kind", ["parquet", "hdf5"])
+@pytest.mark.parametrize("name", [name for name in CATALOGUE if name != "box-big-endian"])  # read as native
+def test_every_space_comes_back_exactly(kind: str, name: str, tmp_path: Path) -> None:
+    space = CATALOGUE[name]
+    given = samples(space, 7)
+    # Parquet needs no greatest length of a Sequence.
+    most = {"max_lengths": max_lengths_of(name)} if kind == "hdf5" and max_lengths_of(name) else {}
+    with rc.ReplayBuffer.create(kind, space, cache_path=tmp_path, **most) as buffer:
+        buffer.extend(stack(space, given[:3]))
+        buffer.append(given[3])
+        buffer.storage.flush()
+        buffer.extend(stack(space, given[4:]))
+        for i in (0, 3, 6):
+            assert_same(buffer[i], given[i])
+        assert_same(buffer[[5, 0, 3]], stack(space, [given[5], given[0], given[3]]))
+    with rc.ReplayBuffer.load_from(tmp_path, verify=True) as loaded:
+        for i, value in enumerate(given):
+            assert_same(loaded[i], value)
+
+
+def test_parquet_is_read_by_others_and_only_the_columns_asked_for(tmp_path: Path) -> None:
+    import pyarrow.parquet
+
+    with make("parquet", tmp_path) as buffer:
+        buffer.extend(rows(0, 5))
+    table = pyarrow.parquet.read_table(data_file(tmp_path, "parquet"))
+    assert table.column("id").to_pylist() == [*range(5)]
+    assert table.column("words").to_pylist()[2] == [2.0, -4.0, 1.0]
+    with rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        assert loaded.get_column("words")[2].tolist() == [2.0, -4.0, 1.0]
+        storage: Any = loaded.storage
+        assert list(storage._caches) == [("words",)]
+
+
+def test_hdf5_single_file(tmp_path: Path) -> None:
+    import h5py
+
+    with make("hdf5", tmp_path / "live") as buffer:
+        buffer.extend(rows(0, 5))
+        buffer.storage.dumps(tmp_path / "one.hdf5")
+    with h5py.File(tmp_path / "one.hdf5") as f:
+        assert f["id"][:].tolist() == [*range(5)]
+    with rc.HDF5Storage.load_from(tmp_path / "one.hdf5", ROWS) as storage:
+        assert ids(storage.get(...)) == [*range(5)]
+        with pytest.raises(rc.ReadOnlyError):
+            storage.set(0, sample("hdf5", 1))
+    with pytest.raises(rc.FormatError, match="words"):
+        rc.HDF5Storage.load_from(tmp_path / "one.hdf5", {**ROWS, "words": ((4,), "float64")})
+
+
+@pytest.mark.parametrize(("shape", "dtype"), [((5, 7), "uint8"), ((5, 7, 1), "uint8"), ((5, 7, 3), "uint8"),
+                                              ((5, 7), "uint16")])  # fmt: skip
+@pytest.mark.parametrize("kind", ["image", "video"])
+def test_frames_are_exact_by_default(kind: str, shape: Any, dtype: str, tmp_path: Path) -> None:
+    top = np.iinfo(dtype).max
+    given = np.random.default_rng(0).integers(0, top, (9, *shape), endpoint=True).astype(dtype)
+    with rc.ReplayBuffer.create(kind, (shape, dtype), cache_path=tmp_path) as buffer:
+        buffer.extend(given)
+        at = [8, 0, 3]
+        assert np.array_equal(buffer[at], given[at]) and buffer[2].dtype == dtype
+
+
+def test_lossy_formats_must_be_named_and_spaces_must_be_frames(tmp_path: Path) -> None:
+    smooth = np.broadcast_to(np.linspace(0, 200, 40).astype(np.uint8)[:, None, None, None], (40, 16, 16, 3))
+    for kind, lossy in (("image", {"format": "jpeg"}), ("video", {"codec": "h264"})):
+        with rc.ReplayBuffer.create(
+            kind, ((16, 16, 3), "uint8"), cache_path=tmp_path / kind, **lossy
+        ) as buffer:
+            buffer.extend(smooth)
+        with rc.ReplayBuffer.load_from(tmp_path / kind) as loaded:
+            assert np.abs(loaded[...].astype(int) - smooth).max() < 8
+        for wrong in (
+            ROWS,
+            ((4, 4), "float32"),
+            ((4, 4, 2), "uint8"),
+            ((4, 4, 3), "uint16"),
+            ((4,), "uint8"),
+        ):
+            with pytest.raises(ValueError, match="space"):
+                rc.ReplayBuffer.create(kind, wrong, cache_path=tmp_path / "wrong")
+    for kind, options in (("image", {"format": "nothing"}), ("video", {"codec": "nothing"}),
+                          ("parquet", {"piece_size": 0}), ("parquet", {"compression": "nothing"}),
+                          ("hdf5", {"compression": "nothing"})):  # fmt: skip
+        with pytest.raises(ValueError, match=next(iter(options))):
+            make(kind, tmp_path / "wrong", **options)
+    for kind, options in (("image", {"format": "jpeg"}), ("video", {"codec": "h264"})):
+        with pytest.raises(ValueError, match="uint16"):
+            rc.ReplayBuffer.create(kind, ((4, 4), "uint16"), cache_path=tmp_path / "wrong", **options)
+    assert not (tmp_path / "wrong").exists()
+
+
+def test_cast_and_max_lengths_reach_the_storage(tmp_path: Path) -> None:
+    with make("parquet", tmp_path / "a", cast=True) as buffer:
+        buffer.extend({"id": np.arange(2, dtype=np.int32), "words": np.zeros((2, 3), np.float32)})
+    with make("parquet", tmp_path / "b") as buffer, pytest.raises(rc.DtypeError):
+        buffer.extend({"id": np.arange(2, dtype=np.int32), "words": np.zeros((2, 3))})
+    tokens = {"tokens": spaces.Sequence(spaces.Box(0, 9, (), np.int64), stack=True)}
+    with rc.ReplayBuffer.create(
+        "parquet", spaces.Dict(tokens), cache_path=tmp_path / "c", max_lengths={"tokens": 4}
+    ) as buffer:
+        buffer.append({"tokens": np.arange(4)})
+        with pytest.raises(rc.SchemaError, match="at most 4"):
+            buffer.append({"tokens": np.arange(9)})
+
+
+# -- damage
+
+
+def truncate(file: Path) -> None:
+    os.truncate(file, file.stat().st_size // 2)
+
+
+def flip(file: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[len(data) // 2] ^= 0x10
+    file.write_bytes(data)
+
+
+def foreign(file: Path) -> None:
+    file.write_bytes(os.urandom(file.stat().st_size))
+
+
+DAMAGE = {"truncated": truncate, "flipped": flip, "foreign": foreign, "gone": Path.unlink}
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("kind", KINDS)
+def test_damage_is_a_format_error_never_zeros(kind: str, damage: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path) as buffer:
+        buffer.extend(block(kind, 1, 6))
+    DAMAGE[damage](data_file(tmp_path, kind))
+    with pytest.raises(rc.FormatError):
+        rc.ReplayBuffer.load_from(tmp_path, verify=True)
+    if kind == "hdf5" and damage == "flipped":
+        return  # without verify only the library itself looks at the bytes
+    with pytest.raises(rc.FormatError), rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        loaded[...]
+
+
+def test_a_row_that_was_never_written_is_no_image(tmp_path: Path) -> None:
+    with rc.ImageStorage.create(FRAME, capacity=4, cache_path=tmp_path) as storage:
+        storage.set(0, frames(1, 1)[0])
+        with pytest.raises(rc.FormatError, match="row 2"):
+            storage.get([0, 2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_garbled_manifests_are_format_errors(kind: str, tmp_path: Path) -> None:
+    from recollect.storage.dump import write_manifest
+
+    with make(kind, tmp_path) as buffer:
+        buffer.extend(block(kind, 0, 3))
+    manifest = json.loads((tmp_path / "manifest.json").read_text())
+    manifest.pop("crc32c")
+    good = manifest["storage"]["options"]
+    for options in ({}, {**good, "contents": 3}, {**good, "contents": [["../x", 1]]}, {**good, "more": 1}):
+        write_manifest(tmp_path, {**manifest, "storage": {**manifest["storage"], "options": options}})
+        with pytest.raises(rc.FormatError), rc.ReplayBuffer.load_from(tmp_path) as loaded:
+            loaded[...]
+    write_manifest(tmp_path, {**manifest, "storage": {**manifest["storage"], "options": good}})
+    assert committed(tmp_path) == [0, 1, 2]
+
+
+def test_a_reader_whose_files_were_replaced_is_told_to_load_again(tmp_path: Path) -> None:
+    with make("parquet", tmp_path) as buffer:
+        buffer.extend(rows(0, 3))
+    with rc.ReplayBuffer.load_from(tmp_path) as reader:
+        with rc.ReplayBuffer.load_from(tmp_path, read_only=False) as writer:
+            writer.clear()
+            writer.extend(rows(5, 1))
+        with pytest.raises(rc.FormatError, match="load again"):
+            reader[0]
+
+
+# -- what the machine cannot give
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 1 MiB."""
+    place = tmp_path / "small"
+    place.mkdir()
+    done = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True, check=False
+    )
+    if done.returncode:
+        pytest.skip("cannot mount a small tmpfs here")
+    yield place
+    subprocess.run(["umount", str(place)], check=True)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_loses_nothing_that_was_committed(kind: str, small_disk: Path) -> None:
+    noise = np.random.default_rng(0)
+    space, n = ((128, 128, 3), "uint8"), 60
+    if kind in ("parquet", "hdf5"):
+        space, n = ((2048,), "float64"), 60
+    options = {"piece_size": 4} if kind == "parquet" else {}
+    buffer = rc.ReplayBuffer.create(kind, space, cache_path=small_disk / "data", **options)
+
+    def some() -> Any:
+        if kind in ("parquet", "hdf5"):
+            return noise.standard_normal((4, *space[0]))
+        return noise.integers(0, 255, (4, *space[0]), endpoint=True).astype(np.uint8)
+
+    kept: list[Any] = []
+    try:
+        with pytest.raises(OSError):
+            for _ in range(n):
+                given = some()
+                before = len(buffer)
+                buffer.extend(given)
+                buffer.storage.flush()
+                kept.append(given)
+        assert kept, "it fits at first"
+        assert before <= len(buffer) <= before + 4
+        with rc.ReplayBuffer.load_from(small_disk / "data", verify=True) as loaded:
+            assert np.array_equal(loaded[...], np.concatenate(kept))
+    finally:
+        with contextlib.suppress(OSError):
+            buffer.close()
+    with rc.ReplayBuffer.load_from(small_disk / "data", verify=True) as loaded:
+        assert np.array_equal(loaded[: 4 * len(kept)], np.concatenate(kept))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_directory_that_cannot_be_written(kind: str, tmp_path: Path) -> None:
+    if os.geteuid() == 0:
+        (tmp_path / "file").write_text("not a directory")
+        with pytest.raises(OSError):
+            make(kind, tmp_path / "file")
+        return  # the permissions of a directory do not bind root
+    tmp_path.chmod(0o500)
+    try:
+        with pytest.raises(PermissionError):
+            make(kind, tmp_path / "data")
+    finally:
+        tmp_path.chmod(0o700)
+
+
+@pytest.mark.parametrize(
+    ("kind", "package", "extra"),
+    [
+        ("parquet", "pyarrow", "parquet"),
+        ("hdf5", "h5py", "hdf5"),
+        ("image", "PIL", "images"),
+        ("video", "av", "video"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command(
+    kind: str, package: str, extra: str, tmp_path: Path
+) -> None:
+    with make(kind, tmp_path / "data") as buffer:
+        buffer.extend(block(kind, 0, 2))
+    code = f"""
+import sys
+sys.modules[{package!r}] = None
+import recollect as rc
+for call in (lambda: rc.ReplayBuffer.load_from({str(tmp_path / "data")!r}),
+             lambda: rc.ReplayBuffer.create({kind!r}, ((4, 4), "uint8"), cache_path={str(tmp_path / "new")!r})):
+    try:
+        call()
+    except rc.MissingExtraError as error:
+        print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.count(f'pip install "recollect[{extra}]"') == 2, done.stdout + done.stderr
+    assert not (tmp_path / "new").exists()
+
+
+# -- wrappers
+
+
+def test_flattened_refuses_what_it_would_change(tmp_path: Path) -> None:
+    space = {"big": ((), "int64"), "x": ((2,), "float32")}
+    with rc.ReplayBuffer.create("flattened", space, inner="parquet", cache_path=tmp_path) as buffer:
+        exact = {"big": np.array([2**53, -(2**53), 7]), "x": np.zeros((3, 2), np.float32)}
+        buffer.extend(exact)
+        with pytest.raises(rc.SchemaError, match="big"):
+            buffer.extend({"big": np.array([1, 2**53 + 1]), "x": np.zeros((2, 2), np.float32)})
+        assert len(buffer) == 3 and buffer.stats().rejected == 2
+        assert buffer[...]["big"].tolist() == [2**53, -(2**53), 7]
+    with pytest.raises(TypeError, match="text"):
+        rc.FlattenedStorage.create(spaces.Dict({"text": spaces.Text(4)}), capacity=4)
+
+
+def test_transformed_is_saved_by_name_and_arguments(tmp_path: Path) -> None:
+    space = {"x": ((2,), "float32")}
+    half = CastTransformation({"x": "float16"})
+    with rc.ReplayBuffer.create(
+        "transformed", space, half, inner="hdf5", capacity=4, cache_path=tmp_path
+    ) as buffer:
+        given = np.ones((2, 2), np.float32)
+        buffer.extend({"x": given})
+        assert given.dtype == np.float32 and buffer.storage.inner.get(0)["x"].dtype == np.float16
+    saved = json.loads((tmp_path / "manifest.json").read_text())["storage"]
+    assert saved["options"] == {"transformation": {"name": "cast", "arguments": {"dtypes": {"x": "float16"}}}}
+    assert saved["children"]["inner"]["name"] == "hdf5"
+    with rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        assert loaded[0]["x"].dtype == np.float32 and type(loaded.storage).__name__ == "TransformedStorage"
+
+    class OneWay(rc.DataTransformation):
+        def get_target_space_from_source(self, space: Any) -> Any:
+            return space
+
+        def transform(self, space: Any, data: Any) -> Any:
+            return data
+
+    with pytest.raises(ValueError, match="inverse"):
+        rc.TransformedStorage.create(space, OneWay(), capacity=4)
+    with pytest.raises(TypeError, match="DataTransformation"):
+        rc.TransformedStorage.create(space, capacity=4)
+
+
+NESTED: Any = {"obs": {"image": FRAME, "state": ((3,), "float32"), "more": ((), "int8")}, "id": ((), "int64")}
+
+
+def nested(first: int, n: int) -> Any:
+    i = np.arange(first, first + n)
+    obs = {
+        "image": frames(first, n),
+        "state": np.repeat(i[:, None], 3, 1).astype("f4"),
+        "more": i.astype("i1"),
+    }
+    return {"obs": obs, "id": i}
+
+
+@pytest.mark.parametrize(
+    ("patterns", "expected"),
+    [
+        ({"obs/image": "memory", "*": "memory"}, [["obs/image"], ["obs/state", "obs/more", "id"]]),
+        (
+            {"obs/*": "memory", "obs/image": "memory", "id": "memory"},
+            [["obs/state", "obs/more"], ["obs/image"], ["id"]],
+        ),
+        ({"*": "memory", "obs": "memory"}, [["id"], ["obs/image", "obs/state", "obs/more"]]),
+        ({"*": "memory"}, [["obs/image", "obs/state", "obs/more", "id"]]),
+    ],
+)
+def test_dict_patterns(patterns: Any, expected: Any) -> None:
+    with rc.DictStorage.create(NESTED, patterns, capacity=4) as storage:
+        found = [["/".join(map(str, path)) for path in part.paths] for part in storage.parts]
+        assert found == expected
+        storage.set([0, 1], nested(5, 2))
+        assert_same(storage.get([1, 0]), _reversed(nested(5, 2)))
+
+
+def _reversed(data: Any) -> Any:
+    return {k: _reversed(v) for k, v in data.items()} if isinstance(data, dict) else data[::-1]
+
+
+@pytest.mark.parametrize(
+    "patterns",
+    [
+        {},
+        {"obs/image": "memory"},
+        {"*": "memory", "nothing": "memory"},
+        {"*": "memory", "obs/x/*": "memory"},
+        {"*": "memory", "obs": "memory", "id": "memory"},
+    ],
+)
+def test_dict_refuses_keys_and_patterns_left_over(patterns: Any) -> None:
+    with pytest.raises(ValueError, match="storages"):
+        rc.DictStorage.create(NESTED, patterns, capacity=4)
+
+
+def test_dict_in_files_takes_only_storages_with_files(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="MemoryStorage"):
+        rc.DictStorage.create(
+            NESTED, {"obs/image": "image", "*": "memory"}, capacity=4, cache_path=tmp_path / "x"
+        )
+    with pytest.raises(ValueError, match="only grows"):
+        rc.DictStorage.create(
+            NESTED, {"obs/image": "image", "*": "parquet"}, capacity=4, cache_path=tmp_path / "x"
+        )
+    assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize(
+    "fails", ["ParquetStorage._add", "VideoStorage._add", "VideoStorage._write_clip", "commit"]
+)
+def test_if_a_child_fails_all_go_back(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    both: Any = {"obs/image": "video", "*": "parquet"}
+    with rc.ReplayBuffer.create(
+        "dict", NESTED, both, cache_path=tmp_path, maintain_segment_metadata=True
+    ) as buffer:
+        buffer.extend(nested(0, 4))
+        before = json.loads((tmp_path / "manifest.json").read_text())["commit"]
+
+        def fail(*args: Any) -> None:
+            raise OSError(28, "full")
+
+        with monkeypatch.context() as patch:
+            if fails == "commit":
+                patch.setattr("recollect.storage.home.write_manifest", fail)
+            else:
+                name, method = fails.split(".")
+                patch.setattr(getattr(rc, name), method, fail)
+            with pytest.raises(OSError, match="full"):
+                buffer.extend(nested(4, 3))
+        assert len(buffer) == 4 and buffer.get_segments() == [(0, 4)] and buffer.open_segment is None
+        assert [len(s) for s in buffer.storage.storages] == [4, 4]
+        assert ids(buffer[...]) == [0, 1, 2, 3]
+        assert json.loads((tmp_path / "manifest.json").read_text())["commit"] == before
+        buffer.extend(nested(4, 3))
+        assert ids(buffer[...]) == [*range(7)]
+    with rc.ReplayBuffer.load_from(tmp_path, verify=True) as loaded:
+        assert ids(loaded[...]) == [*range(7)] and loaded.get_segments() == [(0, 4), (4, 7)]
+        assert loaded[6]["obs"]["image"].max() == 6
+
+
+def test_rows_that_a_dict_overwrote_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    with rc.DictStorage.create(NESTED, {"obs": "memory", "*": "memory"}, capacity=3) as storage:
+        storage.set(slice(None), nested(0, 3))
+
+        def fail(*args: Any) -> None:
+            raise OSError(28, "full")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(storage.storages[1], "set", fail)
+            with pytest.raises(OSError, match="full"):
+                storage.set([2, 0], nested(7, 2))
+        assert_same(storage.get(...), nested(0, 3))
+
+
+def test_a_failed_segment_end_leaves_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with make("video", tmp_path, maintain_segment_metadata=True) as buffer:
+        buffer.append(frames(0, 1)[0])
+        with monkeypatch.context() as patch:
+            patch.setattr(
+                "recollect.storage.video.write_video", lambda *a: (_ for _ in ()).throw(OSError(28, "full"))
+            )
+            with pytest.raises(OSError, match="full"):
+                buffer.mark_segment_end()
+        assert buffer.open_segment == (0, 1) and len(buffer) == 0
+        buffer.mark_segment_end()
+        assert len(buffer) == 1 and committed(tmp_path) == [0]
