@@ -9,7 +9,7 @@ import pytest
 from tests.batch.make import batch, block, numbers, sample
 
 from recollect.batch import BatchBase, BatchStats, Location
-from recollect.batch import base as base_module
+from recollect.batch import boundaries as boundaries_module
 from recollect.errors import ContentionError, EmptyError, ReadOnlyError, SchemaError
 from recollect.sampling import IndexStream
 from recollect.testing.batch_contract import equal
@@ -268,7 +268,7 @@ class TestPlaces:
                 self._items.insert(0, self._items.pop())
                 return super().get_at(idx)
 
-        monkeypatch.setattr(base_module, "CONTENTION_S", 0.01)
+        monkeypatch.setattr(boundaries_module, "CONTENTION_S", 0.01)
         source = Lapped(((), "int64"), range(4))
         with pytest.raises(ContentionError, match="lapped"):
             source.get_located(source.locate([0]))

@@ -328,6 +328,9 @@ class TestPlaces:
     def test_a_sub_index_member_keeps_its_hints(self) -> None:
         both = CombinedBatch([numbers(2), numbers(9).get_slice([5, 6, 5])])
         assert both.relocate(both.locate([4, 2])).tolist() == [4, 2]
+        place = both.locate([4, 3])
+        both.batches[0].remove_at([0])  # the hints are one too high now
+        assert both.relocate(place).tolist() == [3, 2]
 
 
 def test_stats_has_the_members() -> None:

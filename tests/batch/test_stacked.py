@@ -22,7 +22,7 @@ from recollect.batch import (
     ToBackendOrDeviceBatch,
     TransformedBatch,
 )
-from recollect.batch import stacked as stacked_module
+from recollect.batch import boundaries as boundaries_module
 from recollect.errors import ContentionError, ReadOnlyError
 from recollect.sampling import IndexStream, StepSampler
 from recollect.testing.batches import ListBatch
@@ -480,7 +480,7 @@ class TestWritersBeside:
             def get_located(self, *args: Any, **named: Any) -> Any:
                 return None
 
-        monkeypatch.setattr(stacked_module, "CONTENTION_S", 0.01)
+        monkeypatch.setattr(boundaries_module, "CONTENTION_S", 0.01)
         stack = FrameStackedBatch(Lapped(((), "int64"), range(5)), 1)
         with pytest.raises(ContentionError):
             stack[0]

@@ -220,6 +220,17 @@ class TestCast:
         view.append(view[2])
         assert equal(source[3], source[2])
 
+    def test_tuples(self) -> None:
+        space = spaces.Tuple([spaces.Box(0, 9, (2,)), spaces.Dict({"x": spaces.Discrete(5)})])
+        source = ListBatch(space, [(np.ones(2, np.float32), {"x": 3})])
+        view = TransformedBatch(source, CastTransformation({"0": "float64", "1/x": "float32"}))
+        assert isinstance(view.single_space, spaces.Tuple)
+        first, second = view[[0, 0]]
+        assert first.dtype == np.float64
+        assert second["x"].tolist() == [3.0, 3.0]
+        view.append(view[0])
+        assert equal(source[1], source[0])
+
     def test_only_what_is_named(self) -> None:
         view = TransformedBatch(batch(1), CastTransformation({"obs/pos": "float16"}))
         assert view[0]["obs"]["pos"].dtype == np.float16
@@ -249,7 +260,7 @@ class TestRegistry:
             register_transformation("cast", Shift)
 
     def test_arguments_must_be_json(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from recollect.batch import transformation
+        from recollect.spaces import transformation
 
         class Bad(CastTransformation):
             def json_arguments(self) -> dict[str, Any]:

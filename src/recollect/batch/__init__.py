@@ -5,18 +5,19 @@ from __future__ import annotations
 from recollect.batch.base import BatchBase, BatchStats, Draws
 from recollect.batch.combined import CombinedBatch
 from recollect.batch.location import Location
+from recollect.batch.nstep import NStepBatch
 from recollect.batch.stacked import FrameStackedBatch, SliceStackedBatch
 from recollect.batch.subindex import SubIndexedBatch
 from recollect.batch.subitem import SubItemBatch
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
-from recollect.batch.transformation import (
+from recollect.batch.transformed import TransformedBatch
+from recollect.spaces.transformation import (
     CastTransformation,
     DataTransformation,
     register_transformation,
     transformation_from_json,
     transformation_to_json,
 )
-from recollect.batch.transformed import TransformedBatch
 
 __all__ = [
     "BatchBase",
@@ -27,6 +28,7 @@ __all__ = [
     "Draws",
     "FrameStackedBatch",
     "Location",
+    "NStepBatch",
     "SliceStackedBatch",
     "SubIndexedBatch",
     "SubItemBatch",

@@ -8,18 +8,27 @@ beside.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
 import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.backends import Backend, get_backend, move
+from recollect.batch.boundaries import (
+    CONTENTION_S,
+    Ask,
+    Boundaries,
+    Found,
+    Lapped,
+    again_and_again,
+    drawn,
+    read_frames,
+)
 from recollect.batch.location import Bools, Ints, Location, Segments, segments_of
-from recollect.batch.structure import Key, Keys, as_batch, checked_batch, flat_layout, layout_of, pick
+from recollect.batch.structure import Key, Keys, as_batch, checked_batch, fill, flat_layout, layout_of, pick
 from recollect.errors import ContentionError, EmptyError, ReadOnlyError, SchemaError
 from recollect.indexing import is_single, normalize, positions
 from recollect.spaces import Layout, as_numpy, as_space, space_at
@@ -37,7 +46,6 @@ _WRITERS = (
     "set_flattened_at",
     "remove_at",
 )
-CONTENTION_S = 1.0  # how long a read that is lapped by writers starts again
 
 
 class Draws(Protocol):
@@ -66,16 +74,21 @@ class BatchBase(ABC):
 
     Hooks, for sources that can do better than the default:
 
-    `draw_at(stream, n)`, `draw_column_at(keys, stream, n)`
+    `draw_at(stream, n)`, `draw_into(stream, n, out)`, `draw_column_at(keys, stream, n)`
         Draw `n` uniform indices with replacement and gather them. A native one must take its indices from
         `stream.key` and `stream.counter` as `stream.indices(len(self), n)` would, and advance the counter by
         `n`.
+    `bound_draw()`
+        A callable that does `draw_at` with fewer steps, for samplers that bind it once.
     `get_column_at(keys, idx)`
         Read one nested field; override it if the others need not be touched.
     `locate(idx)`, `is_current(location)`, `relocate(location)`, `get_located(location, keys, flat, metadata)`
         Samples by row and generation. A source whose indices move (a ring) gives all four: `locate` at one
         moment, `relocate` to today's index or -1, `get_located` to `(data, metadata)`, or None if any of them
         is gone. The defaults are right for a source whose samples never move.
+    `_chunks()`
+        For sources that are read a chunk at a time: the chunk of each index, and how many chunks are kept, so
+        that a shuffled epoch reads each chunk once.
     `_extend_part(block, closes)`
         Used by `extend_from`: append the block to the segment that the previous part left open, else start
         one; then end it if `closes`. An empty block with `closes=True` only ends it. All or nothing. If a
@@ -339,6 +352,14 @@ class BatchBase(ABC):
         """Draw `n` uniform indices with replacement and gather them; again if the source shrank meanwhile."""
         return self._draw(stream, n)[0]
 
+    def bound_draw(self) -> Callable[[Any, int], Any]:
+        """Return what `draw_at` does, for many calls; it may return None instead of raising EmptyError."""
+        return self.draw_at
+
+    def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
+        """Draw as `draw_at`, into the arrays `out`, and return them."""
+        return fill(out, self.draw_at(stream, n))
+
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
         """Draw as `draw_at`, but gather one nested field."""
         return self._draw(stream, n, keys)[0]
@@ -372,22 +393,27 @@ class BatchBase(ABC):
 
         The default reads by index and looks again whether the samples stayed there.
         """
-        deadline = monotonic() + CONTENTION_S
-        while True:
+
+        def attempt() -> tuple[Any, dict[str, Any] | None] | None:
             index = self.relocate(location)
             if (index < 0).any():
                 return None
             try:
                 found = self._read(index, keys, flat, metadata)
             except IndexError:
-                found = None
-            if found is not None and np.array_equal(self.relocate(location), index):
-                return found
-            if monotonic() > deadline:
-                raise self._contention()
+                raise Lapped from None
+            if not np.array_equal(self.relocate(location), index):
+                raise Lapped
+            return found
+
+        return again_and_again(self, attempt)
 
     def _identity(self) -> object:
         return self
+
+    def _chunks(self) -> tuple[Ints, int] | None:
+        """The chunk that each index lies in, and how many can be held; None where samples are read one by one."""
+        return None
 
     # What the views share
 
@@ -407,6 +433,21 @@ class BatchBase(ABC):
     def _existing(self) -> Sequence[int] | Ints:
         """The indices at which there is a sample now."""
         return range(len(self))
+
+    def _located(self) -> tuple[Sequence[int] | Ints, Location | None]:
+        """What exists now, by index and, if samples may move, by place: at one moment."""
+        order = self._existing()
+        if not self._moves or not len(order):
+            return order, None
+        return order, self.locate(np.asarray(order, np.int64))
+
+    def _boundaries(self) -> Boundaries:
+        """Where the runs of this batch's samples begin and end."""
+        return Boundaries(self)
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        """Read samples with their neighbours; see `recollect.batch.boundaries`. A source may do it in one go."""
+        return read_frames(self, ask, keys, flat)
 
     def _read(
         self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False
@@ -430,15 +471,12 @@ class BatchBase(ABC):
     def _draw(
         self, stream: Draws, n: int, keys: Keys = (), flat: bool = False, metadata: bool = False
     ) -> tuple[Any, dict[str, Any] | None]:
-        while True:
-            size = len(self)
+        def draw(size: int) -> tuple[Any, dict[str, Any] | None]:
             if not size:
                 raise self._empty()
-            try:
-                return self._read(stream.indices(size, n), keys, flat, metadata)
-            except IndexError:
-                if len(self) >= size:
-                    raise
+            return self._read(stream.indices(size, n), keys, flat, metadata)
+
+        return drawn(self, draw)
 
     def _empty(self) -> EmptyError:
         return EmptyError(

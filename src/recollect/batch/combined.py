@@ -198,6 +198,18 @@ class CombinedBatch(BatchBase):
     def _moves(self) -> bool:
         return any(batch._moves for batch in self.batches)
 
+    def _chunks(self) -> tuple[Ints, int] | None:
+        """Those of all members; one that is read row by row counts as chunks of a thousand."""
+        found = [batch._chunks() for batch in self.batches]
+        if all(part is None for part in found):
+            return None
+        chunks, first = [], 0
+        for batch, part in zip(self.batches, found):
+            chunk = np.arange(len(batch)) // 1000 if part is None else part[0]
+            chunks.append(chunk + first)
+            first += int(chunk.max(initial=-1)) + 1
+        return np.concatenate(chunks), min(part[1] for part in found if part is not None)
+
     def _existing(self) -> Any:
         parts = [batch._existing() for batch in self.batches]
         starts = self._ends() - [len(batch) for batch in self.batches]

@@ -11,7 +11,8 @@ import numpy as np
 from gymnasium import Space
 
 from recollect.batch.location import Bools, Ints
-from recollect.batch.structure import has_no_array, map_leaves
+from recollect.batch.structure import Keys, has_no_array, map_leaves
+from recollect.spaces import space_at
 
 Array = np.ndarray[Any, Any]
 
@@ -82,3 +83,15 @@ def _show_leaf(space: Space[Any] | None, x: Any, columns: Ints) -> Any:
 def frame(space: Space[Any], data: Any, column: int) -> Any:
     """Return one frame of each stack, a plain batch."""
     return map_leaves(lambda leaf, x: x[column] if has_no_array(leaf) else x[:, column], space, data)
+
+
+def split_keys(space: Space[Any], keys: Keys) -> tuple[Keys, Keys]:
+    """Return the keys within a sample of `space`, and those within a stack of Text (a tuple of T)."""
+    n = len(keys)
+    while n:
+        try:
+            space_at(space, keys[:n])
+            break
+        except KeyError:
+            n -= 1
+    return keys[:n], keys[n:]

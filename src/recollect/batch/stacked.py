@@ -3,35 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from time import monotonic
 from typing import Any
 
 import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.backends import move
-from recollect.batch.base import CONTENTION_S, BatchBase, Draws
+from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_and_again, as_labels
 from recollect.batch.episode_mask import EpisodeMask, span_of
-from recollect.batch.frames import fold, frame, no_end_between, same_id, show, stand_ins
+from recollect.batch.frames import fold, frame, no_end_between, same_id, show, split_keys, stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, select, unbatch
 from recollect.batch.view import Read, View, as_source
-from recollect.indexing import normalize, positions
+from recollect.indexing import is_single, normalize, positions
 from recollect.spaces import as_numpy, as_space, batch_space, space_at
 from recollect.spaces.tree import as_keys, make_dict
 
 MASK = "slice_valid_mask"
 MaskFunction = Callable[["SliceStackedBatch", Any, Any, dict[str, Any]], Any]
-
-
-@dataclass(frozen=True, slots=True)
-class _Frames:
-    """The rows around some anchors at one moment: positions `(B, S)`, which exist, where they are."""
-
-    expanded: Ints
-    inside: Bools
-    place: Location
 
 
 class SliceStackedBatch(View):
@@ -98,10 +88,7 @@ class SliceStackedBatch(View):
         return self._as_index(positions(index, len(self.batch))[:, None] + self.fixed_offset)
 
     def _as_index(self, expanded: Ints) -> Any:
-        try:
-            return move(expanded, self.backend, self.device)
-        except ValueError:  # jax without 64-bit types: its functions take numpy's positions as well
-            return expanded
+        return as_labels(self, {"index": expanded})["index"]
 
     def get_valid_mask(self, expanded_idx: Any, data: Any, metadata: dict[str, Any] | None) -> Any:
         """Return which of the frames `(B, T)` at `expanded_idx` are valid; the others are what was read."""
@@ -110,8 +97,8 @@ class SliceStackedBatch(View):
         inside = (expanded >= 0) & (expanded < n)
         if not len(expanded):
             return move(inside, self.backend, self.device)
-        segment = self.batch.locate(np.clip(expanded, 0, n - 1).ravel()).segment.reshape(expanded.shape)
-        return move(self._judge(expanded, inside, segment, data, metadata), self.backend, self.device)
+        place = self.batch.locate(np.clip(expanded, 0, n - 1).ravel())
+        return move(self._judge(Frames(expanded, inside, place), data, metadata), self.backend, self.device)
 
     def get_valid_mask_flattened(self, expanded_idx: Any, data: Any, metadata: dict[str, Any] | None) -> Any:
         """Return the same mask for flattened data `(B, T, D)`."""
@@ -122,17 +109,14 @@ class SliceStackedBatch(View):
             expanded_idx, fold(self.batch.single_space, frames, *flat.shape[:2]), metadata
         )
 
-    def _judge(self, expanded: Ints, inside: Bools, segment: Ints, data: Any, metadata: Any) -> Bools:
-        valid = self._in_segment(inside, segment)
+    def _judge(self, frames: Frames, data: Any, metadata: Any) -> Bools:
+        valid = frames.valid(self.anchor)
         if self.get_valid_mask_function is not None:
             metadata = {} if metadata is None else metadata
-            said = self.get_valid_mask_function(self, self._as_index(expanded), data, metadata)
+            said = self.get_valid_mask_function(self, self._as_index(frames.expanded), data, metadata)
             valid = valid & self._as_mask(said, valid.shape)
         valid[:, self.anchor] = True
         return valid
-
-    def _in_segment(self, inside: Bools, segment: Ints) -> Bools:
-        return np.asarray(inside & (segment == segment[:, self.anchor : self.anchor + 1]))
 
     def _as_mask(self, said: Any, shape: tuple[int, ...]) -> Bools:
         mask = as_numpy(said)
@@ -174,13 +158,41 @@ class SliceStackedBatch(View):
     # Reads
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
-        index = normalize(idx, len(self.batch))
-        anchors = np.atleast_1d(np.asarray(index, np.int64))
-        deadline = monotonic() + CONTENTION_S
-        while (found := self._gather(self._frames_at(anchors), keys, flat, metadata)) is None:
-            if monotonic() > deadline:
-                raise self._contention()
-        return self._first(found, keys, flat) if isinstance(index, int) else found
+        single = is_single(idx)
+        if self._is_plain:
+            at = [normalize(idx, len(self.batch))] if single else idx
+            found = self._read_plain(Ask(self.fixed_offset, at), keys, flat, metadata)
+        else:
+            anchors = np.atleast_1d(np.asarray(normalize(idx, len(self.batch)), np.int64))
+            found = again_and_again(
+                self, lambda: self._gather(self._runs.frames(anchors, self._span), keys, flat, metadata)
+            )
+        if found is None:
+            raise self._contention()
+        return self._first(found, keys, flat) if single else found
+
+    @property
+    def _is_plain(self) -> bool:
+        """Whether boundaries alone decide what is shown: then the source may read stacks in one go."""
+        return (
+            self.fill_invalid_data
+            and self.get_valid_mask_function is None
+            and self.batch.single_metadata_space is None
+            and type(self).get_valid_mask is SliceStackedBatch.get_valid_mask
+        )
+
+    def _read_plain(self, ask: Ask, keys: Keys, flat: bool, metadata: bool) -> Read | None:
+        read, rest = split_keys(self.batch.single_space, keys)
+        found = self.batch._read_frames(ask, read, flat)
+        if found is None:
+            return None
+        space = None if flat else space_at(self.batch.single_space, read)
+        data = pick(fold(space, found[0], *found[1].shape), rest)
+        return data, self._label(None, found[1]) if metadata else None
+
+    @property
+    def _runs(self) -> Boundaries:
+        return self.batch._boundaries()
 
     def _first(self, found: Read, keys: Keys, flat: bool) -> Read:
         data, metadata = found
@@ -189,54 +201,45 @@ class SliceStackedBatch(View):
             metadata = unbatch(self.single_metadata_space, metadata, 0)
         return data, metadata
 
-    def _frames_at(self, anchors: Ints) -> _Frames:
-        n = len(self.batch)
-        expanded = anchors[:, None] + self._span
-        place = self.batch.locate(np.clip(expanded, 0, max(n - 1, 0)).ravel())
-        return _Frames(expanded, (expanded >= 0) & (expanded < n), place)
-
-    def _gather(self, frames: _Frames, keys: Keys, flat: bool, metadata: bool) -> Read | None:
-        """Read the frames; None if any was overwritten since they were located."""
+    def _gather(self, frames: Frames, keys: Keys, flat: bool, metadata: bool) -> Read:
+        """Read the frames; Lapped if any was overwritten since they were located."""
         if self._looks_at_data:
             return self._gather_all(frames, keys, flat, metadata)
         valid = self._mask_by_places(frames)
-        if valid is None:
-            return None
         # The stand-ins are known before anything is read, so filling costs no second copy.
         rows = self._shown(valid)
-        read, rest = self._split_keys(keys)
+        read, rest = split_keys(self.batch.single_space, keys)
         found = self.batch.get_located(frames.place.take(rows), read, flat, metadata)
         if found is None:
-            return None
+            raise Lapped
         space = None if flat else space_at(self.batch.single_space, read)
         data = pick(fold(space, found[0], *valid.shape), rest)
         return data, self._label(found[1], valid) if metadata else None
 
-    def _mask_by_places(self, frames: _Frames) -> Bools | None:
-        shape, columns = frames.expanded.shape, self._columns
-        segment = frames.place.segment.reshape(shape)[:, columns]
-        valid = self._in_segment(frames.inside[:, columns], segment)
+    def _mask_by_places(self, frames: Frames) -> Bools:
+        valid = frames.valid(int(self._columns[self.anchor]), self._columns)
         if isinstance(self.get_valid_mask_function, EpisodeMask):
             column = self.get_valid_mask_function.read(self.batch, frames.place)
             if column is None:
-                return None
-            valid &= self.get_valid_mask_function.judge(self.fixed_offset, column, shape[0])
+                raise Lapped
+            valid &= self.get_valid_mask_function.judge(self.fixed_offset, column, len(valid))
         valid[:, self.anchor] = True
         return valid
 
-    def _gather_all(self, frames: _Frames, keys: Keys, flat: bool, metadata: bool) -> Read | None:
+    def _gather_all(self, frames: Frames, keys: Keys, flat: bool, metadata: bool) -> Read:
         """Read the frames as they are, ask the mask function, then fill."""
         source = self.batch
         found = source.get_located(frames.place, (), False, True)
         if found is None:
-            return None
+            raise Lapped
         data, meta = found
         valid = self._mask_by_data(frames, data, meta)
         if self.fill_invalid_data:
             rows = self._shown(valid)
             data = select(source.single_space, data, rows)
-            meta = None if meta is None else select(source.single_metadata_space, meta, rows)
-        read, rest = self._split_keys(keys)
+            if meta is not None and source.single_metadata_space is not None:
+                meta = select(source.single_metadata_space, meta, rows)
+        read, rest = split_keys(self.batch.single_space, keys)
         data = pick(data, read)
         if flat:
             data = source._flatten(data, False, read)
@@ -244,13 +247,12 @@ class SliceStackedBatch(View):
         data = pick(fold(space, data, *valid.shape), rest)
         return data, self._label(meta, valid) if metadata else None
 
-    def _mask_by_data(self, frames: _Frames, data: Any, meta: Any) -> Bools:
+    def _mask_by_data(self, frames: Frames, data: Any, meta: Any) -> Bools:
         shape = frames.expanded.shape
         stacks = fold(self.batch.single_space, data, *shape)
         folded = {} if meta is None else fold(self.batch.single_metadata_space, meta, *shape)
         if type(self).get_valid_mask is SliceStackedBatch.get_valid_mask:
-            segment = frames.place.segment.reshape(shape)
-            return self._judge(frames.expanded, frames.inside, segment, stacks, folded)
+            return self._judge(frames, stacks, folded)
         said = self.get_valid_mask(self._as_index(frames.expanded), stacks, folded)
         valid = self._as_mask(said, shape).copy()
         valid[:, self.anchor] = True
@@ -273,17 +275,6 @@ class SliceStackedBatch(View):
             columns[edge] = self._columns[stand_ins(valid[edge], self.anchor)]
         return (np.arange(len(valid))[:, None] * len(self._span) + columns).ravel()
 
-    def _split_keys(self, keys: Keys) -> tuple[Keys, Keys]:
-        """Return the keys within a source sample, and those within a stack of Text (a tuple of T)."""
-        n = len(keys)
-        while n:
-            try:
-                space_at(self.batch.single_space, keys[:n])
-                break
-            except KeyError:
-                n -= 1
-        return keys[:n], keys[n:]
-
     def _label(self, rows: dict[str, Any] | None, valid: Bools) -> dict[str, Any]:
         """Return the metadata of stacks, given that of their frames (B * T) and the mask."""
         space = self.batch.single_metadata_space
@@ -292,15 +283,20 @@ class SliceStackedBatch(View):
             metadata = fold(space, rows, *valid.shape)
             if not self.stack_metadata:
                 metadata = frame(space, metadata, self.anchor)
-        return {**metadata, MASK: move(valid, self.backend, self.device)}
+        return {**metadata, **as_labels(self, {MASK: valid})}
 
     # Draws and places
 
     def draw_at(self, stream: Draws, n: int) -> Any:
-        return BatchBase.draw_at(self, stream, n)
+        return self.draw_column_at((), stream, n)
 
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
-        return BatchBase.draw_column_at(self, keys, stream, n)
+        if not self._is_plain:
+            return BatchBase.draw_column_at(self, keys, stream, n)
+        found = self._read_plain(Ask(self.fixed_offset, stream=stream, n=n), keys, False, False)  # type: ignore[arg-type]
+        if found is None:
+            raise self._empty()
+        return found[0]
 
     def is_current(self, location: Location) -> Bools:
         # An anchor that its neighbours cannot be found for is as good as gone.
@@ -309,31 +305,14 @@ class SliceStackedBatch(View):
     def get_located(
         self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
     ) -> Read | None:
-        deadline = monotonic() + CONTENTION_S
-        while True:
-            anchors = self.batch.relocate(location)
-            if (anchors < 0).any():
-                return None
-            found = self._gather_around(anchors, location, keys, flat, metadata)
-            if found is not None:
-                return found
-            if monotonic() > deadline:
-                raise self._contention()
+        if self._is_plain:
+            return self._read_plain(Ask(self.fixed_offset, place=location), keys, flat, metadata)
 
-    def _gather_around(
-        self, anchors: Ints, location: Location, keys: Keys, flat: bool, metadata: bool
-    ) -> Read | None:
-        """Read the frames round located anchors; None if these have moved since their index was found."""
-        try:
-            frames = self._frames_at(anchors)
-        except IndexError:
-            return None
-        anchor = frames.place.take(np.arange(len(anchors)) * len(self._span) + self._columns[self.anchor])
-        if not np.array_equal(anchor.row, location.row):
-            return None
-        if not np.array_equal(anchor.generation, location.generation):
-            return None
-        return self._gather(frames, keys, flat, metadata)
+        def attempt() -> Read | None:
+            frames = self._runs.frames_round(location, self._span, int(self._columns[self.anchor]))
+            return None if frames is None else self._gather(frames, keys, flat, metadata)
+
+        return again_and_again(self, attempt)
 
 
 class FrameStackedBatch(SliceStackedBatch):

@@ -16,7 +16,9 @@ from gymnasium import Space, spaces
 from recollect.backends import Backend
 from recollect.errors import SchemaError
 from recollect.spaces import Layout, as_numpy, compile_layout
-from recollect.spaces.tree import children, path_name
+from recollect.spaces.tree import has_no_array as has_no_array
+from recollect.spaces.tree import leaf_paths as leaf_paths
+from recollect.spaces.tree import path_name
 
 Key = str | int
 Keys = tuple[Key, ...]
@@ -33,18 +35,6 @@ def map_leaves(fn: Leaf, space: Space[Any], *data: Any) -> Any:
     if isinstance(space, spaces.Tuple):
         return tuple([map_leaves(fn, s, *(d[i] for d in data)) for i, s in enumerate(space.spaces)])
     return fn(space, *data)
-
-
-def leaf_paths(space: Space[Any], path: Keys = ()) -> list[tuple[Keys, Space[Any]]]:
-    """Return the path and space of each leaf, in leaf order."""
-    if not isinstance(space, spaces.Dict | spaces.Tuple):
-        return [(path, space)]
-    return [found for key, part in children(space) for found in leaf_paths(part, (*path, key))]
-
-
-def has_no_array(space: Space[Any]) -> bool:
-    """Tell whether a leaf is batched as a tuple (Text, Sequence) instead of as an array."""
-    return isinstance(space, spaces.Text | spaces.Sequence)
 
 
 def pick(data: Any, keys: Keys) -> Any:
@@ -111,17 +101,13 @@ def empty_batch(space: Space[Any]) -> Any:
     )
 
 
-def select(space: Space[Any] | None, data: Any, positions: Array) -> Any:
-    """Return the samples of a batch at `positions`; `space=None` says that `data` is one array."""
-    if space is None:
-        return _select_leaf(None, data, positions)
+def select(space: Space[Any], data: Any, positions: Array) -> Any:
+    """Return the samples of a batch at `positions`."""
     return map_leaves(lambda leaf, x: _select_leaf(leaf, x, positions), space, data)
 
 
-def _select_leaf(space: Space[Any] | None, x: Any, positions: Array) -> Any:
-    if space is not None and has_no_array(space):
-        return tuple([x[i] for i in positions])
-    return x[positions]
+def _select_leaf(space: Space[Any], x: Any, positions: Array) -> Any:
+    return tuple([x[i] for i in positions]) if has_no_array(space) else x[positions]
 
 
 def assemble(

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Ask, Boundaries, Found
 from recollect.batch.location import Bools, Ints, Location, Segments, runs_of, segments_of
 from recollect.batch.structure import Keys
 from recollect.batch.view import Read, View
@@ -79,6 +80,14 @@ class SubIndexedBatch(View):
         keys = self._runs * (len(known) + 1) + np.maximum(number, -1)
         return [run for run in runs_of(keys) if number[run[0]] >= 0]
 
+    def _boundaries(self) -> Boundaries:
+        return self.batch._boundaries() if self._index is None else Boundaries(self)
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        if self._index is None:
+            return self.batch._read_frames(ask, keys, flat)
+        return super()._read_frames(ask, keys, flat)
+
     def locate(self, idx: Any) -> Location:
         if self._index is None:
             return self.batch.locate(idx)
@@ -131,6 +140,15 @@ class SubIndexedBatch(View):
         there = self.batch._existing()
         kept = self._index < len(there) if isinstance(there, range) else np.isin(self._index, there)
         return np.flatnonzero(kept)
+
+    def _chunks(self) -> Any:
+        found = self.batch._chunks()
+        if found is None or self._index is None:
+            return found
+        # A position that is no longer there has no chunk; it is not among those that exist either.
+        chunk, window = found
+        inside = self._index < len(chunk)
+        return np.where(inside, np.append(chunk, 0)[np.where(inside, self._index, -1)], 0), window
 
     # Writes
 

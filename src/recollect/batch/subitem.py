@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Ask, Found
 from recollect.batch.location import Location
 from recollect.batch.structure import Key, Keys
 from recollect.batch.view import Read, View, as_source
@@ -43,6 +44,9 @@ class SubItemBatch(View):
         self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
     ) -> Read | None:
         return self.batch.get_located(location, self.sub_indexes + keys, flat, metadata)
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        return self.batch._read_frames(ask, self.sub_indexes + keys, flat)
 
     def draw_at(self, stream: Draws, n: int) -> Any:
         return self.batch.draw_column_at(self.sub_indexes, stream, n)

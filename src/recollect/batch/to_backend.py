@@ -6,6 +6,7 @@ from typing import Any
 
 from recollect.backends import Backend, get_backend, move
 from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import Ask, Found
 from recollect.batch.structure import Keys
 from recollect.batch.view import Read, View
 
@@ -54,6 +55,10 @@ class ToBackendOrDeviceBatch(View):
         data, metadata = found
         data = move(data, self._backend, self._device)
         return data, None if metadata is None else move(metadata, self._backend, self._device)
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        found = self.batch._read_frames(ask, keys, flat)
+        return None if found is None else (self._outward((found[0], None), keys, flat)[0], *found[1:])
 
     def _inward(self, value: Any) -> Any:
         return move(value, self.batch.backend, self.batch.device)

@@ -10,11 +10,12 @@ from gymnasium import spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Ask, Found
 from recollect.batch.structure import Keys, as_batch, checked_batch, has_no_array, map_leaves, pick, unbatch
-from recollect.batch.transformation import CallableTransformation, DataTransformation
 from recollect.batch.view import Read, View, as_source
 from recollect.indexing import normalize
 from recollect.spaces import as_space, batch_space
+from recollect.spaces.transformation import CallableTransformation, DataTransformation
 
 Transforms = DataTransformation | Callable[[Any], Any]
 
@@ -96,6 +97,10 @@ class TransformedBatch(View):
     ) -> Read | None:
         found = self.batch.get_located(location, (), False, metadata)
         return None if found is None else self._outward(found, keys, flat)
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        found = self.batch._read_frames(ask)
+        return None if found is None else (self._outward((found[0], None), keys, flat)[0], *found[1:])
 
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
         return pick(self.draw_at(stream, n), keys)

@@ -10,6 +10,7 @@ from typing import Any
 
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Boundaries
 from recollect.batch.location import Bools, Ints, Location, Segments
 from recollect.batch.structure import Keys, fill
 
@@ -101,6 +102,12 @@ class View(BatchBase):
 
     def _existing(self) -> Any:
         return self.batch._existing()
+
+    def _boundaries(self) -> Boundaries:
+        return self.batch._boundaries()
+
+    def _chunks(self) -> Any:
+        return self.batch._chunks()
 
     def locate(self, idx: Any) -> Location:
         return self.batch.locate(idx)

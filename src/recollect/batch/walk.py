@@ -29,17 +29,25 @@ class Walk:
         self._location = location
 
     @classmethod
-    def start(cls, batch: BatchBase, permutation: Ints | None = None) -> Walk:
-        """Fix what `batch` holds now, in index order or in that of a permutation."""
-        order = batch._existing()
-        if permutation is not None:
-            order = np.asarray(order, np.int64)[permutation]
-        if not batch._moves or not len(order):
-            return cls(batch, order, None)
-        return cls(batch, order, batch.locate(np.asarray(order, np.int64)))
+    def start(cls, batch: BatchBase) -> Walk:
+        """Fix what `batch` holds now, in index order."""
+        return cls(batch, *batch._located())
 
     def __len__(self) -> int:
         return len(self._order)
+
+    def permuted(self, permutation: Ints) -> Walk:
+        """Return the same samples in another order."""
+        place = None if self._location is None else self._location.take(permutation)
+        # As it is if all indices exist: to make an array of a range takes longer than to permute it.
+        whole = isinstance(self._order, range)
+        order = permutation if whole else np.asarray(self._order, np.int64)[permutation]
+        return Walk(self.batch, order, place)
+
+    @property
+    def order(self) -> Sequence[int] | Ints:
+        """The indices that the samples had at the start."""
+        return self._order
 
     def segments(self) -> Segments:
         """Return runs of positions: segments, and gaps between them. For walks in index order."""
@@ -71,15 +79,14 @@ class Walk:
 
     def rest(self, position: int) -> dict[str, Any]:
         """Return plain arrays from which `restore` makes the walk from `position` on."""
-        index = np.asarray(self._order, np.int64)[position:].copy()
-        if self._location is None:
-            return {"index": index}
-        place = self._location
-        return {
-            "index": index,
-            "row": place.row[position:].copy(),
-            "generation": place.generation[position:].copy(),
-        }
+        return self.part(slice(position, None))
+
+    def part(self, at: Ints | slice) -> dict[str, Any]:
+        """Return plain arrays from which `restore` makes a walk of the samples at some positions."""
+        places = {"index": np.asarray(self._order, np.int64)}
+        if self._location is not None:
+            places |= {"row": self._location.row, "generation": self._location.generation}
+        return {name: array[at].copy() for name, array in places.items()}
 
     @classmethod
     def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Walk:

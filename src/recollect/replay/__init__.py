@@ -4,5 +4,6 @@ from __future__ import annotations
 
 from recollect.replay.buffer import ReplayBuffer, ReplayStats
 from recollect.replay.lane import Lane
+from recollect.replay.limiter import LimiterStats, RateLimiter
 
-__all__ = ["Lane", "ReplayBuffer", "ReplayStats"]
+__all__ = ["Lane", "LimiterStats", "RateLimiter", "ReplayBuffer", "ReplayStats"]

@@ -4,25 +4,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
+from recollect import _core
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase, Draws
+from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
 from recollect.batch.location import Bools, Ints, Location
+from recollect.batch.structure import select
 from recollect.errors import ContentionError, ReadOnlyError
 from recollect.indexing import normalize, positions
+from recollect.memory.geometry import LIMITER_AT
 from recollect.memory.rows import Closed, packed_codec
 from recollect.replay import snapshot
-from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments, n_offered
+from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments, n_offered, writers
 from recollect.replay.lane import Lane
+from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
 from recollect.replay.plain import PlainEngine
 from recollect.spaces import as_numpy
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
 from recollect.storage.base import PathName
+from recollect.storage.files import FiledStorage
 
 OLDEST = {"by": "oldest", "key": None}
 
@@ -88,15 +96,17 @@ class ReplayBuffer(BatchBase):
 
     @classmethod
     def _over(cls, storage: SpaceStorage, *, tracked: bool, evict: dict[str, Any], multiprocessing: bool,
-              cache_path: PathName | None, state: dict[str, Any] | None) -> Self:  # fmt: skip
+              cache_path: PathName | None, state: dict[str, Any] | None,
+              limiter: RateLimiter | None = None) -> Self:  # fmt: skip
         """Make a buffer over a storage that already knows what it holds."""
         buffer = cls.__new__(cls)
-        buffer._setup(storage, tracked, evict, multiprocessing, cache_path, state)
+        buffer._setup(storage, tracked, evict, multiprocessing, cache_path, state, limiter)
         buffer.storage_path_relative = "storage"
         return buffer
 
     def _setup(self, storage: SpaceStorage, tracked: bool, evict: dict[str, Any], multiprocessing: bool,
-               cache_path: PathName | None, state: dict[str, Any] | None) -> None:  # fmt: skip
+               cache_path: PathName | None, state: dict[str, Any] | None,
+               limiter: RateLimiter | None = None) -> None:  # fmt: skip
         super().__init__(storage.single_instance_space)
         self.storage = storage
         self.inner_storage = storage.inner if isinstance(storage, ToBackendOrDeviceStorage) else storage
@@ -106,15 +116,52 @@ class ReplayBuffer(BatchBase):
             raise ValueError(f"multiprocessing: {name} belongs to one process; use SharedMemoryStorage")
         self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
         self.engine: Engine = self._make_engine(tracked, state)
-        self._append, self._draw_rows = self.engine.append, self.engine.draw
+        self.limiter = limiter
+        if limiter is not None:
+            self._attach(limiter)
+        turns_away = isinstance(self.engine, LowestEngine)
+        self._append, self._extend, self._extend_piece = writers(self.engine, limiter, turns_away=turns_away)
+        self._draw_rows = self._draw_of(self.engine)
         self._many_lanes = (
             isinstance(self.inner_storage, RowStorage) and self.inner_storage.rows.geometry.n_lanes > 1
         )
+        # Whether the core knows the runs: without segments a run would go on from one lane to the next.
+        self._has_runs = (
+            isinstance(self.engine, RowsEngine)
+            and not isinstance(self.engine, LowestEngine)
+            and (self.engine.tracked or not self._many_lanes)
+        )
+
+    @staticmethod
+    def _draw_of(engine: Engine) -> Any:
+        """The engine's `draw` of whole samples, without the frames that have nothing to decide."""
+        if isinstance(engine, RowsEngine) and engine.layout.is_fixed:
+            return partial(engine.native.draw, engine.codec)
+        return engine.draw
+
+    def _attach(self, limiter: RateLimiter) -> None:
+        """Let a limiter count in words beside the rows, and writes wait for it."""
+        inner = self.inner_storage
+        # Not `self`, nor what refers to it: who forgets to close a buffer should not have to wait for the collector.
+        counters = (
+            self.engine.native.counters if isinstance(self.engine, RowsEngine) else self.engine.counters
+        )
+
+        def counts() -> tuple[int, int]:
+            found = counters()
+            return found["offered"] - found["rejected"], found["live"]
+
+        if isinstance(inner, RowStorage):
+            limiter.attach(inner.rows.header, LIMITER_AT, counts)
+        else:
+            limiter.attach(_core.Mapping(-1, 0, 4096, True), 0, counts)
 
     def _make_engine(self, tracked: bool, state: dict[str, Any] | None) -> Engine:
         inner = self.inner_storage
         if not isinstance(inner, RowStorage):
-            return PlainEngine(inner, tracked, state)
+            engine = PlainEngine(inner, tracked, state)
+            engine.go_live({"evict": dict(self._evict), "format": snapshot.FORMAT})
+            return engine
         if self._evict["by"] == "lowest":
             return LowestEngine(inner, self._evict["key"])
         if tracked and not inner.rows.geometry.tagged:
@@ -145,12 +192,12 @@ class ReplayBuffer(BatchBase):
 
         `capacity=None` is unbounded. `maintain_segment_metadata` keeps episode boundaries. `num_lanes` cuts the
         capacity into equal rings, one writer each. `cast` allows casts within a kind. `evict="lowest"` with
-        `evict_key` keeps the best by a scalar leaf. `max_lengths` sizes Sequence leaves.
+        `evict_key` keeps the best by a scalar leaf. `limiter` (a RateLimiter) holds writes and samplers' draws in
+        proportion. `max_lengths` sizes Sequence leaves.
         """
         cls = find_storage(storage_cls)
         record = _checked_evict(evict, evict_key, maintain_segment_metadata, num_lanes, capacity)
-        if limiter is not None:
-            raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
+        _check_limiter(limiter, capacity)
         if multiprocessing and not cls.is_multiprocessing_safe:
             raise ValueError(
                 f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
@@ -164,11 +211,16 @@ class ReplayBuffer(BatchBase):
             }
             kwargs["segments"] = maintain_segment_metadata or evict == "lowest"
             if issubclass(cls, MemmapStorage):
-                kwargs["live_as"] = (snapshot.FORMAT, {"evict": record})
+                kwargs["live_as"] = (snapshot.FORMAT, {"evict": record, **snapshot.limiter_record(limiter)})
         elif num_lanes != 1 or evict == "lowest":
             raise ValueError(
                 f"num_lanes, evict: {cls.__name__} has one lane and evicts the oldest; use a row storage"
             )
+        else:  # a storage of yours need not know these
+            asked = {"cast": cast, "max_lengths": max_lengths, "overwrite": overwrite}
+            kwargs |= {name: value for name, value in asked.items() if value}
+            if issubclass(cls, FiledStorage) and cache_path is not None:
+                kwargs["owned"] = True
         storage = cls.create(
             single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
             **kwargs,
@@ -176,11 +228,15 @@ class ReplayBuffer(BatchBase):
         try:
             buffer = ReplayBuffer._over(
                 storage, tracked=maintain_segment_metadata, evict=record, multiprocessing=multiprocessing,
-                cache_path=cache_path, state=None,
+                cache_path=cache_path, state=None, limiter=limiter,
             )  # fmt: skip
+            if "owned" in kwargs:
+                storage.flush()  # one commit makes both
         except BaseException:
             storage.close()
             raise
+        if limiter is not None:
+            limiter.begin()
         return buffer
 
     # -- what it is
@@ -292,18 +348,58 @@ class ReplayBuffer(BatchBase):
         return data if self._outward is None else self._outward(data)
 
     def draw_at(self, stream: Draws, n: int) -> Any:
-        data = self._draw_rows(stream.key, stream.counter, n)  # type: ignore[attr-defined]
+        data = self._draw_rows(stream, n)
         if data is None:
             raise self._empty()
-        stream.counter += n  # type: ignore[attr-defined]
         return data if self._outward is None else self._outward(data)
 
+    def bound_draw(self) -> Callable[[Any, int], Any]:
+        is_plain = self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
+        draw: Callable[[Any, int], Any] = self._draw_rows if is_plain else self.draw_at
+        return draw
+
+    def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
+        engine = self.engine
+        if type(engine) is not RowsEngine or not engine.layout.is_fixed or self._outward is not None:
+            return super().draw_into(stream, n, out)
+        if engine.draw(stream, n, (), out) is None:
+            raise self._empty()
+        return out
+
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
-        data = self._draw_rows(stream.key, stream.counter, n, keys)  # type: ignore[attr-defined]
+        data = self.engine.draw(stream, n, keys)
         if data is None:
             raise self._empty()
-        stream.counter += n  # type: ignore[attr-defined]
         return data if self._outward is None else self._outward(data)
+
+    def get_located(
+        self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
+    ) -> tuple[Any, dict[str, Any] | None] | None:
+        data = self.engine.read_located(location.row, location.generation, keys)
+        if data is None:
+            return None
+        data = data if self._outward is None else self._outward(data)
+        return self._flatten(data, False, keys) if flat else data, None
+
+    def _boundaries(self) -> Boundaries:
+        if not self._has_runs:
+            return Boundaries(self)
+        return RowBoundaries(self, self.engine.native, self.engine.tracked)  # type: ignore[attr-defined]
+
+    def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
+        if not self._has_runs:
+            return super()._read_frames(ask, keys, flat)
+        engine: Any = self.engine
+        if ask.index is None:
+            found = engine.read_frames(ask, keys)
+        else:
+            found = self._at(
+                ask.index, lambda index, **counted: engine.read_frames(ask, keys, index, **counted)
+            )
+        if found is None:
+            return None
+        data = found[0] if self._outward is None else self._outward(found[0])
+        return self._flatten(data, False, keys) if flat else data, *found[1:]
 
     def locate(self, idx: Any) -> Location:
         """Return where samples are: row, generation, segment (its id) and step, all at one moment."""
@@ -314,6 +410,9 @@ class ReplayBuffer(BatchBase):
         if isinstance(index, int):
             return Location(*self.engine.locate(np.array([index]), **counted), np.array([index])).take(0)
         return Location(*self.engine.locate(index, **counted), index)
+
+    def _chunks(self) -> tuple[Ints, int] | None:
+        return self.engine.chunks() if isinstance(self.engine, PlainEngine) else None
 
     def is_current(self, location: Location) -> Bools:
         """Tell which rows still hold the samples that were located there; False for removed ones."""
@@ -333,17 +432,60 @@ class ReplayBuffer(BatchBase):
             self.engine.reject(1)
             raise
 
-    def extend(self, value: Any, *, ends: Any = None) -> None:
-        """Add a block of samples as one segment; `ends` (bool, one per sample) closes one after each True."""
+    def extend(self, value: Any, *, ends: Any = None, rows: Any = None) -> None:
+        """Add a block of samples as one segment; `ends` (bool, one per sample) closes one after each True.
+
+        `rows` (positions in the block) adds only those samples, in that order, without a copy by the caller.
+        """
+        if rows is not None:
+            return self._extend_chosen(value, np.ascontiguousarray(rows, np.int64), ends)
         try:
-            self.engine.extend(value, ends)
+            self._extend(value, ends)
         except REFUSED:
             self.engine.reject(n_offered(self.storage, value))
+            raise
+        return None
+
+    def _extend_chosen(self, value: Any, rows: Ints, ends: Any) -> None:
+        engine = self.engine
+        if len(rows) and rows.min() < 0:
+            raise IndexError(f"rows: must be positions in the block, got {int(rows.min())}")
+        if (
+            ends is None
+            and type(engine) is RowsEngine
+            and self.limiter is None
+            and engine.extend_chosen(value, rows)
+        ):
+            return
+        try:
+            self._extend(select(self.single_space, value, rows), ends)
+        except REFUSED:
+            engine.reject(len(rows))
+            raise
+
+    def extend_lanes(self, value: Any, lanes: Any, *, ends: Any = None, rows: Any = None) -> None:
+        """Append sample i of a block to lane `lanes[i]`; `ends` (bool, one per lane) closes its segment after it.
+
+        The way of a vector environment, one slot per lane: each row is an `append` to its lane, all in one call.
+        `rows[i]` names the sample instead of i. Nothing is written if one of the lanes belongs to another process.
+        """
+        if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
+            self.engine.count()  # raises when closed
+            raise ValueError(
+                "extend_lanes: this buffer has no lanes; use a row storage that evicts the oldest"
+            )
+        numbers = np.ascontiguousarray(lanes, np.int64)
+        chosen = None if rows is None else np.ascontiguousarray(rows, np.int64)
+        try:
+            with nullcontext() if self.limiter is None else self.limiter.inserting(len(numbers)):
+                self.engine.extend_lanes(value, numbers, ends, chosen)
+        except REFUSED:
+            self.engine.reject(n_offered(self.storage, value) if chosen is None else len(chosen))
             raise
 
     def _extend_part(self, block: Any, closes: bool) -> None:
         try:
-            self.engine.extend_part(block, closes)
+            self._extend_piece(block, closes)
         except REFUSED:
             self.engine.reject(n_offered(self.storage, block))
             raise
@@ -389,7 +531,7 @@ class ReplayBuffer(BatchBase):
         self.engine.count()  # raises when closed
         if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
             raise ValueError("on_lane: this buffer has no lanes; use a row storage that evicts the oldest")
-        return Lane(self.engine, number)
+        return Lane(self.engine, number, self.limiter)
 
     # -- disk
 
@@ -446,8 +588,11 @@ class ReplayBuffer(BatchBase):
     # -- life
 
     def close(self) -> None:
-        """Give up the storage; may be called twice."""
-        self.engine = self._append = self._draw_rows = Closed()
+        """Give up the storage; may be called twice. Whoever waits for the limiter is woken."""
+        if self.limiter is not None:
+            self.limiter.detach()
+        self.engine = Closed()
+        self._append = self._extend = self._extend_piece = self._draw_rows = self.engine
         self.storage.close()
 
     def __enter__(self) -> Self:
@@ -466,12 +611,15 @@ class ReplayBuffer(BatchBase):
                 f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
                 "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"
             )
+        state = self.engine.record() if isinstance(self.engine, PlainEngine) else None
         return _rebuild, (
             self.storage,
             self.engine.tracked,
             self._evict,
             self.multiprocessing,
             self.cache_path,
+            None if self.limiter is None else self.limiter.configuration(),
+            state,
         )
 
     def _identity(self) -> object:
@@ -493,15 +641,29 @@ def _counts_from_the_end(idx: Any) -> bool:
 
 
 def _rebuild(storage: SpaceStorage, tracked: bool, evict: dict[str, Any], multiprocessing: bool,
-             cache_path: PathName | None) -> ReplayBuffer:  # fmt: skip
+             cache_path: PathName | None, limiter: dict[str, Any] | None = None,
+             state: dict[str, Any] | None = None) -> ReplayBuffer:  # fmt: skip
     return ReplayBuffer._over(
         storage,
         tracked=tracked,
         evict=evict,
         multiprocessing=multiprocessing,
         cache_path=cache_path,
-        state=None,
+        state=state,
+        limiter=None if limiter is None else RateLimiter(**limiter),
     )
+
+
+def _check_limiter(limiter: Any, capacity: int | None) -> None:
+    if limiter is None:
+        return
+    if not isinstance(limiter, RateLimiter):
+        raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
+    limiter.check_free()
+    if capacity is not None and limiter.min_size > capacity:
+        raise ValueError(
+            f"limiter: min_size must be at most the capacity {capacity}, got {limiter.min_size}; nothing could be drawn"
+        )
 
 
 def _checked_evict(

@@ -6,13 +6,17 @@ storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
-from recollect.batch.structure import leaf_paths, pick
+from recollect import _core
+from recollect.batch.boundaries import Ask, Found
+from recollect.batch.structure import leaf_paths, pick, select
 from recollect.errors import LaneBusyError, SegmentOpenError
+from recollect.replay.limiter import RateLimiter
 from recollect.storage.base import SpaceStorage
 from recollect.storage.rows import RowStorage, encode_at
 
@@ -26,13 +30,15 @@ REFUSED = (ValueError, SegmentOpenError)  # a write that raises one of these cou
 class Engine(Protocol):
     """A ring of samples with segments; indices count from the oldest and are already normalised."""
 
+    storage: Any
     tracked: bool
 
     @property
     def offset(self) -> int: ...
     def count(self) -> int: ...
     def read(self, index: int | Ints, keys: Keys = (), out: Any = None, **counted: int) -> Any: ...
-    def draw(self, key: int, counter: int, n: int, keys: Keys = ()) -> Any: ...
+    def draw(self, stream: Any, n: int, keys: Keys = ()) -> Any: ...
+    def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any: ...
     def append(self, value: Any) -> None: ...
     def extend(self, value: Any, ends: Any = None) -> None: ...
     def extend_part(self, value: Any, closes: bool) -> None: ...
@@ -99,10 +105,41 @@ class RowsEngine:
             return data
         return layout.decode_one(data) if single else layout.decode_batch(data, len(rows))
 
-    def draw(self, key: int, counter: int, n: int, keys: Keys = (), out: Any = None) -> Any:
+    def draw(self, stream: Any, n: int, keys: Keys = (), out: Any = None) -> Any:
         layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
-        data = self.native.draw(codec, key, counter, n, out)
+        data = self.native.draw(codec, stream, n, out)
         return data if data is None or layout.is_fixed else layout.decode_batch(data, n)
+
+    def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
+        """Samples by (row, generation), or None if any of them is gone."""
+        layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
+        row = np.ascontiguousarray(row)
+        data = _core.read_located(self.native, codec, row, np.ascontiguousarray(generation))
+        return data if data is None or layout.is_fixed else layout.decode_batch(data, len(row))
+
+    def read_frames(
+        self, ask: Ask, keys: Keys = (), index: Ints | None = None, **counted: int
+    ) -> Found | None:
+        """Samples with their neighbours, by index, by place or drawn: one native call."""
+        layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
+        offsets, tracked, stream = ask.offsets, self.tracked, ask.stream
+        found: Found | None
+        if stream is not None:
+            found = _core.draw_frames(
+                self.native, codec, stream.key, stream.counter, ask.n, offsets, tracked,
+                ask.wanted.length, ask.wanted.pad,
+            )  # fmt: skip
+            stream.counter += ask.n
+        elif ask.place is not None:
+            place = np.ascontiguousarray(ask.place.row), np.ascontiguousarray(ask.place.generation)
+            found = _core.read_frames(self.native, codec, *place, offsets, tracked)
+        else:
+            at = np.ascontiguousarray(index)
+            found = _core.read_frames(self.native, codec, at, None, offsets, tracked, **counted)
+        if found is None or layout.is_fixed:
+            return found
+        data, valid, *rest = found
+        return layout.decode_batch(data, valid.size), valid, *rest
 
     # -- writes
 
@@ -130,6 +167,26 @@ class RowsEngine:
         if done < 0:
             n, arrays = self.layout.encode_batch(value, self.storage.cast)
             self.native.write(self.codec, arrays, n, self.lane, ends, keep_open)
+
+    def extend_lanes(self, value: Any, lanes: Ints, ends: Any = None, rows: Ints | None = None) -> None:
+        """Append sample i (or `rows[i]`) to lane `lanes[i]`, in one native call; `ends` closes segments after it."""
+        ends = checked_ends(ends, self.tracked)
+        if self._is_fixed and self.native.extend_lanes(self.codec, value, lanes, ends, rows):
+            return
+        if rows is not None:
+            value = select(self.layout.space, value, rows)
+        n, arrays = self.layout.encode_batch(value, self.storage.cast)
+        if n != len(lanes):
+            raise ValueError(f"lanes: must have one number per sample, {n}, got {len(lanes)}")
+        self.native.write_lanes(self.codec, arrays, lanes, ends)
+
+    def extend_chosen(self, value: Any, rows: Ints) -> bool:
+        """Add the samples `rows` of a block of exact arrays; False (nothing done) if it needs more than that."""
+        return (
+            self._is_fixed
+            and not self.tracked
+            and self.native.extend_chosen(self.codec, value, rows, self.lane)
+        )
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
         self.native.overwrite(self.codec, *encode_at(self.layout, index, value, self.storage.cast))
@@ -181,6 +238,27 @@ class RowsEngine:
 
     def reject(self, n: int) -> None:
         self.native.reject(n)
+
+
+def writers(
+    engine: Engine, limiter: RateLimiter | None, *, turns_away: bool = False
+) -> list[Callable[..., Any]]:
+    """`append`, `extend` and `extend_part` of an engine, which wait for its limiter if there is one.
+
+    Chosen once, so that a buffer without one pays nothing.
+    """
+    if limiter is None:
+        return [engine.append, engine.extend, engine.extend_part]
+    storage = engine.storage
+
+    def many(value: Any) -> int:
+        return n_offered(storage, value)
+
+    return [
+        limiter.around_write(engine.append, lambda value: 1, turns_away),
+        limiter.around_write(engine.extend, many, turns_away),
+        limiter.around_write(engine.extend_part, many, turns_away),
+    ]
 
 
 def n_offered(storage: SpaceStorage, value: Any) -> int:

@@ -6,7 +6,8 @@ from contextlib import suppress
 from typing import Any, Self
 
 from recollect.errors import ClosedError
-from recollect.replay.engine import REFUSED, RowsEngine, n_offered
+from recollect.replay.engine import REFUSED, RowsEngine, n_offered, writers
+from recollect.replay.limiter import RateLimiter
 
 
 class Lane:
@@ -16,16 +17,17 @@ class Lane:
     Concurrency: threads may share it; each call is atomic.
     """
 
-    def __init__(self, engine: RowsEngine, number: int) -> None:
+    def __init__(self, engine: RowsEngine, number: int, limiter: RateLimiter | None = None) -> None:
         self._engine: RowsEngine | None = RowsEngine(engine.storage, engine.tracked, number)
         self.number = number
+        self._append, self._extend, _ = writers(self._engine, limiter)
         engine.native.claim(number)
 
     def append(self, value: Any) -> None:
         """Add one sample to this lane."""
         engine = self._open()
         try:
-            engine.append(value)
+            self._append(value)
         except REFUSED:
             engine.reject(1)
             raise
@@ -34,7 +36,7 @@ class Lane:
         """Add a block of samples to this lane."""
         engine = self._open()
         try:
-            engine.extend(value, ends)
+            self._extend(value, ends)
         except REFUSED:
             engine.reject(n_offered(engine.storage, value))
             raise

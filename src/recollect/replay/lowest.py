@@ -71,6 +71,22 @@ class LowestEngine(RowsEngine):
             self._add_each(arrays, keys, n)
             self._seen = self.native.windows()
 
+    def place(
+        self, plan: _core.ItemPlan, steps: Any, lengths: Any, fields: Any, index: Ints, keys: Any
+    ) -> tuple[Ints, int, int, int]:
+        """Add packed items one after the other, in one native call.
+
+        Returns the row that each took (-1: rejected, -2: a later one of them displaced it), and how many took fresh
+        rows, took another's, and were rejected.
+        """
+        with self._lock:
+            found = plan.place_lowest(
+                self.native, self._ready(), steps, lengths, fields, index, keys, self._next
+            )
+            self._next += found[1] + found[2]
+            self._seen = self.native.windows()
+        return found
+
     def _add_each(self, arrays: list[Any], keys: Any, n: int) -> None:
         tree, capacity = self._ready(), self.storage.capacity or 0
         held = self.count()

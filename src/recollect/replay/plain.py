@@ -7,16 +7,18 @@ row p mod capacity, and [low, cursor) are the live ones.
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 
-from recollect.errors import ReadOnlyError, SegmentOpenError
+from recollect.batch.structure import select
+from recollect.errors import ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
-from recollect.spaces import space_to_json
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
-from recollect.storage.rows import encode_at
+from recollect.storage.live import live_of, manifest_of, save
 
 
 class PlainEngine:
@@ -27,13 +29,15 @@ class PlainEngine:
     """
 
     def __init__(self, storage: SpaceStorage, tracked: bool, state: dict[str, Any] | None) -> None:
-        self.storage, self.tracked, self.layout = storage, tracked, storage.layout
+        self.storage, self.tracked = storage, tracked
         self._lock = threading.RLock()
         self._low = self._cursor = 0
         self._segments: list[list[int]] = []  # [id, first position, end position, step of the first]
         self._open = self._copying = False  # whether the last of them is open
         self._next_id = 1
         self._generations = np.zeros(storage.capacity or 0, np.int64)
+        self._renewals = 0
+        self._extra: dict[str, Any] = {}
         self._doors = {"evicted": 0, "removed": 0, "rejected": 0, "offered": 0}
         if state is not None:
             self._restore(state)
@@ -44,7 +48,17 @@ class PlainEngine:
     def offset(self) -> int:
         return self._low % self.storage.capacity if self.storage.capacity else self._low
 
+    @property
+    def moment(self) -> tuple[int, int, int]:
+        """Equal as long as no sample has come, gone or changed."""
+        with self._lock:
+            return self._low, self._cursor, self._renewals
+
     def count(self) -> int:
+        return self._held() - self.storage.pending_segment_length
+
+    def _held(self) -> int:
+        """The samples there are, those of an open segment that cannot be read yet included."""
         return self._cursor - self._low
 
     def _rows(self, positions: Ints) -> Ints:
@@ -88,47 +102,82 @@ class PlainEngine:
         if found.size and (found.min() < 0 or found.max() >= n):
             raise IndexError(f"index: must be in [0, {n}), got {int(found.max())}")
 
-    def draw(self, key: int, counter: int, n: int, keys: Keys = (), out: Any = None) -> Any:
-        from recollect import _core
-
+    def draw(self, stream: Any, n: int, keys: Keys = (), out: Any = None) -> Any:
         with self._lock:
             held = self.count()
-            return self.read(_core.draw_indices(key, counter, held, n), keys) if held else None
+            return self.read(stream.indices(held, n), keys) if held else None
 
     # -- writes
 
     def append(self, value: Any) -> None:
         self._check_mutable()
-        arrays = self.layout.encode_one(value)
         with self._lock:
-            self._put(self.layout.decode_batch([a[None] for a in arrays], 1), 1)
-            self._tag(1, None, keep_open=True)
+            block = self.storage.checked_one(value)
+            with self._all_or_nothing():
+                self._put(block, 1)
+                self._tag(1, None, keep_open=True)
+                self.storage.settle()
 
     def extend(self, value: Any, ends: Any = None) -> None:
         self._extend(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         self._extend(value, None, keep_open=not closes, check=not self._copying)
-        self._copying = self.tracked and not closes
-        if closes:
+        self._copying = self._keeps_open() and not closes
+        if closes and self.has_open_segment():  # an empty block writes nothing, and ends it all the same
             self.end_segment()
+
+    def _keeps_open(self) -> bool:
+        return self.tracked or self.storage.is_cut_by_segment
 
     def _extend(self, value: Any, ends: Any, *, keep_open: bool, check: bool) -> None:
         self._check_mutable()
         with self._lock:
-            if check and self._open:
+            if check and self.has_open_segment():
                 raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
-            n, arrays = self.layout.encode_batch(value)
+            n, block = self.storage.checked_batch(value)
             if ends is not None and len(ends) != n:
                 raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
             if n == 0:
                 return
-            skip = max(0, n - self.storage.capacity) if self.storage.capacity else 0
-            if self.storage.capacity and n >= self.storage.capacity:  # only the newest stay, from row 0 on
-                self._restart(skip)
-            self._doors["offered"] += skip
-            self._put(self.layout.decode_batch([a[skip:] for a in arrays], n - skip), n - skip)
-            self._tag(n, ends, keep_open=keep_open)
+            with self._all_or_nothing():
+                self._write(block, n, ends, keep_open)
+                self.storage.settle()
+
+    def _write(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
+        capacity, space = self.storage.capacity, self.storage.single_instance_space
+        skip = max(0, n - capacity) if capacity else 0
+        if capacity and n >= capacity:  # only the newest stay, from row 0 on
+            self._restart(skip)
+            block = select(space, block, np.arange(skip, n)) if skip else block
+        self._doors["offered"] += skip
+        first = 0
+        left = n - skip  # a storage that is cut by segments has no capacity, so nothing is skipped there
+        for cut in _cuts(ends, n) if self.storage.is_cut_by_segment else [left]:
+            part = block if cut - first == left else select(space, block, np.arange(first, cut))
+            self._put(part, cut - first)
+            first = cut
+            if self._keeps_open() and not (keep_open and cut == left):
+                self.storage.mark_segment_end()
+        self._tag(n, ends, keep_open=keep_open)
+
+    @contextmanager
+    def _all_or_nothing(self) -> Iterator[None]:
+        """Take a write back if it, or the commit that it brings about, fails; in a ring what it displaced is gone."""
+        before = self._low, self._cursor, self._next_id, self._open, len(self._segments), dict(self._doors)
+        last = list(self._segments[-1]) if self._segments else None
+        try:
+            yield
+        except BaseException:
+            if self.storage.capacity is None:
+                more, n = self._cursor - before[1], before[4]
+                self._low, self._cursor, self._next_id, self._open, _, self._doors = before
+                del self._segments[n:]
+                if last is not None:
+                    self._segments[n - 1] = last
+                if more:
+                    self.storage.shrink_length(more)
+            raise
 
     def _restart(self, skip: int = 0) -> None:
         """Empty the ring and go to row 0; an open segment goes on `skip` positions before it."""
@@ -163,6 +212,7 @@ class PlainEngine:
             self._low = max(self._low, self._cursor - self.storage.capacity)
 
     def _renew(self, positions: Ints) -> None:
+        self._renewals += 1
         rows = self._rows(positions)
         short = int(rows.max(initial=-1)) + 1 - len(self._generations)
         if short > 0:
@@ -173,11 +223,8 @@ class PlainEngine:
         if not self.tracked:
             return
         first = self._cursor - n
-        cuts = [] if ends is None else (np.flatnonzero(ends) + 1).tolist()
-        if n not in cuts:
-            cuts.append(n)
         start = first
-        for cut in cuts:
+        for cut in _cuts(ends, n):
             if self._open:
                 self._segments[-1][2] = first + cut
             else:
@@ -196,13 +243,24 @@ class PlainEngine:
             oldest[1] = self._low
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
-        at, arrays = encode_at(self.layout, index, value, False)
+        self._refuse_to_change("set_at")
+        at = np.atleast_1d(index)
         with self._lock:
             self._check(at)
-            self.storage.set(self._rows(self._low + at), self.layout.decode_batch(arrays, len(at)))
+            if isinstance(index, int):
+                block = self.storage.checked_one(value)
+            else:
+                n, block = self.storage.checked_batch(value)
+                if n != len(at):
+                    raise SchemaError(
+                        f"value: length must equal the index's {len(at)}, got {n}; give one sample each"
+                    )
+            self.storage.set(self._rows(self._low + at), block)
             self._renew(np.unique(self._low + at))
+            self.storage.settle()
 
     def remove(self, index: Ints) -> None:
+        self._refuse_to_change("remove_at")
         gone = np.unique(index)
         if not len(gone):
             return
@@ -228,6 +286,28 @@ class PlainEngine:
             self._doors["removed"] += len(gone)
             if self.storage.capacity is None:
                 self.storage.shrink_length(len(gone))
+            self.storage.settle()
+
+    def truncate(self, length: int) -> None:
+        """Drop the newest samples of an unbounded storage so that `length` stay; an append-only one can do this too."""
+        with self._lock:
+            gone = np.arange(length, self.count())
+            if not len(gone):
+                return
+            if self._open or self.storage.capacity is not None:
+                raise SegmentOpenError("truncate: must be of an unbounded storage with no open segment")
+            self._cut(gone, 0)
+            self._cursor -= len(gone)
+            self._doors["removed"] += len(gone)
+            self.storage.shrink_length(len(gone))
+            self.storage.flush()
+
+    def _refuse_to_change(self, verb: str) -> None:
+        if self.storage.is_append_only:
+            raise ReadOnlyError(
+                f"{type(self.storage).__name__}: only grows, got {verb}(); "
+                "copy what you keep into a new buffer with extend_from(buf.get_slice(keep))"
+            )
 
     def _cut(self, gone: Ints, up: int) -> None:
         """Shrink, split and move segments for the removal of these indices; `up` is how far the older move."""
@@ -249,9 +329,9 @@ class PlainEngine:
 
     def clear(self) -> None:
         with self._lock:
-            self._doors["removed"] += self.count()
-            self._segments, self._open = [], False
             self.storage.clear()
+            self._doors["removed"] += self._held()
+            self._segments, self._open = [], False
             self._restart() if self.storage.capacity else self._empty()
 
     def _empty(self) -> None:
@@ -261,8 +341,9 @@ class PlainEngine:
 
     def end_segment(self) -> None:
         with self._lock:
-            self._open = False
-            self.storage.mark_segment_end()
+            self.storage.mark_segment_end()  # first: if it fails, the segment stays open
+            self._open = self._copying = False
+            self.storage.settle()
 
     def open_segment(self) -> tuple[int, int] | None:
         with self._lock:
@@ -276,7 +357,8 @@ class PlainEngine:
     def segments(self) -> Segments | None:
         with self._lock:
             if not self.tracked:
-                return self.storage.get_segments()
+                known = self.storage.get_segments()  # video knows them; such a storage never goes round
+                return known or (None if self.count() else known)
             closed = self._segments[:-1] if self._open else self._segments
             return [(start - self._low, end - self._low) for _, start, end, _ in closed]
 
@@ -303,7 +385,7 @@ class PlainEngine:
             return np.where(fits, index, -1).astype(np.int64)
 
     def counters(self) -> dict[str, int]:
-        d, live = self._doors, self.count()
+        d, live = self._doors, self._held()
         evicted = d["offered"] - live - d["removed"]
         return {"offered": d["offered"] + d["rejected"], "live": live, "evicted": evicted, "removed": d["removed"],
                 "rejected": d["rejected"], "dropped": 0}  # fmt: skip
@@ -314,33 +396,74 @@ class PlainEngine:
 
     # -- disk
 
-    def dump(self, writer: DumpWriter) -> dict[str, Any]:
-        """Let the storage write itself below `storage/`, under a name of this commit; return the manifest's part."""
-        with self._lock:
-            name = f"part-{writer.commit}"
-            place = writer.path / "storage" / name
-            self.storage.dumps(place)
-            files = [place] if place.is_file() else sorted(f for f in place.rglob("*") if f.is_file())
-            for file in files:
-                writer.adopt(str(file.relative_to(writer.path / "storage")))
-            capacity, count = self.storage.capacity, self.count()
-            return {
-                "storage": {"name": self.storage.short_name, "options": {}, "children": {}},
-                "storage_path_relative": f"storage/{name}",
-                "space": space_to_json(self.storage.single_instance_space),
-                "max_lengths": dict(self.layout.max_lengths),
-                "layout_hash": self.layout.hash,
-                "count": count,
-                "offset": self.offset,
-                "capacity": capacity,
-                "lanes": [{"start": 0, "capacity": capacity, "count": count, "offset": self.offset}],
-                "segments": self._segment_records(),
-                "segment_counter": self._next_id - 1,
-                "live": False,
-            }
+    def go_live(self, extra: dict[str, Any]) -> None:
+        """Put counters and segments, and `extra`, into every commit of a storage that has a directory."""
+        live = live_of(self.storage)
+        if live is not None and live.home.is_writable:
+            self._extra = extra
+            live.owner = self.record
 
-    def _segment_records(self) -> list[list[int]] | None:
+    def dump(self, writer: DumpWriter) -> dict[str, Any]:
+        """Let the storage write itself below `storage/`; return the manifest's part."""
+        with self._lock:
+            live = live_of(self.storage)
+            if live is not None:
+                live.commit()
+            base = save(self.storage, writer)
+            return {**manifest_of(self.storage, self.record), "storage_path_relative": base}
+
+    def record(self, stored: int | None = None) -> dict[str, Any]:
+        """What a manifest says of the ring, of an unbounded one as far as `stored` rows go."""
+        capacity, count = self.storage.capacity, self._held()
+        if capacity is None and stored is not None:
+            count = min(count, max(0, stored - self._low))
+        return {
+            "count": count,
+            "offset": self.offset,
+            "lanes": [{"start": 0, "capacity": capacity, "count": count, "offset": self.offset}],
+            "segments": self._segment_records(self._low + count),
+            "segment_counter": self._next_id - 1,
+            **self._extra,
+        }
+
+    def _segment_records(self, end: int) -> list[list[int]] | None:
         if not self.tracked:
             return None
-        firsts = self._rows(np.array([start for _, start, _, _ in self._segments], np.int64)).tolist()
-        return [[s[0], 0, first, s[2] - s[1], s[3]] for s, first in zip(self._segments, firsts)]
+        found = [s for s in self._segments if s[1] < end]
+        firsts = self._rows(np.array([s[1] for s in found], np.int64)).tolist()
+        return [[s[0], 0, first, min(s[2], end) - s[1], s[3]] for s, first in zip(found, firsts)]
+
+    # -- chunks
+
+    def chunks(self) -> tuple[Ints, int] | None:
+        """The chunk that each sample is in, and how many can be held at once; None where rows are read singly."""
+        with self._lock:
+            ends = self.storage.chunk_ends()
+            if ends is None:
+                return None
+            rows = np.arange(self._low, self._low + self.count())
+            if self.storage.capacity is None:
+                starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+                chunk = np.repeat(np.arange(len(ends)), ends - starts)[rows]
+            else:
+                chunk = np.searchsorted(ends, self._rows(rows), side="right")
+            return chunk, self.storage.chunk_window()
+
+    def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
+        """Read samples by row and generation at one moment; None if any is gone."""
+        with self._lock:
+            if not self._are_current(row, generation):
+                return None
+            return self.storage.get_column(keys, row) if keys else self.storage.get(row)
+
+    def _are_current(self, row: Ints, generation: Ints) -> bool:
+        if self.storage.capacity is None and self._low == 0 and len(row):  # rows are positions
+            last = int(row.max())
+            return last < self.count() and bool((self._generations.take(row) == generation).all())
+        return bool((self.index_of(row, generation) >= 0).all())
+
+
+def _cuts(ends: Any, n: int) -> list[int]:
+    """After which samples of a block a segment ends, the last one included."""
+    cuts: list[int] = [] if ends is None else (np.flatnonzero(ends) + 1).tolist()
+    return cuts if cuts and cuts[-1] == n else [*cuts, n]

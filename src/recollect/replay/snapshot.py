@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recollect.errors import FormatError, SegmentOpenError
+from recollect.errors import FormatError, ReadOnlyError, SegmentOpenError
+from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference, space_from_json
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import DumpWriter, check_files, read_manifest
+from recollect.storage.dump import DumpWriter, check_files, read_manifest, refuse_live
+from recollect.storage.files import FiledStorage
+from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
 from recollect.storage.registry import find_storage, find_stored
 from recollect.storage.row_dump import write_orders, write_rows
@@ -23,8 +27,13 @@ if TYPE_CHECKING:
 FORMAT = "recollect.replay"
 
 
-def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
-    """Do `buffer.dumps(path, cut_open=cut_open)`."""
+def dump(
+    buffer: ReplayBuffer, path: PathName, cut_open: bool, beside: Mapping[str, bytes] | None = None
+) -> int:
+    """Do `buffer.dumps(path, cut_open=cut_open)`; return the number of the commit.
+
+    `beside` are more files below `storage/`, by name without extension: they are part of the same commit.
+    """
     if not cut_open and buffer.engine.has_open_segment():
         raise SegmentOpenError(
             "dumps: a segment is open; call mark_segment_end() first, or dumps(path, cut_open=True) "
@@ -34,11 +43,24 @@ def dump(buffer: ReplayBuffer, path: PathName, cut_open: bool) -> None:
     storage = buffer.inner_storage
     if isinstance(storage, MemmapStorage) and storage.is_live_at(path):
         storage.rows.sync()
-        storage.live_as = (FORMAT, {"evict": buffer.evict_record()})
+        storage.live_as = (FORMAT, {"evict": buffer.evict_record(), **limiter_record(buffer.limiter)})
         storage.write_live()
-        return
+        return 0
+    live = live_of(storage)
+    if live is not None and is_same(live.home.path, path):
+        if not live.home.is_writable:
+            raise ReadOnlyError(
+                f"{path}: was opened for reading, got dumps() to itself; load it with read_only=False"
+            )
+        live.commit()
+        return 0
+    refuse_live(Path(path))
     with DumpWriter(Path(path)) as writer:
+        for name, data in (beside or {}).items():
+            with writer.file(f"{name}-{writer.commit}.bin") as f:
+                f.write(data)
         _write(buffer, storage, writer)
+        return writer.commit
 
 
 def _write(buffer: ReplayBuffer, storage: SpaceStorage, writer: DumpWriter) -> None:
@@ -51,7 +73,25 @@ def _write(buffer: ReplayBuffer, storage: SpaceStorage, writer: DumpWriter) -> N
             record["segments"] = None
     else:
         record = buffer.engine.dump(writer)  # type: ignore[attr-defined]
-    writer.finish({**record, "evict": buffer.evict_record(), "format": FORMAT})
+    limits = limiter_record(buffer.limiter)
+    writer.finish({**record, "evict": buffer.evict_record(), **limits, "format": FORMAT})
+
+
+def limiter_record(limiter: RateLimiter | None) -> dict[str, Any]:
+    """What a manifest says of a limiter: nothing if there is none."""
+    return {} if limiter is None else {"limiter": limiter.state_dict()}
+
+
+def _stored_limiter(path: Path, manifest: dict[str, Any], read_only: bool) -> RateLimiter | None:
+    """The limiter of a dump. What nobody can write to has none: draws would wait in vain."""
+    saved = manifest.get("limiter")
+    if saved is None or read_only:
+        return None
+    try:
+        arguments = ("samples_per_insert", "min_size", "band", "deadline")
+        return RateLimiter(*(saved[name] for name in arguments))
+    except (KeyError, TypeError, ValueError) as error:
+        raise FormatError(f"{path}: its limiter cannot be read ({error}); it is damaged") from None
 
 
 def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only: bool, multiprocessing: bool,
@@ -62,7 +102,7 @@ def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only:
     )
     if multiprocessing and not cls.is_multiprocessing_safe and cls.short_name == "memory":
         cls = find_storage("shared")
-    if multiprocessing and not cls.is_multiprocessing_safe:
+    if multiprocessing and not (cls.is_multiprocessing_safe or (read_only and issubclass(cls, FiledStorage))):
         raise ValueError(f"multiprocessing: {cls.__name__} belongs to one process; pass storage='shared'")
     if issubclass(cls, RowStorage):
         verify = bool(kwargs.pop("verify", False))
@@ -70,11 +110,24 @@ def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only:
             raise TypeError(f"load_from: unknown arguments {sorted(kwargs)} for {cls.__name__}")
         cast = bool(manifest["storage"].get("options", {}).get("cast"))
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
-    check_files(path, manifest, verify=bool(kwargs.pop("verify", False)))
+    verify = bool(kwargs.pop("verify", False))
+    check_files(path, manifest, verify=verify)
+    if issubclass(cls, FiledStorage):
+        _check_same(path, manifest, cls)
+        return cls.from_manifest(path, manifest, space, read_only=read_only, verify=verify, **kwargs)
     return cls.load_from(
         path / manifest["storage_path_relative"], space, capacity=manifest["capacity"], read_only=read_only,
         multiprocessing=multiprocessing, **kwargs,
     )  # fmt: skip
+
+
+def _check_same(path: Path, manifest: dict[str, Any], cls: type[SpaceStorage]) -> None:
+    """Only rows of one form load as one another."""
+    if manifest["storage"]["name"] != cls.short_name:
+        raise ValueError(
+            f"storage: {path} must be loaded as {manifest['storage']['name']!r}, got {cls.short_name!r}; "
+            "copy it into another storage with extend_from"
+        )
 
 
 def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, read_only: bool,
@@ -89,16 +142,20 @@ def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, 
         if difference:
             raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
         stored = space
+    limiter = _stored_limiter(path, manifest, read_only)
     opened = load_storage(path, manifest, space=stored, read_only=read_only, multiprocessing=multiprocessing,
                           storage=storage, **kwargs)  # fmt: skip
     try:
         wrapped: SpaceStorage = opened
         if backend not in (None, "numpy") or device is not None:
             wrapped = ToBackendOrDeviceStorage(opened, backend, device)
-        return cls._over(
+        buffer = cls._over(
             wrapped, tracked=manifest["segments"] is not None, evict=manifest["evict"],
-            multiprocessing=multiprocessing, cache_path=str(path), state=manifest,
+            multiprocessing=multiprocessing, cache_path=str(path), state=manifest, limiter=limiter,
         )  # fmt: skip
+        if limiter is not None and not limiter.is_ready:
+            limiter.load_state_dict(manifest["limiter"])
+        return buffer
     except BaseException:
         opened.close()
         raise

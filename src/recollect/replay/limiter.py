@@ -1,0 +1,347 @@
+"""RateLimiter: how often each sample is drawn, held within a band by making the faster side wait.
+
+Three words beside the rows hold the counts, so every process that has the buffer sees and moves the same ones, and in
+a file they outlive all of them: samples drawn, rows that writers were let in for, and what to add to the rows that the
+lanes themselves have counted to get all there ever were. A writer is let in for its rows before it writes; if it dies
+in between, the lanes never count them, and whoever waits next takes them back. Nothing is locked: a process that is
+killed or stopped anywhere holds up nobody.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from fractions import Fraction
+from time import monotonic
+from typing import Any
+
+from recollect import _core
+from recollect.errors import DeadlineError
+from recollect.memory.rows import Closed
+
+_SAMPLES, _ADMITTED, _BEFORE, _CHANGES, _WAITERS, _READY = range(0, 48, 8)
+_LOOK_S = 1.0  # how long nothing may change before a waiter asks whether a writer died half way
+_WORD = 1 << 64
+
+
+@dataclass(frozen=True, slots=True)
+class LimiterStats:
+    """Rows written and drawn, where in the band that is, and how many calls wait now."""
+
+    inserts: int
+    samples: int
+    difference: float
+    band: float
+    waiting: int
+    blocked: str | None
+
+
+class RateLimiter:
+    """Keeps `inserts × samples_per_insert − samples` within ± `band`; draws wait for `min_size` samples.
+
+    Given to `ReplayBuffer.create(limiter=…)`, it counts the rows of that buffer, in all processes. The side that is
+    ahead waits for the other, at most `deadline` seconds, then DeadlineError. Rows that bring the buffer to at most
+    `min_size` are always let in. A buffer loaded with `read_only=False` has its limiter again, counts and all.
+
+    Ownership: one buffer's; its counts lie beside the rows.
+    Concurrency: any thread, any process.
+
+    Example:
+        >>> import numpy as np, recollect as rc
+        >>> limiter = rc.RateLimiter(samples_per_insert=4, min_size=10, band=64)
+        >>> buf = rc.ReplayBuffer.create(rc.MemoryStorage, ((), "int64"), capacity=100, limiter=limiter)
+        >>> buf.extend(np.arange(8))
+        >>> limiter.can_sample(1), limiter.why_blocked()
+        (False, 'draws wait for 2 more samples: there are 8 of min_size 10')
+        >>> buf.extend(np.arange(8))
+        >>> limiter.can_sample(32), limiter.can_insert(1)
+        (True, False)
+    """
+
+    def __init__(self, samples_per_insert: float, min_size: int, band: float, deadline: float = 60.0) -> None:
+        """Each row is to be drawn `samples_per_insert` times on average."""
+        self.samples_per_insert = _positive("samples_per_insert", samples_per_insert)
+        self.band, self.deadline = _positive("band", band), _positive("deadline", deadline)
+        if type(min_size) is not int or min_size < 1:
+            raise ValueError(f"min_size: must be an int of at least 1, got {min_size!r}; 1 draws at once")
+        self.min_size = min_size
+        # The decimals as they are written, exactly: counts are compared without rounding, however many there are.
+        self._ratio, self._band = Fraction(str(self.samples_per_insert)), Fraction(str(self.band))
+        # In units of which one sample and one insert are whole numbers.
+        self._unit = self._ratio.denominator * self._band.denominator
+        self._insert = int(self._ratio * self._unit)
+        self._most = int(self._band * self._unit)
+        least = max(min_size * self._ratio, (1 + self._ratio) / 2)
+        if self._band < least:
+            raise ValueError(
+                f"band: must be at least {_text(least)} with samples_per_insert={self.samples_per_insert:g} and "
+                f"min_size={min_size}, got {self.band:g}; below that neither side could ever move"
+            )
+        self._attach(_core.Mapping(-1, 0, 4096, True), 0, lambda: (0, 0))
+        self._is_taken = False
+
+    # What a buffer does
+
+    def attach(self, mapping: _core.Mapping, at: int, counts: Callable[[], tuple[int, int]]) -> None:
+        """Count for a buffer: words of `mapping` from `at` on; `counts()` is (rows ever written, rows there are)."""
+        self.check_free()
+        self._is_taken = True
+        self._attach(mapping, at, counts)
+
+    def check_free(self) -> None:
+        """Raise ValueError if it counts for a buffer already."""
+        if self._is_taken:
+            raise ValueError("limiter: must limit one buffer, got one in use; make a RateLimiter for each")
+
+    def _attach(self, mapping: _core.Mapping, at: int, counts: Callable[[], tuple[int, int]]) -> None:
+        self._words: Any = mapping
+        self._at, self._counts = at, counts
+
+    def detach(self) -> None:
+        """Wake every waiter; those of this process raise ClosedError, for the buffer was closed."""
+        words, self._words = self._words, Closed()
+        if not isinstance(words, Closed):
+            words.add(self._at + _CHANGES, 1)
+            words.wake(self._at + _CHANGES)
+
+    def begin(self) -> None:
+        """Take the words as they are for counts: those of a new buffer are zeros."""
+        self._words.store(self._at + _READY, 1)
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether the words hold counts already: in a file that was live, they do."""
+        return bool(self._load(_READY))
+
+    @contextmanager
+    def inserting(self, n: int) -> Iterator[None]:
+        """Wait until `n` rows may be written; what the block raises takes them back."""
+        if n:
+            self._let_in(n, "insert", self._try_insert)
+        try:
+            yield
+        except BaseException:
+            self._add(_ADMITTED, -n)
+            raise
+        finally:
+            self._changed()
+
+    @contextmanager
+    def drawing(self, n: int) -> Iterator[None]:
+        """Wait until `n` rows may be drawn; what the block raises takes them back."""
+        if n:
+            self._let_in(n, "draw", self._try_sample)
+        try:
+            yield
+        except BaseException:
+            self._add(_SAMPLES, -n)
+            raise
+        finally:
+            self._changed()
+
+    def give_back(self, n: int) -> None:
+        """Take `n` rows back that a draw was let in for and then did not find."""
+        self._add(_SAMPLES, -n)
+        self._changed()
+
+    def around_write(
+        self, write: Callable[..., Any], n_rows: Callable[[Any], int], turns_away: bool = False
+    ) -> Callable[..., Any]:
+        """Return `write` limited; `n_rows(value)` is how many a value has, of which it may have `turns_away` some."""
+
+        def limited(value: Any, *args: Any, **kwargs: Any) -> None:
+            with self.inserting(n_rows(value)):
+                write(value, *args, **kwargs)
+                if turns_away:
+                    self._words.store(self._at + _ADMITTED, self.inserts)
+
+        return limited
+
+    # What it says
+
+    @property
+    def inserts(self) -> int:
+        """Rows that were ever written."""
+        return (self._load(_BEFORE) + self._counts()[0]) % _WORD
+
+    @property
+    def samples(self) -> int:
+        """Rows that were ever drawn."""
+        return int(self._load(_SAMPLES))
+
+    def can_insert(self, n: int = 1) -> bool:
+        """Tell whether `n` rows could be written now, without waiting."""
+        return self._may_insert(n, self._admitted())
+
+    def can_sample(self, n: int = 1) -> bool:
+        """Tell whether `n` rows could be drawn now, without waiting."""
+        return self._may_sample(n, self.samples)
+
+    def why_blocked(self) -> str | None:
+        """Say what the side that would have to wait is waiting for; None if one row can go in and one come out."""
+        return self._why("draw", 1) or self._why("insert", 1)
+
+    def stats(self) -> LimiterStats:
+        """Return a frozen record of the counts."""
+        inserts, samples = self.inserts, self.samples
+        difference = float(inserts * self._ratio - samples)
+        return LimiterStats(
+            inserts, samples, difference, self.band, int(self._load(_WAITERS)), self.why_blocked()
+        )
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return plain numbers: what it is, and its counts."""
+        return {**self.configuration(), "inserts": self.inserts, "samples": self.samples}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on with the counts of `state_dict`; another configuration raises ValueError."""
+        for key, value in self.configuration().items():
+            if key != "deadline" and state.get(key) != value:
+                raise ValueError(
+                    f"RateLimiter: {key} must be {value!r} to load this state, got {state.get(key)!r}; make it so"
+                )
+        inserts, samples = int(state["inserts"]), int(state["samples"])
+        if inserts < 0 or samples < 0:
+            raise ValueError(f"RateLimiter: counts must not be negative, got {inserts} and {samples}")
+        for word, value in (
+            (_BEFORE, inserts - self._counts()[0]),
+            (_ADMITTED, inserts),
+            (_SAMPLES, samples),
+            (_READY, 1),
+        ):
+            self._words.store(self._at + word, value % _WORD)
+        self._changed()
+
+    def configuration(self) -> dict[str, Any]:
+        """What it was made with."""
+        return {
+            "samples_per_insert": self.samples_per_insert,
+            "min_size": self.min_size,
+            "band": self.band,
+            "deadline": self.deadline,
+        }
+
+    def __repr__(self) -> str:
+        arguments = ", ".join(f"{key}={value!r}" for key, value in self.configuration().items())
+        return f"RateLimiter({arguments})"
+
+    def __reduce__(self) -> Any:
+        raise TypeError("RateLimiter: belongs to its buffer, got pickled; send the buffer, which has it")
+
+    # Words
+
+    def _load(self, word: int) -> int:
+        return int(self._words.load(self._at + word))
+
+    def _add(self, word: int, n: int) -> None:
+        self._words.add(self._at + word, n % _WORD)
+
+    def _changed(self) -> None:
+        self._add(_CHANGES, 1)
+        if self._load(
+            _WAITERS
+        ):  # one that was killed leaves its count: then this wakes nobody, and costs a call
+            self._words.wake(self._at + _CHANGES)
+
+    def _admitted(self) -> int:
+        # Never behind what was written: a writer that was thought dead may have been stopped, and gone on.
+        return max(self._load(_ADMITTED), self.inserts)
+
+    # Rules
+
+    def _may_insert(self, n: int, admitted: int) -> bool:
+        written, now = self._counts()
+        pending = max(0, admitted - (self._load(_BEFORE) + written) % _WORD)
+        if now + pending + n <= self.min_size:
+            return True
+        return (admitted + n) * self._insert - self.samples * self._unit <= self._most
+
+    def _may_sample(self, n: int, samples: int) -> bool:
+        if self._counts()[1] < self.min_size:
+            return False
+        return self.inserts * self._insert - (samples + n) * self._unit >= -self._most
+
+    def _try_insert(self, n: int) -> bool:
+        while True:
+            word = self._load(_ADMITTED)
+            admitted = max(word, self.inserts)
+            if not self._may_insert(n, admitted):
+                return False
+            if self._words.swap_if(self._at + _ADMITTED, word, admitted + n):
+                return True
+
+    def _try_sample(self, n: int) -> bool:
+        while True:
+            samples = self.samples
+            if not self._may_sample(n, samples):
+                return False
+            if self._words.swap_if(self._at + _SAMPLES, samples, samples + n):
+                return True
+
+    # Waiting
+
+    def _let_in(self, n: int, verb: str, attempt: Callable[[int], bool]) -> None:
+        if attempt(n):
+            return
+        self._check_possible(n, verb)
+        end = monotonic() + self.deadline
+        words = self._words
+        words.add(self._at + _WAITERS, 1)
+        try:
+            while True:
+                seen = self._load(_CHANGES)
+                if attempt(n):
+                    return
+                left = end - monotonic()
+                if left <= 0:
+                    raise DeadlineError(
+                        f"limiter: to {verb} {n} must be possible within {self.deadline:g} s; {self._why(verb, n)}"
+                    )
+                if not words.wait(self._at + _CHANGES, seen % (1 << 32), min(left, _LOOK_S)):
+                    self._take_back()
+        finally:
+            words.add(self._at + _WAITERS, _WORD - 1)
+
+    def _take_back(self) -> None:
+        """Nothing has moved for a while: rows that were let in and never came will not come."""
+        word, inserts = self._load(_ADMITTED), self.inserts
+        if word > inserts and self._words.swap_if(self._at + _ADMITTED, word, inserts):
+            self._changed()
+
+    def _check_possible(self, n: int, verb: str) -> None:
+        """Raise for a call that is too large for the band, whatever the other side does one row at a time."""
+        need = (n * self._ratio + 1) / 2 if verb == "insert" else (n + self._ratio) / 2
+        if need > self._band:
+            rows = "rows at once" if verb == "insert" else "samples at once"
+            raise ValueError(
+                f"limiter: band must be at least {_text(need)} to {verb} {n} {rows}, got {self.band:g}; "
+                f"{verb} fewer or make it with a wider band"
+            )
+
+    def _why(self, verb: str, n: int) -> str | None:
+        now, inserts, samples = self._counts()[1], self.inserts, self.samples
+        ahead = inserts * self._ratio - samples
+        sums = f"{inserts} inserts × {self.samples_per_insert:g} − {samples} samples = {_text(ahead)}"
+        if verb == "insert" and not self.can_insert(n):
+            missing = math.ceil((self._admitted() + n) * self._ratio - self._band - samples)
+            return f"inserts wait for {missing} more samples to be drawn: {sums}, the band is ±{self.band:g}"
+        if verb == "draw" and now < self.min_size:
+            return f"draws wait for {self.min_size - now} more samples: there are {now} of min_size {self.min_size}"
+        if verb == "draw" and not self.can_sample(n):
+            missing = math.ceil((n - self._band - ahead) / self._ratio)
+            return f"draws wait for {missing} more samples to be inserted: {sums}, the band is ±{self.band:g}"
+        return None
+
+
+def _positive(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise TypeError(f"{name}: must be a number, got {type(value).__name__}; pass a float")
+    if not (math.isfinite(value) and value > 0):
+        raise ValueError(f"{name}: must be finite and above 0, got {value}; nothing waits for ever")
+    return float(value)
+
+
+def _text(value: Fraction) -> str:
+    return f"{float(value):g}"
