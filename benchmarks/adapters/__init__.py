@@ -65,12 +65,24 @@ ENTRIES: dict[str, Entry] = {
         Entry("C leaves", "baseline", "adapters.c", "CLeaves", None),
     )
 }
+ENTRIES |= {
+    name: Entry(name, "baseline", "adapters.sequences_recollect", cls, None)
+    for name, cls in (("1M rows", "Million"), ("gather", "Gather"))
+}
+# Who does some kinds of works by another class than the others.
+SEQUENCES = {
+    "recollect": ("adapters.sequences_recollect", "Windows"),
+    "torchrl": ("adapters.sequences_torchrl", "Slices"),
+    "flashbax": ("adapters.sequences_flashbax", "Trajectories"),
+}
+BY_KIND = dict.fromkeys(("sequence", "flat", "stack"), SEQUENCES)
 C_GATHERS = ("C packed", "C leaves")
 
 
-def load(name: str) -> Adapter:
+def load(name: str, kind: str = "") -> Adapter:
     entry = ENTRIES[name]
-    return cast(Adapter, getattr(importlib.import_module(entry.module), entry.cls)())
+    module, cls = BY_KIND.get(kind, {}).get(name, (entry.module, entry.cls))
+    return cast(Adapter, getattr(importlib.import_module(module), cls)())
 
 
 def turn_of(call: Callable[[], Any]) -> Turn:

@@ -9,9 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flashbax import make_item_buffer
+from flashbax import make_item_buffer, make_prioritised_item_buffer
 
-from adapters import Turn, turn_of
+from adapters import Turn, turn_of, turn_over
+from prioritized import ALPHA, first_priorities, new_priorities
 from works import Block, Work, pool, random_block
 
 
@@ -21,6 +22,7 @@ class Flashbax:
     state: Any
 
     def create(self, work: Work) -> None:
+        self.prioritised = work.kind == "prioritized"
         self.buffer = self.buffer_for(work.rows, work.batch)
         example = {name: jnp.asarray(array[0]) for name, array in random_block(work, 1).items()}
         self.rows = work.rows
@@ -28,6 +30,8 @@ class Flashbax:
         self.key = jax.random.PRNGKey(0)
 
     def buffer_for(self, rows: int, batch: int) -> Any:
+        if self.prioritised:
+            return make_prioritised_item_buffer(rows, 1, batch, add_batches=True, priority_exponent=ALPHA)
         return make_item_buffer(rows, 1, batch, add_batches=True)
 
     def fill(self, blocks: Iterable[tuple[int, Block]]) -> None:
@@ -67,6 +71,26 @@ class Flashbax:
 
         return turn
 
+    def prioritized(self, work: Work) -> Turn:
+        # Best usage: draw and update in one compiled call with the state donated, so that the tree is changed in place.
+        buffer = self.buffer
+        every = jnp.arange(work.rows)
+        first = jnp.asarray(first_priorities(work.rows), jnp.float32)
+        self.state = jax.jit(buffer.set_priorities, donate_argnums=0)(self.state, every, first)
+
+        def step(state: Any, key: Any, values: Any) -> tuple[Any, Any, Any]:
+            key, now = jax.random.split(key)
+            batch = buffer.sample(state, now)
+            return buffer.set_priorities(state, batch.indices, values), key, batch
+
+        compiled = jax.jit(step, donate_argnums=0)
+
+        def call(values: Any) -> None:
+            self.state, self.key, batch = compiled(self.state, self.key, values)
+            jax.block_until_ready(batch)
+
+        return turn_over(call, [(jnp.asarray(array, jnp.float32),) for array in new_priorities(work.batch)])
+
 
 class FlashbaxScan(Flashbax):
     # A note, not a peer: 16 draws inside one compiled scan, as in a training loop that is JAX throughout. No
@@ -92,3 +116,4 @@ class FlashbaxScan(Flashbax):
         return shared
 
     add = None  # type: ignore[assignment]  # the same as flashbax's own
+    prioritized = None  # type: ignore[assignment]

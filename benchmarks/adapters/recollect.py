@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any, cast
 
+import numpy as np
+
 import recollect as rc
 from adapters import Turn, turn_of, turn_over
+from prioritized import ALPHA, BETA, first_priorities, new_priorities
 from works import Block, Work, one, pool
 
 
@@ -33,3 +36,20 @@ class Recollect:
         if work.batch == 1:
             return turn_over(self.buffer.append, [(one(block),) for block in pool(work)])
         return turn_over(self.buffer.extend, [(block,) for block in pool(work)])
+
+    def prioritized(self, work: Work) -> Turn:
+        sampler = rc.PrioritizedSampler(self.buffer, work.batch, ALPHA, BETA, seed=0)
+        first = first_priorities(work.rows)
+        for at in range(0, work.rows, 1 << 16):
+            place = self.buffer.locate(np.arange(at, min(at + (1 << 16), work.rows)))
+            sampler.update_priorities(
+                {"row": place.row, "generation": place.generation}, first[at : at + (1 << 16)]
+            )
+
+        def call(values: Any) -> None:
+            _, meta = sampler.sample_with_metadata()
+            sampler.update_priorities(meta, values)
+
+        return turn_over(call, [(values,) for values in new_priorities(work.batch)])
+
+    prioritized_many = prioritized

@@ -6,9 +6,10 @@ from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
-from tianshou.data import Batch, ReplayBuffer
+from tianshou.data import Batch, PrioritizedReplayBuffer, ReplayBuffer
 
 from adapters import Turn, turn_of, turn_over
+from prioritized import ALPHA, BETA, first_priorities, new_priorities
 from works import Block, Work, one, pool
 
 NAMES = {"obs": "obs", "action": "act", "reward": "rew", "next_obs": "obs_next", "done": "terminated"}
@@ -25,7 +26,10 @@ class Tianshou:
     buffer: Any
 
     def create(self, work: Work) -> None:
-        self.buffer = ReplayBuffer(work.rows, ignore_obs_next=not work.has("next_obs"))
+        if work.kind == "prioritized":
+            self.buffer = PrioritizedReplayBuffer(work.rows, alpha=ALPHA, beta=BETA)
+        else:
+            self.buffer = ReplayBuffer(work.rows, ignore_obs_next=not work.has("next_obs"))
         self.columns = {leaf.name: np.zeros((work.rows, *leaf.shape), leaf.dtype) for leaf in work.leaves}
 
     def fill(self, blocks: Iterable[tuple[int, Block]]) -> None:
@@ -58,3 +62,13 @@ class Tianshou:
         buffer = ReplayBuffer(work.batch)
         self.adopt(buffer, block)
         return buffer
+
+    def prioritized(self, work: Work) -> Turn:
+        buffer, n = self.buffer, work.batch
+        buffer.update_weight(np.arange(work.rows), first_priorities(work.rows))
+
+        def call(values: Any) -> None:
+            _, index = buffer.sample(n)
+            buffer.update_weight(index, values)
+
+        return turn_over(call, [(values,) for values in new_priorities(n)])

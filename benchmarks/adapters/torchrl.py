@@ -8,9 +8,10 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import LazyTensorStorage, ReplayBuffer
+from torchrl.data import LazyTensorStorage, PrioritizedSampler, ReplayBuffer
 
 from adapters import Turn, turn_of, turn_over, with_best_threads
+from prioritized import ALPHA, BETA, first_priorities, new_priorities
 from works import Block, Work, pool
 
 
@@ -26,7 +27,10 @@ class TorchRL:
 
     def create(self, work: Work) -> None:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
-        self.buffer = ReplayBuffer(storage=LazyTensorStorage(work.rows), batch_size=work.batch)
+        sampler = PrioritizedSampler(work.rows, ALPHA, BETA) if work.kind == "prioritized" else None
+        self.buffer = ReplayBuffer(
+            storage=LazyTensorStorage(work.rows), sampler=sampler, batch_size=work.batch
+        )
 
     def fill(self, blocks: Iterable[tuple[int, Block]]) -> None:
         for _, block in blocks:
@@ -44,3 +48,15 @@ class TorchRL:
         if work.batch == 1:
             return with_best_threads(turn_over(self.buffer.add, [(item[0].clone(),) for item in items]))
         return with_best_threads(turn_over(self.buffer.extend, [(item,) for item in items]))
+
+    def prioritized(self, work: Work) -> Turn:
+        # Best usage: the plain ReplayBuffer, index and weight as info, float32 priorities (its tree's own).
+        buffer = self.buffer
+        buffer.update_priority(torch.arange(work.rows), torch.from_numpy(first_priorities(work.rows)).float())
+
+        def call(values: Any) -> None:
+            _, info = buffer.sample(return_info=True)
+            buffer.update_priority(info["index"], values)
+
+        values = [(torch.from_numpy(array).float(),) for array in new_priorities(work.batch)]
+        return with_best_threads(turn_over(call, values))

@@ -23,6 +23,7 @@ from recollect.batch import (
     ToBackendOrDeviceBatch,
     TransformedBatch,
 )
+from recollect.batch import boundaries as boundaries_module
 from recollect.errors import ContentionError, EmptyError, ReadOnlyError
 from recollect.sampling import BatchSampler, IndexStream, StepSampler
 from recollect.sampling import epoch as epoch_module
@@ -136,7 +137,9 @@ class TestSample:
         sampler = StepSampler(Shrinking(((), "int64"), range(500)), 9, seed=0)
         assert set(sampler.sample_flat().ravel().tolist()) <= {0, 1}
 
-    def test_other_index_errors_are_raised(self) -> None:
+    def test_other_index_errors_are_raised(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(boundaries_module, "CONTENTION_S", 0.01)
+
         class Broken(ListBatch):
             def get_at(self, idx: Any) -> Any:
                 raise IndexError("broken")

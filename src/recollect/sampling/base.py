@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,10 +11,14 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import drawn
+from recollect.batch.combined import CombinedBatch
+from recollect.batch.location import Location
 from recollect.batch.structure import fill
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
 from recollect.batch.view import Read, View, as_source
+from recollect.replay import RateLimiter, ReplayBuffer
 from recollect.sampling.epoch import Epoch
 from recollect.sampling.stream import IndexStream, Ints, mix
 from recollect.spaces import batch_space
@@ -58,14 +63,18 @@ class BatchSampler(View):
 
     batch: Any
     _data: Any
+    draws_in_parent = False
+    """Whether only one process can draw (priorities): MultiprocessingSampler then calls `_draw_places` itself."""
 
     def __init__(self, single_space: Any, single_metadata_space: Any = None, batch_size: int = 1) -> None:
         """Set the spaces of one sample and how many a batch has; `data` is assigned by the subclass."""
         BatchBase.__init__(self, single_space, single_metadata_space)
         self.batch_size = _checked_size(batch_size)
         self.batch = self._data = _NoSource(type(self).__name__)
+        self._limiter: RateLimiter | None = None
         self._stream = IndexStream()
-        self.rng = _generator(self._stream.seed)
+        self._rng: np.random.Generator | None = None
+        self._rng_seed = self._stream.seed
         self._batches = 0
         self._skipped = 0
         self._epoch: Epoch | None = None
@@ -84,10 +93,11 @@ class BatchSampler(View):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._limiter = limiter_of(self._data) if isinstance(self._data, BatchBase) else None
         self._lock()
 
     def _unpicklable(self) -> tuple[str, ...]:
-        return ("_enter", "_leave")
+        return ("_enter", "_leave", "_limiter")
 
     # The source
 
@@ -102,6 +112,7 @@ class BatchSampler(View):
 
     def _bind(self, data: BatchBase, device: Any) -> None:
         self._data = as_source(data)
+        self._limiter = limiter_of(data)
         self.batch = data if device is None else ToBackendOrDeviceBatch(data, None, device)
 
     @property
@@ -150,31 +161,55 @@ class BatchSampler(View):
         """Draw the indices of a batch, and gather nothing."""
         self._take_turn()
         try:
-            return self._draw_index()
+            with self._drawing(self.batch_size):
+                return self._draw_index()
         finally:
             self._leave(None)
+
+    def _drawing(self, n: int) -> AbstractContextManager[None]:
+        """A block that draws `n` samples: it waits for the source's limiter and counts unless it raises."""
+        return nullcontext() if self._limiter is None else self._limiter.drawing(n)
+
+    def _give_back(self, n: int) -> None:
+        """Of what was let in, `n` samples were gone before their turn."""
+        if self._limiter is not None and n > 0:
+            self._limiter.give_back(n)
+
+    def _unlimit(self) -> None:
+        """Draw without waiting or counting: somebody else does, where batches are handed out."""
+        self._limiter = None
 
     def _draw_index(self) -> Ints:
         raise NotImplementedError(
             f"{type(self).__name__}: must define _draw_index, got none; see BatchSampler"
         )
 
+    def _draw_places(self) -> tuple[Location, dict[str, Any] | None]:
+        """Draw where a batch is, and what metadata the draw has; given by a class that `draws_in_parent`."""
+        raise NotImplementedError(
+            f"{type(self).__name__}: must define _draw_places, got none; see BatchSampler"
+        )
+
+    def _labels_at(self, places: dict[str, Any]) -> dict[str, Any] | None:
+        """What metadata the samples at some places have that only the process that draws can tell."""
+        return None
+
     def _sample(self, flat: bool, metadata: bool) -> Read:
         self._take_turn()
         try:
-            while True:
-                size = len(self._data)
-                index = self._draw_index()
-                try:
-                    found: Read = self.batch._read(index, (), flat, metadata)
-                except IndexError:
-                    if len(self._data) >= size:
-                        raise
-                else:
-                    self._batches += 1
-                    return found
+            if self._limiter is None:
+                found = self._sample_once(flat, metadata)
+            else:
+                with self._drawing(self.batch_size):
+                    found = self._sample_once(flat, metadata)
+            self._batches += 1
+            return found
         finally:
             self._leave(None)
+
+    def _sample_once(self, flat: bool, metadata: bool) -> Read:
+        found: Read = drawn(self._data, lambda size: self.batch._read(self._draw_index(), (), flat, metadata))
+        return found
 
     def _take_turn(self) -> None:
         try:
@@ -216,6 +251,12 @@ class BatchSampler(View):
         """Yield an epoch as `epoch_iter`, flattened and with metadata."""
         yield from self._run_epoch(drop_last, True, True)
 
+    @property
+    def _epoch_batch(self) -> BatchBase:
+        """What an epoch walks over and reads from."""
+        source: BatchBase = self.batch
+        return source
+
     def _run_epoch(self, drop_last: bool, flat: bool, metadata: bool) -> Iterator[Read]:
         epoch = self._begin_epoch()
         try:
@@ -227,7 +268,7 @@ class BatchSampler(View):
     def _begin_epoch(self) -> Epoch:
         self._take_turn()
         try:
-            epoch = self._resumed or Epoch.start(self.batch, self._stream)
+            epoch = self._resumed or Epoch.start(self._epoch_batch, self._stream)
             self._epoch, self._resumed = epoch, None
             return epoch
         finally:
@@ -237,7 +278,10 @@ class BatchSampler(View):
         self._take_turn()
         try:
             before = epoch.skipped
-            found = epoch.take(self.batch_size, drop_last, flat, metadata)
+            n = epoch.next_size(self.batch_size, drop_last)
+            with self._drawing(n):
+                found = epoch.take(self.batch_size, drop_last, flat, metadata)
+            self._give_back(n - epoch.taken)
             self._skipped += epoch.skipped - before
             self._batches += found is not None
             return found
@@ -250,6 +294,13 @@ class BatchSampler(View):
 
     # Seeds and state
 
+    @property
+    def rng(self) -> np.random.Generator:
+        """A generator for transformations, restarted with the index stream."""
+        if self._rng is None:  # made when asked for: restarting it must cost a worker nothing
+            self._rng = _generator(self._rng_seed)
+        return self._rng
+
     def manual_seed(self, seed: int) -> None:
         """Restart the index stream and the transformations' randomness, and forget a resumed epoch."""
         self._take_turn()
@@ -261,7 +312,7 @@ class BatchSampler(View):
     def _seed(self, seed: int) -> None:
         stream = IndexStream(seed)
         self._stream = stream
-        self.rng = _generator(stream.seed)
+        self._rng, self._rng_seed = None, stream.seed
         self._epoch = self._resumed = None
         for k, transformation in enumerate(self._transformations("manual_seed")):
             transformation.manual_seed(mix(stream.seed + k + 1) >> 1)
@@ -294,7 +345,7 @@ class BatchSampler(View):
 
     def _load(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]
-        resumed = None if epoch is None else Epoch.restore(self.batch, epoch)
+        resumed = None if epoch is None else Epoch.restore(self._epoch_batch, epoch)
         self._stream.load_state_dict(state["stream"])
         self.rng.bit_generator.state = state["rng"]
         for t, saved in zip(self._transformations("load_state_dict"), state["transformations"]):
@@ -343,6 +394,19 @@ def _transformations_in(batch: BatchBase) -> Iterator[Any]:
         yield from (t for t in (batch.transformation, batch.metadata_transformation) if t is not None)
     for source in batch._sources():
         yield from _transformations_in(source)
+
+
+def limiter_of(batch: BatchBase) -> RateLimiter | None:
+    """The limiter of the buffer that a batch draws from; ValueError if it draws from several and one has any."""
+    found = [limiter for source in batch._sources() if (limiter := limiter_of(source)) is not None]
+    if found and isinstance(batch, CombinedBatch):
+        raise ValueError(
+            "data: a CombinedBatch cannot say beforehand how much it draws from each, got one with a limiter; "
+            "make a sampler for each buffer"
+        )
+    if isinstance(batch, ReplayBuffer):
+        return batch.limiter
+    return found[0] if found else None
 
 
 def _generator(seed: int) -> np.random.Generator:

@@ -7,7 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recollect.batch.base import CONTENTION_S, BatchBase
+from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import CONTENTION_S, drawn
 from recollect.batch.location import Ints
 from recollect.batch.walk import Found, Walk
 from recollect.errors import ContentionError
@@ -25,21 +26,16 @@ class Epoch:
         self._walk = walk
         self._position = 0
         self.skipped = 0
+        self.taken = 0  # how many the last batch has
 
     @classmethod
     def start(cls, batch: BatchBase, stream: IndexStream) -> Epoch:
         """Fix what `batch` holds now, in a fresh permutation."""
-        while True:
-            size = len(batch._existing())
-            try:
-                return cls(Walk.start(batch, stream.permutation(size)))
-            except IndexError:  # it shrank between the two
-                if len(batch._existing()) >= size:
-                    raise
+        return cls(shuffled(batch, stream))
 
     def take(self, n: int, drop_last: bool, flat: bool, metadata: bool) -> Found | None:
         """Return the next batch, of `n` while they last; None at the end."""
-        deadline = 0.0
+        deadline, self.taken = 0.0, 0
         chosen = np.empty(0, np.int64)
         while True:
             chosen = self._top_up(chosen, n)
@@ -47,6 +43,7 @@ class Epoch:
                 return None
             found = self._walk.read(chosen, flat, metadata)
             if found is not None:
+                self.taken = len(chosen)
                 return found
             kept = chosen[self._walk.current(chosen)]
             self.skipped += len(chosen) - len(kept)
@@ -54,6 +51,11 @@ class Epoch:
                 deadline = deadline or monotonic() + CONTENTION_S
                 _check_deadline(deadline)
             chosen = kept
+
+    def next_size(self, n: int, drop_last: bool) -> int:
+        """Return how many the next batch of at most `n` has if none was overwritten."""
+        left = min(n, len(self._walk) - self._position)
+        return 0 if drop_last and left < n else left
 
     def _top_up(self, chosen: Ints, n: int) -> Ints:
         end = min(self._position + n - len(chosen), len(self._walk))
@@ -69,6 +71,29 @@ class Epoch:
     def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Epoch:
         """Make the rest of an epoch."""
         return cls(Walk.restore(batch, state))
+
+
+def shuffled(batch: BatchBase, stream: IndexStream) -> Walk:
+    """Fix what `batch` holds now, in a fresh permutation."""
+    walk = drawn(batch, lambda size: Walk.start(batch))
+    return walk.permuted(_order(batch, walk.order, stream))
+
+
+def _order(batch: BatchBase, existing: Any, stream: IndexStream) -> Ints:
+    """A permutation; over chunks it shuffles those, and then the samples within each window of them.
+
+    A window is as many chunks as the source keeps at once, so that every chunk is read once. With one window it is a
+    permutation of all.
+    """
+    found = batch._chunks()
+    if found is None:
+        return stream.permutation(len(existing))
+    chunk, window = found
+    chunk = chunk[: len(existing)] if isinstance(existing, range) else chunk[np.asarray(existing, np.int64)]
+    n_chunks = int(chunk.max(initial=-1)) + 1
+    turn = np.empty(n_chunks, np.int64)
+    turn[stream.permutation(n_chunks)] = np.arange(n_chunks)
+    return stream.permutation_of(turn[chunk] // window)
 
 
 def _check_deadline(deadline: float) -> None:

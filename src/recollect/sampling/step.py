@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import drawn
 from recollect.batch.structure import fill
 from recollect.batch.view import as_source
 from recollect.sampling.base import BatchSampler
@@ -48,14 +49,22 @@ class StepSampler(BatchSampler):
 
     def _bind(self, data: BatchBase, device: Any) -> None:
         super()._bind(data, device)
-        self._draw_at = self.batch.draw_at if self.replace else self._draw_without
+        self._choose_draw()
+
+    def _choose_draw(self) -> None:
+        draw = self.batch.bound_draw() if self.replace else self._draw_without
+        self._draw_at = draw if self._limiter is None else self._draw_limited
+
+    def _unlimit(self) -> None:
+        super()._unlimit()
+        self._choose_draw()
 
     def _unpicklable(self) -> tuple[str, ...]:
         return (*super()._unpicklable(), "_draw_at")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self._draw_at = self.batch.draw_at if self.replace else self._draw_without
+        self._choose_draw()
 
     def sample(self, *, out: Any = None) -> Any:
         """Draw a batch, into the arrays `out` if they are given."""
@@ -65,11 +74,18 @@ class StepSampler(BatchSampler):
         except IndexError:
             raise self._busy() from None
         try:
-            data = self._draw_at(self._stream, self.batch_size)
+            if out is None:
+                data = self._draw_at(self._stream, self.batch_size)
+            elif self.replace and self._limiter is None:
+                data = self.batch.draw_into(self._stream, self.batch_size, out)
+            else:
+                data = fill(out, self._draw_at(self._stream, self.batch_size))
+            if data is None:
+                raise self._data._empty()
             self._batches += 1
         finally:
             self._leave(None)
-        return data if out is None else fill(out, data)
+        return data
 
     def _draw_index(self) -> Ints:
         size, n = len(self._data), self.batch_size
@@ -84,14 +100,12 @@ class StepSampler(BatchSampler):
             )
         return self._stream.choice(size, n)
 
+    def _draw_limited(self, stream: Any, n: int) -> Any:
+        with self._drawing(n):
+            return self.batch.draw_at(stream, n) if self.replace else self._draw_without(stream, n)
+
     def _draw_without(self, stream: Any, n: int) -> Any:
-        while True:
-            size = len(self._data)
-            try:
-                return self.batch._read(self._draw_index())[0]
-            except IndexError:
-                if len(self._data) >= size:
-                    raise
+        return drawn(self._data, lambda size: self.batch._read(self._draw_index())[0])
 
     def _configuration(self) -> dict[str, Any]:
         return {**super()._configuration(), "replace": self.replace}

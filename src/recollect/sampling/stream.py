@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect._core import draw_indices
+from recollect._core import Stream, draw_indices
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Words = np.ndarray[Any, np.dtype[np.uint64]]
@@ -32,7 +32,7 @@ def mix(z: int) -> int:
     return z ^ (z >> 31)
 
 
-class IndexStream:
+class IndexStream(Stream):
     """A stream of uniform indices that is restarted, saved and resumed by two numbers, `key` and `counter`.
 
     Concurrency: one thread at a time.
@@ -45,10 +45,9 @@ class IndexStream:
         (True, 4)
     """
 
-    __slots__ = ("counter", "key", "seed")
-
     def __init__(self, seed: int | None = None) -> None:
         """Start at counter 0; `seed=None` takes a fresh one from the system."""
+        super().__init__()
         self.seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
         self.key = mix(self.seed)
         self.counter = 0
@@ -59,9 +58,24 @@ class IndexStream:
         self.counter += n
         return found
 
+    def uniform(self, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Return `n` numbers, uniform in [0, 1); each uses one count."""
+        return (self._words(n) >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
     def permutation(self, n: int) -> Ints:
         """Return the numbers below `n` in a random order; uses `n` counts."""
         return np.argsort(self._words(n), kind="stable")
+
+    def permutation_of(self, groups: Ints) -> Ints:
+        """Return a random order in which the groups (numbers from 0 on) ascend; uses one count for each."""
+        order = np.argsort(
+            groups.astype(np.uint16) if groups.max(initial=0) < 1 << 16 else groups, kind="stable"
+        )
+        words = self._words(len(groups))  # no two alike, so any sort gives the same order
+        ends = np.cumsum(np.bincount(groups)).tolist()
+        for start, end in zip([0, *ends], ends):
+            order[start:end] = order[start:end][np.argsort(words[start:end])]
+        return order
 
     def choice(self, bound: int, n: int) -> Ints:
         """Return `n` different indices in [0, bound), in random order."""
@@ -84,6 +98,13 @@ class IndexStream:
         seed, key, counter = (int(state[name]) for name in ("seed", "key", "counter"))
         self.seed, self.key, self.counter = seed, key, counter
 
+    def __getstate__(self) -> dict[str, Any]:
+        return self.state_dict()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__init__()
+        self.load_state_dict(state)
+
     def _words(self, n: int) -> Words:
         start = (self.key + (self.counter + 1) * _GOLDEN) & _WORD
         z = np.arange(n, dtype=np.uint64) * np.uint64(_GOLDEN) + np.uint64(start)
@@ -101,3 +122,10 @@ def _checked_seed(seed: Any) -> int:
     if not 0 <= number <= _WORD:
         raise ValueError(f"seed: must be in [0, 2**64), got {number}; take it modulo 2**64")
     return number
+
+
+def unit_floats(key: int, counter: int, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Return numbers `counter` to `counter + n` of a stream as floats in [0, 1), as the native core makes them."""
+    stream = IndexStream(0)
+    stream.key, stream.counter = key, counter
+    return (stream._words(n) >> np.uint64(11)).astype(np.float64) * np.float64(2.0**-53)

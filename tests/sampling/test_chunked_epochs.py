@@ -1,0 +1,152 @@
+"""Epochs over storages that are read in chunks: each sample once, each chunk once, repeatable, resumable."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import recollect as rc
+
+N, PIECE = 1000, 16
+SPACE = {"id": ((), "int64"), "x": ((3,), "float32")}
+
+
+def rows(first: int, n: int) -> Any:
+    ids = np.arange(first, first + n)
+    return {"id": ids, "x": np.repeat(ids[:, None], 3, 1).astype(np.float32)}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    with rc.ReplayBuffer.create("parquet", SPACE, cache_path=tmp_path, piece_size=PIECE) as buffer:
+        buffer.extend(rows(0, N))
+    return tmp_path
+
+
+def load(path: Path, pieces: int = 8) -> rc.ReplayBuffer:
+    """A buffer that keeps so many pieces decoded; half of them are the window of a shuffled epoch."""
+    return rc.ReplayBuffer.load_from(path, cache_nbytes=pieces * PIECE * 20)
+
+
+def epoch(sampler: Any) -> list[int]:
+    return [i for batch in sampler.epoch_iter() for i in batch["id"].tolist()]
+
+
+def decoded(buffer: rc.ReplayBuffer) -> int:
+    storage: Any = buffer.storage
+    return int(storage._caches[()].decoded)
+
+
+def test_each_sample_once_and_each_chunk_once(path: Path) -> None:
+    with load(path) as buffer:
+        order = epoch(rc.StepSampler(buffer, 10, seed=3))
+        assert sorted(order) == [*range(N)]
+        assert decoded(buffer) == -(-N // PIECE), "every piece was decoded once"
+
+
+def test_reading_in_index_order_of_a_plain_shuffle_would_decode_again_and_again(path: Path) -> None:
+    """The check above can fail: a permutation of all samples touches every piece all the time."""
+    with load(path) as buffer:
+        for at in np.random.default_rng(0).permutation(N).reshape(-1, 10):
+            buffer[at]
+        assert decoded(buffer) > 5 * N // PIECE
+
+
+def test_it_is_a_shuffle_of_chunks_and_within_a_window_of_them(path: Path) -> None:
+    with load(path) as buffer:
+        order = np.array(epoch(rc.StepSampler(buffer, 10, seed=3)))
+        window = 4 * PIECE
+        chunks = [np.unique(part // PIECE) for part in np.split(order[: N // window * window], N // window)]
+        assert np.mean([len(c) for c in chunks]) < 7, "about a window of pieces at a time"
+        assert any(np.ptp(c) > 20 for c in chunks), "pieces come from all over"
+        assert (np.diff(order) == 1).mean() < 0.1, "neighbours are not together"
+
+
+def test_equal_seeds_give_equal_epochs_and_other_seeds_others(path: Path) -> None:
+    with load(path) as buffer:
+        found = [epoch(rc.StepSampler(buffer, size, seed=s)) for s, size in ((1, 10), (1, 33), (2, 10))]
+        assert found[0] == found[1] != found[2]
+        sampler = rc.StepSampler(buffer, 10, seed=1)
+        assert epoch(sampler) == found[0] != epoch(sampler)
+
+
+def test_an_epoch_goes_on_where_its_state_was_saved(path: Path) -> None:
+    with load(path) as buffer:
+        sampler = rc.StepSampler(buffer, 10, seed=5)
+        whole = epoch(sampler)
+        sampler.manual_seed(5)
+        batches = sampler.epoch_iter()
+        first = [i for _ in range(31) for i in next(batches)["id"].tolist()]
+        state = sampler.state_dict()
+    with load(path, pieces=4) as buffer:  # another cache, after a restart
+        again = rc.StepSampler(buffer, 10, seed=99)
+        again.load_state_dict(state)
+        assert first + epoch(again) == whole
+
+
+@pytest.mark.parametrize("view", ["slice", "column", "frames", "combined", "transformed"])
+def test_views_pass_the_chunks_on(view: str, path: Path, tmp_path: Path) -> None:
+    with load(path, pieces=12) as buffer:
+        views: dict[str, Any] = {
+            "slice": lambda: buffer.get_slice(slice(100, 900, 2)),
+            "column": lambda: buffer.get_column("id"),
+            "frames": lambda: rc.FrameStackedBatch(buffer.get_column("id"), prefetch_horizon=1),
+            "combined": lambda: rc.CombinedBatch([buffer, memory()]),
+            "transformed": lambda: rc.TransformedBatch(buffer, lambda data: {"id": data["id"]}),
+        }
+        batch = views[view]()
+        found = []
+        for data in rc.StepSampler(batch, 10, seed=0).epoch_iter():
+            ids = data["id"] if isinstance(data, dict) else data
+            found += (ids[:, -1] if view == "frames" else ids).tolist()
+        expected = {"slice": range(100, 900, 2), "combined": [*range(N), *range(5000, 5050)]}.get(
+            view, range(N)
+        )
+        assert sorted(found) == sorted(expected)
+        storage: Any = buffer.storage
+        assert max(cache.decoded for cache in storage._caches.values()) <= 2 * (N // PIECE + 1), (
+            "a frame's neighbour may be in another piece"
+        )
+
+
+def memory() -> rc.ReplayBuffer:
+    buffer = rc.ReplayBuffer.create("memory", SPACE, capacity=50)
+    buffer.extend(rows(5000, 50))
+    return buffer
+
+
+@pytest.mark.parametrize("kind", ["hdf5", "video"])
+def test_the_other_chunked_storages(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(f"recollect.storage.{kind}._CHUNK_NBYTES", 200)
+    space: Any = SPACE if kind == "hdf5" else ((4, 4), "uint8")
+    given = (
+        rows(0, 90)
+        if kind == "hdf5"
+        else np.arange(90, dtype=np.uint8)[:, None, None].repeat(4, 1).repeat(4, 2)
+    )
+    with rc.ReplayBuffer.create(kind, space, cache_path=tmp_path, cache_nbytes=900) as buffer:
+        buffer.extend(given)
+        storage: Any = buffer.storage
+        n_chunks = len(storage.chunk_ends())
+        assert n_chunks > 6
+        found = []
+        for data in rc.StepSampler(buffer, 7, seed=0).epoch_iter():
+            found += (data["id"] if kind == "hdf5" else data[:, 0, 0]).tolist()
+        assert sorted(found) == [*range(90)] != found
+        cache = storage._caches[()] if kind == "hdf5" else storage._cache
+        assert cache.decoded == n_chunks
+
+
+def test_samples_that_are_not_in_a_file_yet_come_too(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create("parquet", SPACE, cache_path=tmp_path, piece_size=PIECE) as buffer:
+        buffer.extend(rows(0, 2 * PIECE + 5))
+        sampler = rc.StepSampler(buffer, 7, seed=0)
+        assert sorted(epoch(sampler)) == [*range(2 * PIECE + 5)]
+        batches = sampler.epoch_iter()
+        first = next(batches)["id"].tolist()
+        buffer.extend(rows(900, PIECE))  # what was in memory is in a file now
+        rest = [i for batch in batches for i in batch["id"].tolist()]
+        assert sorted(first + rest) == [*range(2 * PIECE + 5)]
