@@ -1,0 +1,171 @@
+"""The packed transition row: its fields, and the checks that a block of transitions passes before it is written."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from recollect.errors import DtypeError, SchemaError
+from recollect.ipc.shared_buffer import check_count
+from recollect.spaces import Layout, compile_layout
+from recollect.spaces.arrays import as_numpy
+from recollect.spaces.dtypes import dtype_from, dtype_kind, dtype_name
+
+Array = np.ndarray[Any, Any]
+FLAGS = ("dones", "truncated")
+
+
+def row_layout(
+    obs_dim: int, action_dim: int, critic_dim: int = 0, dtypes: Mapping[str, Any] | None = None
+) -> Layout:
+    """Return the layout obs | next_obs | actions | rewards | dones | truncated [| critic | next_critic]."""
+    for label, n, least in (
+        ("obs_dim", obs_dim, 1),
+        ("action_dim", action_dim, 1),
+        ("critic_dim", critic_dim, 0),
+    ):
+        check_count(label, n, least)
+    shapes: dict[str, tuple[int, ...]] = {
+        "obs": (obs_dim,), "next_obs": (obs_dim,), "actions": (action_dim,), "rewards": (),
+        "dones": (), "truncated": (),
+    }  # fmt: skip
+    if critic_dim:
+        shapes |= {"critic": (critic_dim,), "next_critic": (critic_dim,)}
+    dtypes = dict(dtypes or {})
+    unknown = sorted(set(dtypes) - set(shapes))
+    if unknown:
+        raise ValueError(f"dtypes: names must be of {list(shapes)}, got {unknown}")
+    space = {name: (shape, dtype_from(dtypes.get(name, "float32"), name)) for name, shape in shapes.items()}
+    return compile_layout(space)
+
+
+def other_dtypes(layout: Layout) -> dict[str, str]:
+    """The fields that are not float32."""
+    return {f.name: dtype_name(f.dtype) for f in layout.fields if f.dtype != np.float32}
+
+
+class Checker:
+    """Turns what a caller adds into one exact contiguous array per field, or says which leaf is wrong.
+
+    Ownership: the arrays may alias what came, or memory that the next block of this thread takes again; they are
+    written before `add` returns.
+    """
+
+    def __init__(self, layout: Layout, cast: bool) -> None:
+        self._fields = {f.name: f for f in layout.fields}
+        self._cast = cast
+        self._has_critic = "critic" in self._fields
+        self._kept = threading.local()  # threads may add at the same time
+
+    def block(
+        self, leaves: Mapping[str, Any], mask: Any, terminal: Mapping[str, Any]
+    ) -> tuple[int, list[Array]]:
+        """Return n and the arrays in row order, terminal rows already in place."""
+        n = self._length(leaves["obs"])
+        made = {}
+        for name in self._fields:
+            x = leaves[name]
+            if x is None:
+                raise SchemaError(f"{name}: is needed with critic_dim > 0, got None")
+            made[name] = self._flag(name, x, n) if name in FLAGS else self._leaf(name, name, x, n)
+        if not self._has_critic:
+            for name in ("critic", "next_critic"):
+                if leaves[name] is not None:
+                    raise SchemaError(
+                        f"{name}: must be None where critic_dim is 0, got {type(leaves[name]).__name__}"
+                    )
+        alone = made["truncated"] > made["dones"]  # both are 0 or 1
+        if alone.any():
+            at = int(np.argmax(alone))
+            raise SchemaError(
+                f"truncated: must be done as well, got row {at} truncated and not done; dones = both"
+            )
+        self._patch(made, mask, terminal, n)
+        return n, list(made.values())
+
+    @staticmethod
+    def _length(obs: Any) -> int:
+        shape = getattr(obs, "shape", None)
+        if shape is None:
+            raise SchemaError(f"obs: must be an array or a tensor, got {type(obs).__name__}")
+        if len(shape) < 1:
+            raise SchemaError("obs: must have a leading axis of rows, got a scalar")
+        return int(shape[0])
+
+    def _leaf(self, name: str, label: str, x: Any, n: int) -> Array:
+        field = self._fields[name]
+        if not hasattr(x, "shape"):
+            raise SchemaError(f"{label}: must be an array or a tensor, got {type(x).__name__}")
+        array = as_numpy(x)
+        if array.shape != (n, *field.shape):
+            raise SchemaError(f"{label}: shape must be {(n, *field.shape)}, got {array.shape}")
+        if array.dtype != field.dtype:
+            narrows = name == "rewards" and array.dtype == np.float64 and dtype_kind(field.dtype) == "float"
+            array = self._converted(label, array, field.dtype, narrows)
+        return np.ascontiguousarray(array)
+
+    def _converted(self, label: str, array: Array, dtype: np.dtype[Any], narrows: bool) -> Array:
+        kind = dtype_kind(array.dtype)
+        if not narrows and not (self._cast and kind == dtype_kind(dtype)):
+            hint = (
+                "it is of another kind" if self._cast else "convert it, or create the buffer with cast=True"
+            )
+            raise DtypeError(f"{label}: dtype must be {dtype}, got {array.dtype}; {hint}")
+        with np.errstate(over="ignore"):
+            made = array.astype(dtype)
+        if kind == "int" and not np.array_equal(made, array):
+            raise SchemaError(f"{label}: values must fit {dtype}, got {array.dtype} values out of its range")
+        if kind == "float" and not np.array_equal(np.isfinite(made), np.isfinite(array)):
+            raise SchemaError(f"{label}: values must fit {dtype}, got {array.dtype} values beyond it")
+        return made
+
+    def _flag(self, name: str, x: Any, n: int) -> Array:
+        if not hasattr(x, "shape"):
+            raise SchemaError(f"{name}: must be an array or a tensor, got {type(x).__name__}")
+        array = as_numpy(x)
+        if array.shape != (n,):
+            raise SchemaError(f"{name}: shape must be {(n,)}, got {array.shape}")
+        dtype = self._fields[name].dtype
+        if array.dtype != bool:
+            wrong = (array != 0) & (array != 1)
+            if wrong.any():
+                at = int(np.argmax(wrong))
+                raise SchemaError(f"{name}: must be 0 or 1, got {array[at]} in row {at}")
+        return np.ascontiguousarray(array, dtype)
+
+    def _patch(self, made: dict[str, Array], mask: Any, terminal: Mapping[str, Any], n: int) -> None:
+        """Put the true last observations in their places; the caller's arrays stay as they are."""
+        given = {name: x for name, x in terminal.items() if x is not None}
+        if mask is None:
+            if given:
+                raise SchemaError(f"terminal_{next(iter(given))}: needs a terminal_mask, got None")
+            return
+        flags = as_numpy(mask) if hasattr(mask, "shape") else np.asarray(mask)
+        if flags.dtype != bool or flags.shape != (n,):
+            raise SchemaError(
+                f"terminal_mask: must be bool of shape {(n,)}, got {flags.dtype} of {flags.shape}"
+            )
+        if "next_critic" in given and not self._has_critic:
+            raise SchemaError("terminal_next_critic: must be None where critic_dim is 0")
+        checked = {name: self._leaf(name, f"terminal_{name}", x, n) for name, x in given.items()}
+        if not flags.any():
+            return
+        rows = np.flatnonzero(flags)
+        for name in ("next_obs", "next_critic") if self._has_critic else ("next_obs",):
+            if name not in checked:
+                raise SchemaError(f"terminal_{name}: is needed where terminal_mask is set, got None")
+            patched = self._scratch(name, made[name])
+            patched[rows] = checked[name][rows]
+            made[name] = patched
+
+    def _scratch(self, name: str, array: Array) -> Array:
+        """A copy of `array` in memory kept for it: fresh memory costs a page fault for every 4 KB."""
+        kept: Array | None = getattr(self._kept, name, None)
+        if kept is None or len(kept) < len(array):
+            kept = np.empty(array.shape, array.dtype)
+            setattr(self._kept, name, kept)
+        np.copyto(kept[: len(array)], array)
+        return kept[: len(array)]

@@ -1,0 +1,182 @@
+"""TraceRecorder: what all processes of a run did when, as JSON for Chrome (chrome://tracing) and Perfetto.
+
+While a run goes on, every process appends whole lines to the one file, which is then in the "array format" that both
+viewers read without its closing bracket: after a crash it can still be opened. `close()` in the process that made it
+puts whole JSON in its place. Times are those of CLOCK_MONOTONIC, which all processes of a computer share.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import weakref
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any, Self
+
+from recollect.errors import ClosedError
+
+_KEPT = 256  # events before they are written
+GPU_TRACK = "gpu"
+
+
+class TraceRecorder:
+    """Collects slices, counters and device spans of all processes in one Chrome trace file.
+
+    Ownership: the file is the caller's. The process that made the recorder ends the trace by `close()`; others (it
+    pickles) write what they have by `flush()` or `close()` before, or when they exit.
+    Concurrency: any thread, any process.
+
+    >>> import json, pathlib
+    >>> with TraceRecorder("trace.json") as trace:
+    ...     trace.add_slice("train/update", "train", 1_000, 3_500, {"tick": 1})
+    ...     trace.add_counter("replay/size", 2_000, 17)
+    >>> [e["name"] for e in json.loads(pathlib.Path("trace.json").read_text())["traceEvents"] if e["ph"] in "XC"]
+    ['train/update', 'replay/size']
+    """
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        """Start a new file."""
+        self._setup(Path(path).absolute(), os.getpid())
+        self.path.write_text("[\n")
+
+    def _setup(self, path: Path, owner: int) -> None:
+        self.path, self._owner = path, owner
+        self._lock = threading.Lock()
+        self._kept = _Kept(path)
+        self._closed = False
+        self._end = weakref.finalize(self, _Kept.write, self._kept)
+
+    # -- recording
+
+    def add_slice(
+        self, name: str, category: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
+    ) -> None:
+        """Record what this thread did from one `time.monotonic_ns()` to another."""
+        self._add({
+            "name": name, "cat": category, "ph": "X", "ts": start_ns / 1e3, "dur": (end_ns - start_ns) / 1e3,
+            "tid": threading.get_native_id(), "args": args or {},
+        })  # fmt: skip
+
+    def add_counter(self, name: str, ts_ns: int, value: float) -> None:
+        """Record the value of something at one moment."""
+        self._add({"name": name, "ph": "C", "ts": ts_ns / 1e3, "tid": 0, "args": {"value": value}})
+
+    def add_cuda_pending_span(
+        self, name: str, start_event: Any, end_event: Any, args: dict[str, Any] | None = None
+    ) -> None:
+        """Record the time between two events of a device once they have passed; until then they are kept.
+
+        Events are of a clock of their own: the span is as long as they say and begins when it was queued.
+        """
+        self._settle()
+        with self._lock:
+            self._check_open()
+            self._kept.pending.append((name, start_event, end_event, monotonic_ns(), args or {}))
+
+    # -- writing
+
+    def flush(self) -> None:
+        """Write what this process has recorded."""
+        self._settle()
+        with self._lock:
+            self._kept.write()
+
+    def close(self) -> None:
+        """Write the rest; in the process that made it, end the trace as whole JSON. May be called twice."""
+        if self._closed:
+            return
+        self._settle()
+        with self._lock:
+            self._closed = True
+            self._end.detach()
+            self._kept.write()
+        if os.getpid() == self._owner:
+            _make_whole(self.path)
+
+    def _add(self, event: dict[str, Any]) -> None:
+        self._settle()  # before the events are recorded again
+        with self._lock:
+            self._check_open()
+            self._kept.add(event)
+
+    def _settle(self) -> None:
+        """Turn device spans whose events have passed into slices. An event that is used again meanwhile is lost."""
+        if not self._kept.pending:
+            return
+        with self._lock:
+            waiting, self._kept.pending = self._kept.pending, []
+            for span in waiting:
+                name, start, end, at_ns, args = span
+                if not end.query():
+                    self._kept.pending.append(span)
+                    continue
+                self._kept.add({
+                    "name": name, "cat": GPU_TRACK, "ph": "X", "ts": at_ns / 1e3, "dur": 1e3 * start.elapsed_time(end),
+                    "tid": GPU_TRACK, "args": args,
+                })  # fmt: skip
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise ClosedError("this trace was closed; make another one")
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _attach, (str(self.path), self._owner)
+
+
+class _Kept:
+    """The events of one process that are not in the file yet."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.pid = path, os.getpid()
+        self.lines = [_named(self.pid)]
+        self.pending: list[tuple[str, Any, Any, int, dict[str, Any]]] = []
+
+    def add(self, event: dict[str, Any]) -> None:
+        if os.getpid() != self.pid:  # a forked child: what was kept is its parent's to write
+            self.pid, self.pending = os.getpid(), []
+            self.lines = [_named(self.pid)]
+        self.lines.append(json.dumps({**event, "pid": self.pid}, default=str))
+        if len(self.lines) >= _KEPT:
+            self.write()
+
+    def write(self) -> None:
+        if os.getpid() != self.pid or not self.lines:
+            return
+        block = "".join(f"{line},\n" for line in self.lines).encode()
+        self.lines = []
+        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+        try:
+            os.write(fd, block)  # one write at the end of the file: processes do not mix lines
+        finally:
+            os.close(fd)
+
+
+def _named(pid: int) -> str:
+    name = Path("/proc/self/comm").read_text().strip()
+    return json.dumps({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{name} {pid}"}})
+
+
+def _attach(path: str, owner: int) -> TraceRecorder:
+    recorder = TraceRecorder.__new__(TraceRecorder)
+    recorder._setup(Path(path), owner)
+    return recorder
+
+
+def _make_whole(path: Path) -> None:
+    events = []
+    for line in path.read_text().splitlines()[1:]:
+        try:
+            events.append(json.loads(line.removesuffix(",")))
+        except ValueError:
+            continue  # the last line of a process that was killed while it wrote
+    whole = path.with_name(path.name + ".tmp")
+    whole.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    whole.replace(path)

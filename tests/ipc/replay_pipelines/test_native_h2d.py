@@ -1,0 +1,86 @@
+"""native_h2d: never raises when asked whether it is there, checks what it copies, calls the runtime once."""
+
+from __future__ import annotations
+
+import ctypes
+from typing import Any
+
+import pytest
+
+from recollect.ipc.replay_pipelines import native_h2d
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_h2d, "_found", [])
+
+
+def test_its_absence_is_told_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("there is a CUDA device")
+    assert native_h2d.is_available() is False
+    assert native_h2d.ensure_available() is False
+    assert "sees no CUDA device" in native_h2d.get_diagnostic()
+    monkeypatch.setattr(native_h2d, "_found", [])
+    monkeypatch.setattr(native_h2d, "_look", lambda: 1 / 0)
+    assert native_h2d.ensure_available() is False
+    assert "could not be opened: division by zero" in native_h2d.get_diagnostic()
+
+
+def test_before_torch_is_loaded_nothing_is_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.delitem(native_h2d.sys.modules, "torch")
+        assert native_h2d.ensure_available() is False and "not loaded" in native_h2d.get_diagnostic()
+    assert "not loaded" not in native_h2d.get_diagnostic()
+
+
+class OnCuda:
+    """A CPU tensor that says it is on a device."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor, self.device = tensor, torch.device("cuda:0")
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.tensor, name)
+
+
+class Stream:
+    cuda_stream = 77
+
+
+def test_wrong_tensors_are_refused() -> None:
+    good, src = OnCuda(torch.zeros(8)), torch.zeros(8)
+    for dst, source, match in (
+        (torch.zeros(8), src, "dst: must be on cuda, got cpu"),
+        (good, OnCuda(src), "src: must be on cpu, got cuda:0"),
+        (OnCuda(torch.zeros(8, 2)[:, 0]), src, "dst: must be contiguous"),
+        (good, torch.zeros(8, 2)[:, 0], "src: must be contiguous"),
+        (OnCuda(torch.zeros(7)), src, "dst: must have 32 bytes as src, got 28"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            native_h2d.submit_h2d(dst, source, Stream())
+
+
+def test_a_copy_is_one_call_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def memcpy(dst: Any, src: Any, nbytes: Any, kind: int, stream: Any) -> int:
+        calls.append((nbytes.value, kind, stream.value))
+        ctypes.memmove(dst, src, nbytes)
+        return 0
+
+    monkeypatch.setattr(native_h2d, "_found", [(memcpy, "a fake")])
+    dst, src = OnCuda(torch.zeros(8)), torch.arange(8.0)
+    native_h2d.submit_h2d(dst, src, Stream())
+    assert torch.equal(dst.tensor, src) and calls == [(32, 1, 77)]
+    monkeypatch.setattr(native_h2d, "_found", [(lambda *a: 700, "a fake")])
+    with pytest.raises(RuntimeError, match="status 700"):
+        native_h2d.submit_h2d(dst, src, Stream())
+
+
+def test_without_a_runtime_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_h2d, "_found", [(None, "none here")])
+    with pytest.raises(RuntimeError, match=r"needs the CUDA runtime, got none \(none here\); use copy_"):
+        native_h2d.submit_h2d(OnCuda(torch.zeros(8)), torch.zeros(8), Stream())

@@ -1,0 +1,323 @@
+"""Copies to a device in any legal order: right bytes, and every wait and record is needed."""
+
+from __future__ import annotations
+
+import json
+import re
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
+
+from recollect.errors import DeadlineError, PrepareError
+from recollect.ipc.replay_pipelines import TransferBackend
+from recollect.ipc.replay_pipelines.transfer import InPlaceTransfer, StreamTransfer, make_transfer
+from recollect.testing import FakeDevice
+from recollect.testing.fake_device import FakeEvent, FakeRead, FakeStream, read_all
+
+SEEDS = range(20)
+TICKS = 7
+
+
+def cuda() -> bool:
+    torch = pytest.importorskip("torch")
+    return bool(torch.cuda.is_available())
+
+
+def run(
+    device: Any, ticks: int = TICKS, prefetch: bool = True, between: Callable[[Pipeline], None] | None = None
+) -> None:
+    """A learner's loop that queues a read of every batch and looks at none of them until the end."""
+    with buffer(40, capacity=64) as buf, pipeline(buf, device="fake", transfer=device, deadline=5.0) as pipe:
+        queued: list[tuple[list[int], dict[str, FakeRead]]] = []
+        for t in range(ticks):
+            batch = pipe.sample_large_batch(t, N)
+            assert pipe.metadata is not None and pipe.metadata.batch_gpu_slot == t % 2
+            if prefetch:
+                pipe.start_prepare(t + 1, N, headroom=10)
+            queued.append((drawn_ids(pipe.metadata), read_all(device, batch)))
+            add(buf, 3)
+            if between is not None:
+                between(pipe)
+            pipe.after_tick()
+        device.check()
+        for expected, reads in queued:
+            assert ids({name: read.value for name, read in reads.items()}) == expected
+        assert pipe.stats().redrawn == 0
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+@pytest.mark.parametrize("seed", SEEDS)
+def test_every_legal_order_gives_the_right_batches(seed: int, prefetch: bool) -> None:
+    run(FakeDevice(seed), prefetch=prefetch)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_waiting_on_the_host_is_legal_too(seed: int) -> None:
+    def between(pipe: Pipeline) -> None:
+        assert pipe._cold is not None
+        assert pipe.wait_until_ready(pipe._cold.tick, N) and pipe.batch_ready(pipe._cold.tick, N)
+        pipe.wait_ready()
+
+    run(FakeDevice(seed), between=between)
+
+
+def test_copy_times_are_told() -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
+        for t in range(4):
+            read_all(device, pipe.sample_large_batch(t, N))
+            pipe.after_tick()
+        assert pipe.stats().copy_us > 0
+
+
+# -- every wait and every record is needed
+
+
+def nothing(*args: Any) -> None: ...
+
+
+class Dropping(FakeDevice):
+    """A device on which one kind of wait or record is not made."""
+
+    def __init__(self, seed: int, call: str, name: str) -> None:
+        super().__init__(seed)
+        self.dropped = (call, name)
+
+    def queue_wait(self, stream: FakeStream, event: FakeEvent) -> None:
+        if self.dropped != ("wait", event.name.split()[0]):
+            super().queue_wait(stream, event)
+
+    def queue_record(self, stream: FakeStream, event: FakeEvent) -> None:
+        if self.dropped != ("record", event.name.split()[0]):
+            super().queue_record(stream, event)
+
+
+def caught(device: FakeDevice) -> str:
+    """What is said of a broken pipeline; empty if nothing is."""
+    try:
+        run(device)
+    except (AssertionError, PrepareError, DeadlineError) as error:
+        return str(error)
+    return ""
+
+
+DROPPED = {
+    ("wait", "released"): "device slot .: written by copy . while read . may still use it",
+    ("record", "released"): "event released .: .* never recorded",
+    ("wait", "copied"): "device slot .: (read by read . while copy . may still write it|written by copy)",
+    ("record", "copied"): "event copied .: .* never recorded",
+    ("record", "started"): "event started .: timed, but it has not passed",
+}
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize(("call", "name"), DROPPED)
+def test_dropping_any_wait_or_record_of_the_backend_is_found(call: str, name: str, seed: int) -> None:
+    told = caught(Dropping(seed, call, name))
+    assert re.search(DROPPED[call, name], told), told
+
+
+PIPELINE_CALLS = ["submit_h2d", "synchronize_ready", "wait_current_stream_for_ready", "record_release"]
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("call", PIPELINE_CALLS)
+def test_dropping_any_call_of_the_pipeline_is_found(
+    call: str, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    device = FakeDevice(seed)
+    monkeypatch.setattr(device, call, nothing)
+    assert caught(device)
+
+
+def test_a_record_at_allocation_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "record", nothing)
+        device.register_host_slots([np.zeros((2, 4), np.uint8)])
+        device.allocate_device_slots(1)
+    device.submit_h2d(0)
+    with pytest.raises(
+        AssertionError, match="event released 0: side 1 waits for it, but it was never recorded"
+    ):
+        device.check()
+
+
+# -- one backend
+
+
+def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device, deadline=0.05) as pipe:
+        for t in range(2):
+            pipe.sample_large_batch(t, N)
+            pipe.after_tick()
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeEvent, "query", lambda self: False)
+            assert not pipe.batch_ready(1, N)
+            pipe.start_prepare(2, N)
+            with pytest.raises(DeadlineError, match="slot 0: its copy must finish in .* does fake hang"):
+                pipe.wait_ready()
+        assert pipe.wait_until_ready(2, N, timeout=20)
+
+
+def test_a_copy_under_way_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "_run_some", nothing)  # nothing runs by itself
+            pipe.start_prepare(0, N)
+            assert not pipe.wait_until_ready(0, N, timeout=0.02)
+            batch = pipe.sample_large_batch(0, N)  # the host does not wait for it
+            assert not pipe.batch_ready(0, N) and pipe.stats().hits == 1
+            assert not batch["obs"].any()
+        device.finish()
+        assert pipe.batch_ready(0, N)
+        assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
+
+
+def test_a_failed_copy_does_not_poison(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "queue_copy", lambda *a: 1 / 0)
+            with pytest.raises(PrepareError, match="ZeroDivisionError"):
+                pipe.sample_large_batch(0, N)
+        work = read_all(device, pipe.sample_large_batch(0, N))
+        device.check()
+        assert pipe.metadata is not None
+        assert ids({k: r.value for k, r in work.items()}) == drawn_ids(pipe.metadata)
+
+
+def test_where_the_learner_submits_the_copy_is_made_in_sample() -> None:
+    """As on mps: by the learner's thread, before the batch is given out."""
+
+    class Blocking(InPlaceTransfer):
+        submits_in_learner = True
+        threads: list[int] = []  # noqa: RUF012
+
+        def allocate_device_slots(self, count: int) -> list[Any]:
+            self.blocks = [np.zeros_like(slot) for slot in self._slots]
+            return self.blocks
+
+        def submit_h2d(self, slot: int) -> None:
+            self.threads.append(threading.get_ident())
+            self.blocks[slot][...] = self._slots[slot]
+
+    device = Blocking("numpy")
+    with buffer(40) as buf, pipeline(buf, transfer=device) as pipe:
+        pipe._packer._is_copied = True
+        for t in range(3):
+            assert pipe.wait_until_ready(t, N) and len(device.threads) == t
+            assert pipe.metadata is None
+            batch = pipe.sample_large_batch(t, N)
+            assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
+            pipe.after_tick()
+        assert device.threads == [threading.get_ident()] * 3
+
+
+# -- the manifest
+
+
+KEYS = {
+    "backend", "device", "device_family", "host_memory_kind", "host_pinned", "direct_pinned_shared",
+    "supports_async_submit", "supports_timing_events", "h2d_submitter", "ring_depth", "pack_executor",
+    "sample_count", "row_bytes", "native_h2d",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "family"), [("numpy", "cpu"), ("cpu", "cpu")])
+def test_the_manifest_on_the_host(device: str, family: str) -> None:
+    with buffer(4) as buf, pipeline(buf, device=device) as pipe:
+        manifest = pipe.transfer_manifest
+        assert set(manifest) == KEYS and json.loads(json.dumps(manifest)) == manifest
+        expected = {
+            "device": device, "device_family": family, "host_memory_kind": "shared", "h2d_submitter": "in_place",
+            "ring_depth": 2, "pack_executor": "learner_thread", "sample_count": N, "row_bytes": buf.row_nbytes,
+            "host_pinned": False, "direct_pinned_shared": False,
+        }  # fmt: skip
+        assert expected.items() <= manifest.items() and pipe.h2d_submitter == "in_place"
+        manifest["device"] = "changed"
+        pipe.sample_large_batch(0, N)
+        assert pipe.transfer_manifest["device"] == device
+
+
+def test_backends_have_the_calls() -> None:
+    assert isinstance(FakeDevice(0), TransferBackend) and isinstance(FakeDevice(0), StreamTransfer)
+    for device in ("numpy", "cpu"):
+        assert isinstance(make_transfer(device), TransferBackend)
+
+
+# -- the cuda backend, as far as a machine without one can tell
+
+
+class FakeRuntime:
+    """torch.cuda and its runtime, as far as CudaTransfer uses them."""
+
+    def __init__(self, refuses: int) -> None:
+        self.refuses, self.registered, self.calls = refuses, list[int](), 0
+
+    def cudart(self) -> FakeRuntime:
+        return self
+
+    def cudaHostRegister(self, at: int, nbytes: int, flags: int) -> int:
+        self.calls += 1
+        if self.calls >= self.refuses:
+            return 1
+        self.registered.append(at)
+        return 0
+
+    def cudaHostUnregister(self, at: int) -> int:
+        self.registered.remove(at)
+        return 0
+
+    def synchronize(self, device: str) -> None: ...
+
+
+@pytest.mark.parametrize(("refuses", "kind"), [(9, "shared_registered"), (2, "shared"), (1, "shared")])
+def test_host_slots_are_pinned_where_they_lie_or_the_manifest_says_not(
+    refuses: int, kind: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a driver private pinned memory is refused as well: pageable memory is what is left."""
+    pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import CudaTransfer
+
+    if cuda():
+        pytest.skip("there is a driver")
+    runtime = FakeRuntime(refuses)
+    transfer = CudaTransfer("cuda:0", runtime)
+    slots = [np.zeros((4, 8), np.uint8) for _ in range(2)]
+    transfer.register_host_slots(slots)
+    told = transfer.describe()
+    assert told["host_memory_kind"] == kind and told["host_pinned"] is told["direct_pinned_shared"] is (
+        refuses == 9
+    )
+    assert told["h2d_submitter"] == "torch_copy_stream"
+    assert runtime.registered == ([s.ctypes.data for s in slots] if refuses == 9 else [])  # not half of them
+    assert ("refused to pin" in caplog.text) is (refuses != 9)
+    transfer.close()
+    assert runtime.registered == []
+
+
+@pytest.mark.parametrize("prefetch", [True, False])
+def test_a_real_device_gives_the_right_batches(prefetch: bool) -> None:
+    if not cuda():
+        pytest.skip("there is no CUDA device")
+    with buffer(40) as buf, pipeline(buf, device="cuda") as pipe:
+        queued = []
+        for t in range(50):
+            batch = pipe.sample_large_batch(t, N)
+            if prefetch:
+                pipe.start_prepare(t + 1, N, headroom=10)
+            assert pipe.metadata is not None
+            queued.append((drawn_ids(pipe.metadata), {k: v.clone() for k, v in batch.items()}))
+            add(buf, 3)
+            pipe.after_tick()
+        for expected, copied in queued:
+            assert ids({k: v.cpu() for k, v in copied.items()}) == expected

@@ -1,0 +1,484 @@
+"""AsyncRunner: collectors start, work, die, hang, come back, and never stay behind."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+from tests.ipc import crews
+from tests.ipc.crews import Say, is_gone, runner, wait_until
+
+import recollect as rc
+from recollect.ipc.async_runner import lane_seed
+from recollect.ipc.control import Control, Counters
+from recollect.memory.ring import Ring
+
+pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
+
+
+def look(it: rc.ipc.AsyncRunner, timeout_s: float = 30.0) -> None:
+    """Look after collectors until that raises."""
+    wait_until(lambda: False, timeout_s, it.check_collectors)
+
+
+class TestStarting:
+    def test_each_collector_knows_who_it_is_and_leads_a_group(self) -> None:
+        with runner(num_envs=6, num_collectors=2, seed=5) as it:
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.tell_who, {"say": say})
+            said: dict[int, list[int]] = {0: [], 1: []}
+            while sum(map(len, said.values())) < 10:
+                taken = say.ring.take(40.0)
+                said[taken.lane].append(taken.info[0])
+                say.ring.release()
+            for lane, (said_lane, num_envs, seed, pid, group) in said.items():
+                assert (said_lane, num_envs, seed) == (lane, 3, lane_seed(5, lane, 0))
+                assert pid == group != os.getpid()
+            wait_until(lambda: it.stats().alive == 0, 20, it.check_collectors)  # to return is not to die
+            assert (it.stats().deaths, it.stats().restarts) == (0, 0)
+
+    def test_make_env_makes_this_lanes_share(self) -> None:
+        with runner(num_envs=6, num_collectors=2) as it:
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.make_and_step_env, {"say": say})
+            assert (say.hear(), say.hear()) == (3, 3)
+
+    def test_a_factory_gets_the_simulator_and_the_overrides(self) -> None:
+        spec = crews.Told(dict, {"b": 1}, {}, device="cpu", num_envs=1)
+        assert spec.env_cfg_overrides == {"b": 1}
+        from recollect.ipc.collector import EnvSpec
+
+        def factory(num_envs: int, sim_backend: str, **overrides: Any) -> tuple[Any, ...]:
+            return num_envs, sim_backend, overrides
+
+        assert EnvSpec(factory, {"b": 1}, "mujoco").make(3) == (3, "mujoco", {"b": 1})
+
+    def test_seeds_differ_by_lane_and_by_restart(self) -> None:
+        seeds = {lane_seed(s, lane, r) for s in range(3) for lane in range(8) for r in range(4)}
+        assert len(seeds) == 96 and max(seeds) < 2**31
+
+    def test_what_cannot_be_pickled_is_refused_and_nothing_stays(self) -> None:
+        with runner() as it, pytest.raises((AttributeError, TypeError, ValueError)):
+            it.start_collectors(crews.tell_who, {"say": threading.Lock()})
+
+    def test_an_argument_that_cannot_be_unpickled_is_reported(self) -> None:
+        with runner() as it:
+            it.start_collectors(crews.step_until_stopped, {"say": crews.Unloadable()})
+            with pytest.raises(rc.CollectorDiedError, match="cannot be loaded"):
+                look(it)
+
+    @dataclass
+    class Config:
+        batch_size: int = 1
+        updates_per_step: int = 1
+
+    def test_refusals_name_the_argument(self) -> None:
+        for wrong, text in (
+            ({"num_envs": 5, "num_collectors": 2}, "num_envs: must divide"),
+            ({"num_collectors": 0}, "num_collectors"),
+            ({"restart": "always"}, "restart: must be one of never, on_death"),
+            ({"start_method": "fork"}, "start_method: must be one of spawn, forkserver, got 'fork'"),
+            ({"deadline": float("nan")}, "deadline"),
+            ({"seed": -1}, "seed"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                runner(**wrong)
+
+        class Mine(crews.Told):
+            config_type = self.Config
+
+        with pytest.raises(ValueError, match="'batchsize'; did you mean 'batch_size'"):
+            Mine("CartPole-v1", {}, {"batchsize": 3}, device="cpu")
+        assert Mine("CartPole-v1", {}, {"batch_size": 3}, device="cpu").rl_cfg == self.Config(3)
+
+    def test_forkserver_works_too(self) -> None:
+        with runner(start_method="forkserver") as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.die_by, {"number": signal.SIGSEGV})
+            with pytest.raises(rc.CollectorDiedError) as caught:
+                look(it)
+            assert caught.value.signal == "SIGSEGV"
+            assert say.ring.available() == 0
+
+
+class TestDeath:
+    @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
+    def test_a_signal_is_named(self, number: signal.Signals) -> None:
+        with runner() as it:
+            it.start_collectors(crews.die_by, {"number": number})
+            with pytest.raises(rc.CollectorDiedError, match=number.name) as caught:
+                look(it)
+            error = caught.value
+            assert (error.lane, error.exitcode, error.signal) == (0, -number, number.name)
+            assert number.name in error.report and error.__cause__ is None
+            with pytest.raises(rc.CollectorDiedError):  # it stays dead
+                it.check_collectors()
+
+    def test_its_own_exception_is_the_cause(self) -> None:
+        with runner() as it:
+            it.start_collectors(crews.raise_at_once, {})
+            with pytest.raises(rc.CollectorDiedError) as caught:
+                look(it)
+            cause = caught.value.__cause__
+            assert type(cause) is KeyError and cause.args == ("no such sensor",)
+            assert "in raise_at_once" in str(cause.__cause__)
+            assert "in raise_at_once" in caught.value.report
+            assert caught.value.exitcode == 1 and caught.value.signal is None
+
+    def test_a_wait_on_an_owned_resource_raises_within_a_second(self) -> None:
+        with runner(num_collectors=2) as it:
+            ring = it.own(Ring.create(crews.SLOT, 2, 2))
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.step_until_stopped, {"say": say})
+            victim, other = say.hear(), say.hear()
+            threading.Timer(0.2, os.kill, (victim, signal.SIGKILL)).start()
+            start = monotonic()
+            with pytest.raises(rc.CollectorDiedError, match="SIGKILL"):
+                ring.wait(30.0)  # nobody ever wrote: only the watch can notice
+            assert monotonic() - start < 1.2
+            assert not is_gone(other)
+        assert is_gone(other)
+
+    def test_its_group_is_killed_with_it(self) -> None:
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.with_children, {"say": say})
+            worker, collector = say.hear(), say.hear()
+            os.kill(collector, signal.SIGKILL)
+            with pytest.raises(rc.CollectorDiedError):
+                look(it)
+            wait_until(lambda: is_gone(worker), 2.0)
+
+    def test_one_that_reported_but_cannot_exit_is_ended(self) -> None:
+        with runner() as it:
+            it.start_collectors(crews.raise_but_linger, {})
+            with pytest.raises(rc.CollectorDiedError) as caught:
+                look(it)
+            assert type(caught.value.__cause__) is ValueError and caught.value.exitcode == 1
+
+
+class TestRestart:
+    def test_the_lane_starts_again_and_its_counters_go_on(self, tmp_path: Path) -> None:
+        with runner(restart="on_death", num_collectors=2) as it:
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.die_once, {"say": say, "flag": str(tmp_path / "died")})
+            wait_until(lambda: it.stats().restarts == 1 and it.stats().alive == 2, 30, it.check_collectors)
+            dead = next(lane for lane in it.stats().lanes if lane.restarts)
+            assert (dead.deaths, dead.restarts) == (1, 1)
+
+            def counted() -> float:
+                return it.stats().lanes[dead.lane].counters.get("env_steps", 0)
+
+            wait_until(lambda: counted() > 20, 30, it.check_collectors)  # 10 of the first life, and on
+            assert {lane_seed(0, dead.lane, 0), lane_seed(0, dead.lane, 1)} <= {say.hear() for _ in range(3)}
+
+    def test_it_waits_half_a_second_then_twice_as_long(self) -> None:
+        with runner(restart="on_death", max_restarts=2) as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.raise_after_rows, {"say": say})
+            start = monotonic()
+            with pytest.raises(rc.CollectorDiedError, match="2 times") as caught:
+                look(it)
+            assert monotonic() - start > 1.5
+            assert type(caught.value.__cause__) is ValueError
+            assert len({say.hear(1.0) for _ in range(3)}) == 3
+            assert (it.stats().restarts, it.stats().deaths, it.stats().counters) == (2, 3, {"env_steps": 3})
+
+    def test_an_exception_before_the_first_row_is_not_retried(self) -> None:
+        with runner(restart="on_death") as it:
+            it.start_collectors(crews.raise_at_once, {})
+            with pytest.raises(rc.CollectorDiedError, match="before its first row"):
+                look(it)
+            assert it.stats().restarts == 0
+
+    def test_a_wait_goes_on_while_a_restart_is_allowed(self, tmp_path: Path) -> None:
+        with runner(restart="on_death") as it:
+            ring = it.own(Ring.create(crews.SLOT, 2))
+            it.start_collectors(crews.fill_after_death, {"ring": ring, "flag": str(tmp_path / "died")})
+            assert int(ring.take(30.0).values["n"]) == 1  # the writer that claimed first is dead
+            assert it.stats().restarts == 1
+
+
+class TestStuck:
+    def test_one_that_makes_no_progress_is_named_with_its_phase(self) -> None:
+        with runner(deadline=1.0) as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.get_stuck, {"say": say})
+            pid = say.hear()
+            with pytest.raises(rc.DeadlineError, match=r"collector 0: .*within 1 s.*last beat.*'env_step'"):
+                look(it)
+            os.kill(pid, signal.SIGKILL)
+
+    def test_before_its_first_step_it_has_ten_times_as_long(self) -> None:
+        with runner(deadline=0.5) as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.ignore_everything, {"say": say})
+            pid = say.hear()
+            start = monotonic()
+            with pytest.raises(rc.DeadlineError, match="within 5 s"):
+                look(it)
+            assert monotonic() - start > 1.0
+            os.kill(pid, signal.SIGKILL)
+
+    def test_one_that_waits_for_the_learner_is_not_stuck(self) -> None:
+        with runner(deadline=1.0) as it:
+            ring = it.own(Ring.create(crews.SLOT, 2))
+            it.start_collectors(crews.fill_ring, {"ring": ring})
+            wait_until(lambda: ring.available() == 2, 30)
+            end = monotonic() + 1.5
+            wait_until(lambda: monotonic() > end, 5.0, it.check_collectors)
+            assert ring.stats().written == 2
+
+
+class TestPermits:
+    def test_collectors_run_in_step(self) -> None:
+        with runner(num_collectors=2) as it:
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.follow_permits, {"say": say})
+            for version in range(1, 6):
+                it.grant_permits(version, 3)
+                it.wait_permits_taken()
+                it.wait_permits_done()
+                assert it.stats().counters == {"env_steps": 2 * 3 * version}
+                assert (say.hear(0.0), say.hear(0.0)) == (version, version)
+
+    def test_a_dead_lane_counts_as_done_and_joins_at_the_next_permit(self) -> None:
+        with runner(num_collectors=2, restart="on_death") as it:
+            say = it.own(Say.create(2))
+            it.start_collectors(crews.follow_permits, {"say": say})
+            it.grant_permits(1)
+            it.wait_permits_done()
+            victim = it.stats().lanes[0].pid
+            assert victim is not None
+            os.kill(victim, signal.SIGKILL)
+            wait_until(lambda: it.stats().lanes[0].pid is None, 5, it.check_collectors)
+            it.grant_permits(2)
+            it.wait_permits_done()
+            wait_until(lambda: it.stats().lanes[0].pid is not None, 5, it.check_collectors)
+            assert it._crew is not None and it._crew.control.has_done(0)
+            it.grant_permits(3)
+            it.wait_permits_done()
+            said = [(say.ring.take(0.0).lane, say.hear(0.0)) for _ in range(5)]
+            assert sorted(said) == [(0, 1), (0, 3), (1, 1), (1, 2), (1, 3)]
+
+    def test_one_without_a_permit_has_no_work(self) -> None:
+        with runner(deadline=1.0) as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.follow_permits, {"say": say})
+            it.grant_permits(1)
+            it.wait_permits_done()
+            end = monotonic() + 1.5
+            wait_until(lambda: monotonic() > end, 5.0, it.check_collectors)
+
+    def test_the_learner_does_not_wait_for_ever(self) -> None:
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.step_until_stopped, {"say": say})
+            with pytest.raises(ValueError, match="timeout"):
+                it.wait_permits_done(float("inf"))
+            assert it._crew is not None
+            say.hear()
+            it._crew.grant(1, 1)
+            it._crew.control._words.store(it._crew.control._at(0, 64), 0)  # as if it never took it
+            with pytest.raises((rc.DeadlineError, AssertionError)):
+                it._crew.control.wait_for(lambda: False, it.check_collectors, 0.05, "permits")
+
+
+class TestClose:
+    def test_twice_and_then_refused(self) -> None:
+        it = runner(num_collectors=2)
+        say = it.own(Say.create(2))
+        it.start_collectors(crews.step_until_stopped, {"say": say})
+        pids = {say.hear(), say.hear()}
+        start = monotonic()
+        it.close()
+        assert monotonic() - start < 5
+        it.close()
+        assert all(map(is_gone, pids))
+        assert it.stats().counters["env_steps"] > 0  # totals outlive their collectors
+        for call in (it.check_collectors, lambda: it.own(say), lambda: it.learn(1), it.__enter__):
+            with pytest.raises(rc.ClosedError):
+                call()  # type: ignore[operator]
+
+    def test_one_blocked_on_a_full_ring_is_woken(self) -> None:
+        with runner() as it:
+            ring = it.own(Ring.create(crews.SLOT, 2))
+            it.start_collectors(crews.fill_ring, {"ring": ring})
+            wait_until(lambda: ring.available() == 2, 30)
+            start = monotonic()
+            it.close()
+            assert monotonic() - start < 2
+
+    def test_one_that_waits_for_weights_is_woken_and_is_not_stuck(self) -> None:
+        with runner(deadline=1.0) as it:
+            sync = it.own(rc.ipc.SharedWeightSync({"w": (3,)}))
+            say = it.own(Say.create())
+            it.start_collectors(crews.wait_for_weights, {"sync": sync, "say": say})
+            say.hear()
+            end = monotonic() + 1.5
+            wait_until(lambda: monotonic() > end, 5.0, it.check_collectors)
+            start = monotonic()
+            it.close()
+            assert monotonic() - start < 2
+
+    def test_resources_go_in_reverse_order_and_errors_are_not_swallowed(self) -> None:
+        order: list[str] = []
+
+        class Thing:
+            def __init__(self, name: str) -> None:
+                self.name = name
+
+            def close(self) -> None:
+                order.append(self.name)
+                if self.name == "b":
+                    raise OSError("disk full")
+
+        it = runner()
+        for name in "abc":
+            it.own(Thing(name))
+        with pytest.raises(OSError, match="disk full"):
+            it.close()
+        assert order == ["c", "b", "a"]
+
+    def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        from recollect.ipc import crew
+
+        monkeypatch.setattr(crew, "JOIN_S", 0.2)
+        monkeypatch.setattr(crew, "TERM_S", 0.2)
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.ignore_everything, {"say": say})
+            pid = say.hear()
+        assert is_gone(pid)
+
+    def test_a_death_that_nobody_was_told_of_is_logged_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        it = runner()
+        it.start_collectors(crews.die_by, {"number": signal.SIGSEGV})
+        assert it._crew is not None
+        pid = it._crew.members[0].process.pid
+        wait_until(lambda: is_gone(pid), 30)
+        with caplog.at_level(logging.ERROR, "recollect"):
+            it.close()
+            it.close()
+        assert [("SIGSEGV" in r.message) for r in caplog.records] == [True]
+
+    def test_ctrl_c_saves_closes_and_goes_on(self) -> None:
+        it = runner()
+        say = it.own(Say.create())
+
+        def work(self: Any) -> None:
+            self.start_collectors(crews.step_until_stopped, {"say": say})
+            pids.append(say.hear())
+            os.kill(os.getpid(), signal.SIGINT)
+            look(self)
+
+        pids: list[int] = []
+        it.work = work  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            it.learn(1)
+        assert it.saved == 1 and is_gone(pids[0])
+        with pytest.raises(rc.ClosedError):
+            it.check_collectors()
+
+    def test_dropped_without_close_its_collectors_end_by_themselves(self) -> None:
+        it = runner()
+        say = Say.create()
+        it.start_collectors(crews.step_until_stopped, {"say": say})
+        pid = say.hear()
+        start = monotonic()
+        del it
+        gc.collect()
+        assert monotonic() - start < 1.0  # no finaliser blocks
+        wait_until(lambda: is_gone(pid), 6.0)
+        wait_until(
+            lambda: not multiprocessing.active_children(), 6.0
+        )  # reaps, once its last thread has ended
+        say.cleanup()
+
+
+class TestLearnerKilled:
+    @pytest.mark.parametrize("collector", ["with_children", "never_return"])
+    def test_nothing_stays(self, collector: str) -> None:
+        code = f"from tests.ipc import crews; crews.be_learner({collector!r})"
+        learner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+        assert learner.stdout is not None
+        pids = [int(learner.stdout.readline()) for _ in range(4 if collector == "with_children" else 2)]
+        learner.kill()
+        start = monotonic()
+        learner.wait(10)
+        learner.stdout.close()
+        try:
+            wait_until(lambda: all(map(is_gone, pids)), 15.0)
+            assert monotonic() - start < 15.0  # 5 s of grace and 1 s; the rest is for a busy machine
+        finally:
+            for pid in pids:
+                if not is_gone(pid):
+                    os.kill(pid, signal.SIGKILL)
+
+    def test_at_exit_without_close(self) -> None:
+        code = (
+            "from tests.ipc import crews\n"
+            "it = crews.runner(); say = crews.Say.create()\n"
+            "it.start_collectors(crews.step_until_stopped, {'say': say}); print(say.hear())\n"
+        )
+        done = subprocess.run(
+            [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        )
+        assert is_gone(int(done.stdout)) and done.stderr == ""
+
+    def test_ctrl_c_in_the_terminal_reaches_the_learner_only(self) -> None:
+        code = "from tests.ipc import crews; crews.be_learner('step_until_stopped')"
+        learner = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+            start_new_session=True,
+        )  # fmt: skip
+        assert learner.stdout is not None
+        pids = [int(learner.stdout.readline()) for _ in range(2)]
+        os.killpg(learner.pid, signal.SIGINT)  # what a terminal does
+        _, stderr = learner.communicate(timeout=40)
+        assert stderr.count("KeyboardInterrupt") == 1, stderr
+        assert all(map(is_gone, pids))
+
+
+class TestCounters:
+    def test_totals_over_lives(self) -> None:
+        first = Counters.create()
+        first.add({"env_steps": 5, "reward": 0.5}, "step")
+        first.release_lane()
+        second = Counters.attach(first.name)
+        second.add({"env_steps": 2, "episodes": 1})
+        found = first.read()
+        assert found.totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
+        assert (found.phase, found.n_beats, found.n_steps) == ("step", 2, 2)
+        second.add({}, "reset")
+        assert (first.read().phase, first.read().n_steps) == ("reset", 2)
+        for wrong in ({"x": "y"}, {"x": float("nan")}, {"a\nb": 1}, {f"{i}": 1 for i in range(200)}):
+            with pytest.raises(ValueError, match="must be"):
+                second.add(wrong)
+        assert first.read().totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
+        second.close()
+        first.cleanup()
+
+    def test_a_permit_is_taken_once(self) -> None:
+        control = Control.create(1)
+        assert control.take(0, 0.0, lambda: None) is None
+        control.grant(0, 7, 3)
+        assert not control.has_taken(0)
+        permit = control.take(0, 1.0, lambda: None)
+        assert permit is not None and (permit.number, permit.version, permit.steps) == (1, 7, 3)
+        assert control.has_taken(0) and not control.has_done(0)
+        assert control.take(0, 0.0, lambda: None) is None
+        control.finish(0)
+        assert control.has_done(0)
+        control.close()

@@ -1,0 +1,377 @@
+"""SharedWeightSync: any dtype bit for bit, one version for all, refusals that change nothing."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.process.killing import in_child, killed_at, steps
+
+import recollect as rc
+from recollect.ipc import parameters
+from recollect.ipc.weight_sync import SharedWeightSync, weights_nbytes
+
+torch = pytest.importorskip("torch")
+
+DTYPES = "bool uint8 int8 int16 int32 int64 float16 float32 float64 complex64".split()
+
+
+def numpy_dict(seed: int = 0) -> dict[str, Any]:
+    rng = np.random.default_rng(seed)
+    values = {f"x.{d}": (rng.random((3, 4)) * 100).astype(d) for d in DTYPES}
+    return {**values, "scalar": np.array(rng.random()), "none": np.zeros((0, 3), np.float32)}
+
+
+def torch_dict(seed: int = 0) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    made = {"w": torch.randn(5, 3, generator=generator), "n": torch.tensor(seed), "flag": torch.tensor(True)}
+    for name in ("float16", "bfloat16", "float64", "int64", "float8_e4m3fn", "complex64"):
+        made[name] = torch.randn(4, 2, generator=generator).mul(50).to(getattr(torch, name))
+    made["bf0"] = torch.randn((), generator=generator).to(torch.bfloat16)
+    return made
+
+
+def zeros(values: dict[str, Any]) -> dict[str, Any]:
+    return {k: torch.zeros_like(v) if hasattr(v, "detach") else np.zeros_like(v) for k, v in values.items()}
+
+
+def bits(x: Any) -> bytes:
+    if hasattr(x, "detach"):
+        return bytes(x.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return bytes(np.ascontiguousarray(x).tobytes())
+
+
+def same(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    return a.keys() == b.keys() and all(bits(a[k]) == bits(b[k]) for k in a)
+
+
+# -- bit for bit
+
+
+@pytest.mark.parametrize("make", [numpy_dict, torch_dict])
+def test_any_dtype_survives(make: Callable[[int], dict[str, Any]]) -> None:
+    first, second = make(0), make(1)
+    with SharedWeightSync.from_state_dict(first) as sync:
+        out = zeros(first)
+        assert (sync.version, sync.read_weights_into(out)) == (1, 1) and same(out, first)
+        sync.write_weights(second)
+        assert (sync.version, sync.read_weights_into(out)) == (2, 2) and same(out, second)
+
+
+def test_numpy_and_torch_are_alike() -> None:
+    values = {"w": np.float32([[1, 2], [3, 4]]), "n": np.array(5)}
+    with SharedWeightSync.from_state_dict(values) as sync:
+        tensors = {"w": torch.zeros(2, 2), "n": torch.tensor(0)}
+        sync.read_weights_into(tensors)
+        assert tensors["w"].tolist() == [[1, 2], [3, 4]] and tensors["n"].item() == 5
+        sync.write_weights({"w": tensors["w"] * 2, "n": np.array(6)})
+        sync.read_weights_into(values)
+        assert values["w"].tolist() == [[2, 4], [6, 8]] and values["n"] == 6
+
+
+def test_a_modules_own_parameters() -> None:
+    net, other = torch.nn.Linear(4, 3), torch.nn.Linear(4, 3)
+    with SharedWeightSync.from_state_dict(net.state_dict()) as sync:
+        assert sync.read_weights_into(dict(other.named_parameters())) == 1
+        x = torch.randn(2, 4)
+        assert torch.equal(net(x), other(x)) and other.weight.requires_grad
+
+
+def test_strided_values_both_ways() -> None:
+    source = {"t": torch.arange(6.0).reshape(2, 3).t(), "n": np.arange(6.0).reshape(2, 3).T}
+    with SharedWeightSync.from_state_dict(source) as sync:
+        out = {"t": torch.zeros(2, 3).t(), "n": np.zeros((2, 3)).T}
+        sync.read_weights_into(out)
+        assert torch.equal(out["t"], source["t"]) and np.array_equal(out["n"], source["n"])
+
+
+def test_version_zero_touches_nothing() -> None:
+    with SharedWeightSync({"w": (2,), "n": ((), "int64")}) as sync:
+        out = {"w": np.float32([7, 8]), "n": np.array(9)}
+        assert (sync.version, sync.read_weights_into(out)) == (0, 0)
+        assert out["w"].tolist() == [7, 8] and out["n"] == 9
+
+
+def test_declared_shapes_and_dtypes() -> None:
+    shapes = {
+        "a": (2, 3),
+        "b": ((4,), "int16"),
+        "c": ((2,), torch.bfloat16),
+        "d": 3,
+        "e": ((2,), np.uint8),
+        "f": (2, 2),
+    }
+    with SharedWeightSync(shapes, dtypes={"f": "float64"}) as sync:
+        found = [(p.name, p.shape, p.dtype) for p in sync._params]
+    assert found == [("a", (2, 3), "float32"), ("b", (4,), "int16"), ("c", (2,), "bfloat16"), ("d", (3,), "float32"),
+                     ("e", (2,), "uint8"), ("f", (2, 2), "float64")]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("shapes", "kwargs", "error"),
+    [
+        ({"a": (-1,)}, {}, rc.SchemaError),
+        ({"a": "xy"}, {}, rc.SchemaError),
+        ({1: (2,)}, {}, rc.SchemaError),
+        ({"a": ((2,), "object")}, {}, TypeError),
+        ({"a": (2,)}, {"dtypes": {"b": "int8"}}, rc.SchemaError),
+    ],
+)
+def test_bad_declarations(shapes: Any, kwargs: Any, error: type[Exception]) -> None:
+    with pytest.raises(error):
+        SharedWeightSync(shapes, **kwargs)
+
+
+# -- refusals
+
+
+WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] = {
+    "missing": (lambda d: d.pop("w"), rc.MissingLeafError, "w: must be in"),
+    "undeclared": (lambda d: d.update(extra=np.zeros(1)), rc.SchemaError, "extra: is not declared"),
+    "shape": (
+        lambda d: d.update(w=np.zeros((3, 2), "f4")),
+        rc.SchemaError,
+        r"w: shape must be \(2, 3\), got \(3, 2\)",
+    ),
+    "dtype": (lambda d: d.update(w=np.zeros((2, 3))), rc.DtypeError, "w: dtype must be float32, got float64"),
+    "byte order": (
+        lambda d: d.update(w=np.zeros((2, 3), ">f4")),
+        rc.DtypeError,
+        "w: dtype must be float32, got >f4",
+    ),
+    "last one": (lambda d: d.update(z=np.zeros(2, "f4")), rc.SchemaError, "z: shape"),
+    "no array": (lambda d: d.update(w=[[0.0] * 3] * 2), rc.SchemaError, "w: must be an array"),
+}
+
+
+def declared() -> dict[str, Any]:
+    return {"w": np.ones((2, 3), "f4"), "n": np.array(1), "z": np.ones(1, "f4")}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_refused_write_changes_nothing(what: str) -> None:
+    change, error, text = WRONG[what]
+    with SharedWeightSync.from_state_dict(declared()) as sync:
+        bad = {k: np.asarray(v * 2) for k, v in declared().items()}
+        change(bad)
+        with pytest.raises(error, match=text):
+            sync.write_weights(bad)
+        out = zeros(declared())
+        assert sync.read_weights_into(out) == 1 and same(out, declared())
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_a_refused_read_touches_nothing(what: str) -> None:
+    change, error, text = WRONG[what]
+    with SharedWeightSync.from_state_dict(declared()) as sync:
+        bad = {k: np.asarray(v * 5) for k, v in declared().items()}
+        change(bad)
+        before = {k: np.array(v) for k, v in bad.items()}
+        with pytest.raises(error, match=text):
+            sync.read_weights_into(bad)
+        assert all(np.array_equal(before[k], bad[k]) for k in bad)
+
+
+def test_missing_is_a_key_error_and_dtype_a_type_error() -> None:
+    with SharedWeightSync({"w": (1,)}) as sync:
+        with pytest.raises(KeyError):
+            sync.write_weights({})
+        with pytest.raises(TypeError):
+            sync.write_weights({"w": np.zeros(1)})
+
+
+def test_a_read_only_destination_is_refused() -> None:
+    with SharedWeightSync.from_state_dict(declared()) as sync:
+        out = zeros(declared())
+        out["z"].setflags(write=False)
+        with pytest.raises(rc.SchemaError, match="z: must be writable"):
+            sync.read_weights_into(out)
+        assert not out["w"].any()
+
+
+def test_not_strict_ignores_what_is_not_declared() -> None:
+    with SharedWeightSync.from_state_dict(declared(), strict=False) as sync:
+        more = {**declared(), "extra": np.zeros(1)}
+        sync.write_weights(more)
+        assert sync.read_weights_into(more) == 2
+        with pickle.loads(pickle.dumps(sync)) as again:
+            assert again.read_weights_into(more) == 2
+
+
+# -- exclude and cast
+
+
+def test_excluded_names_are_neither_written_nor_read() -> None:
+    values = {"actor.w": np.ones(2, "f4"), "noise.scale": np.ones(3, "f4"), "noise.n": np.array(4)}
+    with SharedWeightSync.from_state_dict(values, exclude=("noise.*",)) as sync:
+        mine = {"actor.w": np.zeros(2, "f4"), "noise.scale": np.full(3, 7.0), "noise.n": np.array(8)}
+        assert sync.read_weights_into(mine) == 1
+        assert (
+            mine["actor.w"].tolist() == [1, 1]
+            and mine["noise.scale"].tolist() == [7] * 3
+            and mine["noise.n"] == 8
+        )
+        sync.write_weights({"actor.w": np.zeros(2, "f4")})  # absent is as good
+        with pickle.loads(pickle.dumps(sync)) as again:
+            assert again.read_weights_into(mine) == 2 and mine["noise.n"] == 8
+
+
+def test_cast_within_a_kind() -> None:
+    with SharedWeightSync({"w": (2,), "n": ((2,), "int16"), "b": ((2,), "bfloat16")}, cast=True) as sync:
+        sync.write_weights({"w": np.array([0.5, 1.5]), "n": np.array([1, 2]), "b": torch.tensor([1.0, 2.0])})
+        out = {
+            "w": torch.zeros(2, dtype=torch.float16),
+            "n": np.zeros(2, np.int64),
+            "b": np.zeros(2, np.float64),
+        }
+        sync.read_weights_into(out)
+        assert (
+            out["w"].tolist() == [0.5, 1.5]
+            and out["n"].tolist() == [1, 2]
+            and out["b"].tolist() == [1.0, 2.0]
+        )
+        good = {"w": np.zeros(2, "f4"), "n": np.zeros(2, "i2"), "b": torch.zeros(2, dtype=torch.bfloat16)}
+        with pytest.raises(rc.DtypeError, match="n: dtype must be int16, got float64; it is of another kind"):
+            sync.write_weights({**good, "n": np.zeros(2)})
+        for wrong in (np.array([1, 70000]), torch.tensor([1, 70000])):
+            with pytest.raises(rc.SchemaError, match="n: values must fit int16"):
+                sync.write_weights({**good, "n": wrong})
+        assert sync.version == 1
+
+
+# -- devices, without one: the tensors of a device are those that is_on_device says
+
+
+def test_device_tensors_come_in_one_transfer_per_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
+    values = {f"w{i}": torch.randn(3, i + 1) for i in range(4)} | {
+        "n": torch.tensor(3),
+        "h": torch.randn(2).bfloat16(),
+    }
+    transfers: list[Any] = []
+    to = torch.Tensor.to
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        transfers.append(args)
+        return to(self, *args, **kwargs)
+
+    monkeypatch.setattr(SharedWeightSync, "_ready", lambda *_: None)  # what is on a device is never ready
+    monkeypatch.setattr(parameters, "is_on_device", parameters.is_tensor)
+    monkeypatch.setattr(torch.Tensor, "to", counted)
+    with SharedWeightSync({k: (tuple(v.shape), v.dtype) for k, v in values.items()}) as sync:
+        sync.write_weights(values)
+        assert len(transfers) == 3
+        out = zeros(values)
+        assert sync.read_weights_into(out) == 1 and same(out, values)
+        assert len(transfers) == 6
+
+
+# -- attaching
+
+
+@pytest.mark.process
+def test_attach_by_name() -> None:
+    shapes = {"w": (2, 3), "n": ((), "int64")}
+    with SharedWeightSync(shapes, shm_name="only a label", lock=object()) as sync:
+        with SharedWeightSync(shapes, create=False, shm_name=sync.name) as other:
+            sync.write_weights({"w": np.ones((2, 3), "f4"), "n": np.array(3)})
+            assert other.version == 1
+        for wrong in ({"w": (3, 2), "n": ((), "int64")}, {"w": (2, 3)}, {**shapes, "z": (1,)}, {"v": (2, 3)}):
+            with pytest.raises(rc.AttachError, match="param_shapes: must be"):
+                SharedWeightSync(wrong, create=False, shm_name=sync.name)
+        assert sync.version == 1
+    with pytest.raises(ValueError, match="shm_name: is needed"):
+        SharedWeightSync(shapes, create=False)
+
+
+def test_the_handle_stays_small() -> None:
+    values = {f"encoder.layers.{i}.attention.weight": np.zeros((2, 2), "f4") for i in range(300)}
+    with SharedWeightSync.from_state_dict(values, exclude=("x" * 50, "y" * 50)) as sync:
+        assert len(pickle.dumps(sync)) < 300 and len(sync.name) < 300
+        with pickle.loads(pickle.dumps(sync)) as again:
+            assert again.read_weights_into(values) == 1
+        assert sync.nbytes == weights_nbytes(dict.fromkeys(values, (2, 2)), exclude=("x" * 50, "y" * 50))
+        assert sync.nbytes == os.fstat(sync._box._open().fd).st_size
+
+
+@pytest.mark.process
+def test_an_unrelated_process_without_torch() -> None:
+    script = (
+        "import sys, numpy as np; sys.modules['torch'] = None; import recollect as rc;"
+        "s = rc.ipc.SharedWeightSync({'w': (2,)}, create=False, shm_name=sys.argv[1]);"
+        "d = {'w': np.zeros(2, 'f4')}; print(s.read_weights_into(d), d['w'].tolist(), s.wait_newer(1, 0.0))"
+    )
+    with SharedWeightSync.from_state_dict({"w": torch.tensor([1.0, 2.0])}) as sync:
+        done = subprocess.run(
+            [sys.executable, "-c", script, sync.name], capture_output=True, text=True, timeout=40, check=True
+        )
+        assert done.stdout.strip() == "1 [1.0, 2.0] False"
+
+
+@pytest.mark.process
+def test_one_writer_and_a_killed_one() -> None:
+    values = {"w": np.zeros(3000), "v": np.zeros(10)}
+
+    def numbered(n: int) -> dict[str, Any]:
+        return {"w": np.full(3000, float(n)), "v": np.full(10, float(n))}
+
+    with SharedWeightSync.from_state_dict(values) as sync:
+
+        def refused() -> None:
+            with pytest.raises(rc.LaneBusyError):
+                sync.write_weights(numbered(1))
+
+        in_child(refused)
+        sync.release_lane()
+        last = 0
+        for step in steps():
+            killed = killed_at(step, lambda step=step: sync.write_weights(numbered(step + 1)))
+            out = zeros(values)
+            version = sync.read_weights_into(out)
+            n = int(out["w"][0])
+            assert same(out, numbered(n)) and n in (last, step + 1) and version == sync.version
+            last = n
+            if not killed:
+                assert n == step + 1
+                break
+
+
+@pytest.mark.process
+def test_closing() -> None:
+    sync = SharedWeightSync.from_state_dict(declared())
+    other = pickle.loads(pickle.dumps(sync))
+    sync.cleanup()
+    sync.cleanup()
+    for s in (sync, other):
+        for call in (lambda: s.version, lambda: s.write_weights(declared()), lambda: s.read_weights_into(declared()),  # noqa: B023
+                     lambda: s.wait_newer(0, 0.0), s.stats):  # noqa: B023  # fmt: skip
+            with pytest.raises(rc.ClosedError):
+                call()
+    other.close()
+    other.close()
+    with pytest.raises(rc.ClosedError):
+        other.name
+
+
+@pytest.mark.process
+def test_a_failed_first_write_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: Any) -> None:
+        raise RuntimeError("no")
+
+    monkeypatch.setattr(SharedWeightSync, "write_weights", fail)
+    with pytest.raises(RuntimeError, match="no"):
+        SharedWeightSync.from_state_dict(declared())
+
+
+def test_stats() -> None:
+    with SharedWeightSync.from_state_dict(declared()) as sync:
+        sync.read_weights_into(declared())
+        s = sync.stats()
+        assert (s.version, s.n_params, s.param_nbytes, s.writer_pid, s.reads) == (1, 3, 36, os.getpid(), 1)
+        with pytest.raises(AttributeError):
+            s.version = 2  # type: ignore[misc]
