@@ -1,0 +1,178 @@
+"""Checkpoints: a directory that appears whole or not at all, and that is read without unpickling anything.
+
+    model_120/manifest.json    format, sizes, crc32c, and the state as JSON
+    model_120/tensors.bin      the raw bytes of all tensors
+    model_120/replay/          the replay buffer's own dump, if it was asked for
+
+It is written to a temporary sibling, synced, and renamed. A process killed at any step leaves the checkpoint of that
+name as it was before, or the new one; what it leaves beside them the next save removes.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from recollect import _core
+from recollect.errors import FormatError
+from recollect.storage.dump import canonical_json, file_crc, make_directory, sync_directory
+
+FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
+MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
+_EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
+_HERE = -100  # AT_FDCWD
+
+
+def save_checkpoint(
+    path: Path, state: Mapping[str, Any], *, dump_replay: Callable[[Path], None] | None = None
+) -> Path:
+    """Write `state` (and the replay, by `dump_replay(directory)`) as the checkpoint `path`, replacing an older one.
+
+    TypeError names what cannot be saved, before anything is written.
+    """
+    from recollect.learners.state_json import Encoder
+
+    path = Path(path)
+    encoder = Encoder()
+    tree = encoder.encode(dict(state))
+    make_directory(path.parent)
+    _sweep(path)
+    temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
+    try:
+        temporary.mkdir()
+        _core.fault_point()
+        crc = _write(temporary / TENSORS, encoder.blocks)
+        about = {TENSORS: {"bytes": encoder.nbytes, "crc32c": crc}}
+        if dump_replay is not None:
+            dump_replay(temporary / REPLAY)
+        body = {
+            "format": FORMAT, "format_version": FORMAT_VERSION, "files": about, "state": tree,
+            "replay": dump_replay is not None,
+        }  # fmt: skip
+        text = canonical_json(body)
+        whole = canonical_json({**body, "crc32c": f"{_core.crc32c(text.encode()):08x}"})
+        _write(temporary / MANIFEST, [whole.encode()])
+        sync_directory(temporary)
+        _core.fault_point()
+        _put_in_place(temporary, path)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+    _sweep(path)
+    return path
+
+
+def _write(file: Path, blocks: list[Any]) -> str:
+    crc = 0
+    with open(file, "wb") as f:
+        _core.fault_point()
+        for block in blocks:
+            f.write(block)
+            crc = _core.crc32c(block, crc)
+        f.flush()
+        _core.fault_point()
+        os.fsync(f.fileno())
+    _core.fault_point()
+    return f"{crc:08x}"
+
+
+def _put_in_place(temporary: Path, path: Path) -> None:
+    """One rename; an older checkpoint of that name changes places with the new one in one step."""
+    if path.exists():
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.renameat2(_HERE, os.fsencode(temporary), _HERE, os.fsencode(path), _EXCHANGE):
+            code = ctypes.get_errno()
+            raise OSError(code, f"{path}: cannot be replaced ({os.strerror(code)}); remove it first")
+    else:
+        os.rename(temporary, path)
+    _core.fault_point()
+    sync_directory(path.parent)
+    _core.fault_point()
+
+
+def _sweep(path: Path) -> None:
+    """Remove what replaced checkpoints and killed saves of this name left behind."""
+    for old in path.parent.glob(f".{path.name}.tmp-*"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def load_checkpoint(path: Path) -> dict[str, Any]:
+    """Return the state of a checkpoint; FormatError says what is wrong with it. Sizes and checksums are verified."""
+    from recollect.learners.state_json import decode
+
+    path = Path(path)
+    manifest = _manifest(path)
+    about = manifest["files"][TENSORS]
+    try:
+        with open(path / TENSORS, "rb") as f:
+            nbytes = os.fstat(f.fileno()).st_size
+            if nbytes != about["bytes"]:
+                raise FormatError(
+                    f"{path / TENSORS}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
+                )
+            if file_crc(f) != about["crc32c"]:
+                raise FormatError(f"{path / TENSORS}: its checksum does not match; it is damaged")
+            f.seek(0)
+            data = np.frombuffer(f.read(), np.uint8)
+    except FileNotFoundError:
+        raise FormatError(f"{path / TENSORS}: is gone; the checkpoint is damaged") from None
+    state = decode(manifest["state"], data)
+    if not isinstance(state, dict):
+        raise FormatError(f"{path / MANIFEST}: state cannot be {type(state).__name__}; it is damaged")
+    return state
+
+
+def replay_path(path: Path) -> Path | None:
+    """Return where a checkpoint keeps its replay, None if it has none."""
+    return Path(path) / REPLAY if _manifest(Path(path))["replay"] else None
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    file = path / MANIFEST
+    try:
+        manifest = json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no checkpoint") from None
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
+        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+        raise FormatError(f"{file}: format must be {FORMAT!r}, got {found!r}; it is another program's")
+    version = manifest.get("format_version")
+    if not isinstance(version, int) or version > FORMAT_VERSION:
+        raise FormatError(
+            f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
+        )
+    crc = manifest.pop("crc32c", None)
+    if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
+        raise FormatError(f"{file}: its checksum does not match; it is damaged")
+    if (
+        set(manifest) != {"format", "format_version", "files", "state", "replay"}
+        or TENSORS not in manifest["files"]
+    ):
+        raise FormatError(f"{file}: has the fields {sorted(manifest)}; it is damaged")
+    return manifest
+
+
+def check_shapes(name: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise FormatError naming the first parameter of a network that a checkpoint lacks or has in another shape."""
+    for key, x in wanted.items():
+        if key not in found:
+            raise FormatError(f"{name}.{key}: is not in the checkpoint; it is of another network")
+        if tuple(found[key].shape) != tuple(x.shape):
+            raise FormatError(
+                f"{name}.{key}: shape must be {tuple(x.shape)}, got {tuple(found[key].shape)} in the checkpoint; "
+                "resume with the layout and hidden sizes it was made with"
+            )
+    for key in found:
+        if key not in wanted:
+            raise FormatError(
+                f"{name}.{key}: is in the checkpoint but not in the network; it is of another one"
+            )

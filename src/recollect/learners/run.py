@@ -1,0 +1,341 @@
+"""What one call of `learn` is made of, whichever the algorithm: iterations, metrics, checkpoints, the summary."""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from time import monotonic, perf_counter_ns
+from typing import Any
+
+from recollect.errors import CollectorDiedError, FormatError, MissingExtraError, RecollectError
+from recollect.ipc.async_runner import AsyncRunner
+from recollect.ipc.collector import EnvSpec
+from recollect.learners.checkpoint import check_shapes, load_checkpoint, save_checkpoint
+from recollect.learners.config import config_json
+from recollect.learners.environment import EnvSpaces, spaces_of
+from recollect.learners.episodes import EpisodeBoard
+from recollect.learners.metrics import LOGGERS, Merged, RunSummary, Sink, open_sinks
+
+LOG_EVERY = 10
+Watcher = Callable[[int, Mapping[str, float]], None]
+
+
+class Stopwatch:
+    """Time by phase since it was last read; phases exclude one another."""
+
+    def __init__(self) -> None:
+        self._ns: dict[str, int] = {}
+        self._clock = perf_counter_ns()
+
+    def lap(self, phase: str) -> None:
+        """Count the time since the last lap to `phase`."""
+        now = perf_counter_ns()
+        self._ns[phase] = self._ns.get(phase, 0) + now - self._clock
+        self._clock = now
+
+    def skip(self) -> None:
+        """Count the time since the last lap to nobody."""
+        self._clock = perf_counter_ns()
+
+    def read(self, n: int) -> dict[str, float]:
+        """Return milliseconds per iteration over `n`, and begin again."""
+        found, self._ns = {f"time/learner_{k}_ms": ns / 1e6 / n for k, ns in self._ns.items()}, {}
+        return found
+
+
+class ReferenceRunner(AsyncRunner):
+    """A runner with the loop of `learn`; an algorithm says how to set up, iterate and describe itself.
+
+    Ownership: as AsyncRunner. A runner learns once. Concurrency: one thread.
+    """
+
+    algorithm = ""
+    _learner: Any
+    _weights: Any
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.last_run_summary: RunSummary | None = None
+        self._watch = Stopwatch()
+        self._version_base = self._steps_base = 0
+        self._checkpoint: Callable[[], None] | None = None
+        self._has_learned = False
+
+    # -- an algorithm's part
+
+    @abstractmethod
+    def _make(self, spaces: EnvSpaces) -> None:
+        """Check the budget, make the learner and the shared memory."""
+
+    @abstractmethod
+    def _begin(self, first: int, resumed: bool) -> None:
+        """Start the collectors and wait until the first iteration can begin."""
+
+    @abstractmethod
+    def _iterate(self, iteration: int, is_last: bool) -> dict[str, float]:
+        """Make one iteration and return its losses."""
+
+    def _more_metrics(self) -> dict[str, float]:
+        """Return what the algorithm's own resources count."""
+        return {}
+
+    def _dump_replay(self) -> Callable[[Path], None] | None:
+        """Return what writes the replay into a checkpoint, None if it is not wanted."""
+        return None
+
+    def _load_replay(self, checkpoint: Path) -> bool:
+        """Take over a checkpoint's replay; whether it had one."""
+        return False
+
+    def _loss_counts(self) -> tuple[int, int]:
+        """Return (dropped rollouts, missed ticks)."""
+        return 0, 0
+
+    # -- the loop
+
+    def learn(
+        self,
+        max_iterations: int,
+        save_interval: int = 50,
+        log_dir: str | Path = "logs",
+        *,
+        resume: str | Path | None = None,
+        save_replay: bool | None = None,
+        logger: str | None = None,
+        on_metrics: Watcher | None = None,
+    ) -> None:
+        """Train up to iteration `max_iterations`, the total, writing metrics and checkpoints to `log_dir`.
+
+        `save_interval` iterations lie between checkpoints (0: only the last). `resume` is a checkpoint to go on from.
+        `save_replay` overrides the configuration. `logger`: None, "tensorboard" or "wandb". `on_metrics(iteration,
+        values)` is called for each line of metrics. `last_run_summary` says how it ended, also after an error.
+        """
+        _check_arguments(max_iterations, save_interval, logger)
+        if self._has_learned:
+            raise RuntimeError("learn: a runner learns once; make another one, and pass resume= to go on")
+        self._has_learned, self._save_replay = True, save_replay
+        summary = self.last_run_summary = RunSummary()
+        start = monotonic()
+        try:
+            self._run(summary, max_iterations, save_interval, Path(log_dir), resume, logger, on_metrics)
+            summary.status = "completed"
+        except KeyboardInterrupt:
+            summary.status = "interrupted"
+            self.on_interrupt()
+            self.close()
+            raise
+        except CollectorDiedError:
+            summary.status = "collector_died"
+            raise
+        finally:
+            summary.wall_time_s = monotonic() - start
+            self._checkpoint = None
+
+    def on_interrupt(self) -> None:
+        """Write a checkpoint of the last whole iteration."""
+        write, self._checkpoint = self._checkpoint, None
+        if write is not None:
+            write()
+
+    def _run(
+        self, summary: RunSummary, max_iterations: int, save_interval: int, log_dir: Path,
+        resume: str | Path | None, logger: str | None, on_metrics: Watcher | None,
+    ) -> None:  # fmt: skip
+        state = None if resume is None else load_checkpoint(Path(resume))
+        first = 1 if state is None else self._checked_iteration(state, Path(str(resume))) + 1
+        summary.completed_iterations = first - 1
+        if first > max_iterations:
+            return
+        self._make(self._look_at_env())
+        if state is not None:
+            self._restore(state, Path(str(resume)))
+        sinks = open_sinks(log_dir, logger)
+        try:
+            self._loop(
+                summary, range(first, max_iterations + 1), save_interval, log_dir, state, sinks, on_metrics
+            )
+        finally:
+            self._sum_up(summary)
+            for sink in sinks:
+                sink.close()
+            if not self._is_closed and summary.completed_iterations == max_iterations:
+                self.stop_collectors()
+
+    def _loop(
+        self, summary: RunSummary, iterations: range, save_interval: int, log_dir: Path, state: Any,
+        sinks: list[Sink], on_metrics: Watcher | None,
+    ) -> None:  # fmt: skip
+        log = _MetricsLog(self, sinks, on_metrics)
+        self._begin(iterations.start, state is not None)
+        self._watch.skip()
+        log.begin()
+        last = iterations.stop - 1
+        for iteration in iterations:
+            log.add(self._iterate(iteration, iteration == last))
+            summary.completed_iterations = iteration
+
+            def write(iteration: int = iteration) -> None:
+                summary.last_checkpoint = str(self._save(log_dir, iteration))
+
+            self._checkpoint = write
+            if iteration % LOG_EVERY == 0 or iteration == last:
+                log.write(iteration, summary)
+            if iteration == last or (save_interval and iteration % save_interval == 0):
+                write()
+                self._checkpoint = None
+                self._watch.skip()
+
+    def _look_at_env(self) -> EnvSpaces:
+        """Make one environment, read its spaces, close it."""
+        env = EnvSpec(self.env_name, self.env_cfg_overrides, self.sim_backend).make(1)
+        try:
+            return spaces_of(env)
+        finally:
+            env.close()
+
+    # -- state
+
+    @property
+    def version(self) -> int:
+        """The version of the weights published last, counted from the first run on."""
+        return self._version_base + int(self._weights.version)
+
+    def _board_totals(self) -> Merged:
+        return Merged(self._board.read())
+
+    _board: EpisodeBoard
+
+    def _save(self, log_dir: Path, iteration: int) -> Path:
+        if self.rl_cfg.sync_collection and self._crew is not None:
+            with suppress(
+                RecollectError
+            ):  # a dead collector is told of elsewhere and must not cost the checkpoint
+                self.wait_permits_done()  # what was counted and stored is then that of whole chunks, every time
+        steps = self._steps_base + int(self._board_totals().totals.get("env_steps", 0))
+        state = {
+            "algorithm": self.algorithm, "iteration": iteration, "env_steps": steps, "weight_version": self.version,
+            "config": config_json(self.rl_cfg), "spaces": {k: _plain(v) for k, v in asdict(self._spaces).items()},
+            "seed": self.seed, "learner": self._learner.get_state_dict(),
+        }  # fmt: skip
+        return save_checkpoint(log_dir / f"model_{iteration}", state, dump_replay=self._dump_replay())
+
+    _spaces: EnvSpaces
+
+    def _checked_iteration(self, state: Mapping[str, Any], path: Path) -> int:
+        if state.get("algorithm") != self.algorithm:
+            raise FormatError(
+                f"{path}: must be a checkpoint of {self.algorithm}, got {state.get('algorithm')!r}"
+            )
+        return int(state["iteration"])
+
+    def _restore(self, state: Mapping[str, Any], path: Path) -> None:
+        """Take over a checkpoint: learner, counts, and the replay if it is there."""
+        check_state(self._learner.get_state_dict(), state["learner"])
+        self._learner.load_state_dict(state["learner"])
+        self._steps_base = int(state["env_steps"])
+        self._version_base = int(state["weight_version"]) - int(self._weights.version)
+        self._publish_restored()
+
+    @abstractmethod
+    def _publish_restored(self) -> None:
+        """Publish the restored weights, so that collectors begin with them."""
+
+    def _sum_up(self, summary: RunSummary) -> None:
+        merged = self._board_totals()
+        summary.total_env_steps = self._steps_base + int(merged.totals.get("env_steps", 0))
+        summary.final_mean_reward, summary.mean_episode_length = merged.mean(1), merged.mean(2)
+        best = [x for x in (summary.best_mean_reward, summary.final_mean_reward) if x is not None]
+        summary.best_mean_reward = max(best) if best else None
+        summary.restarts = self.stats().restarts
+        summary.dropped, summary.misses = self._loss_counts()
+
+
+class _MetricsLog:
+    """Gathers losses and reports into a line every few iterations."""
+
+    def __init__(self, runner: ReferenceRunner, sinks: list[Sink], on_metrics: Watcher | None) -> None:
+        self._runner, self._sinks, self._on_metrics = runner, sinks, on_metrics
+        self._losses: dict[str, list[float]] = {}
+        self._before: Merged | None = None
+        self._n, self._start, self._steps = 0, monotonic(), 0.0
+
+    def begin(self) -> None:
+        """Start the clock; what came before the first iteration is no part of its rate."""
+        self._start, self._steps = monotonic(), self._env_steps(self._runner._board_totals())
+
+    @staticmethod
+    def _env_steps(merged: Merged) -> float:
+        return merged.totals.get("env_steps", 0.0)
+
+    def add(self, losses: Mapping[str, float]) -> None:
+        """Take one iteration's losses."""
+        self._n += 1
+        for name, x in losses.items():
+            self._losses.setdefault(name, []).append(x)
+
+    def write(self, iteration: int, summary: RunSummary) -> None:
+        """Write a line to every sink."""
+        runner, merged, now = self._runner, self._runner._board_totals(), monotonic()
+        values = {f"loss/{name}": sum(x) / len(x) for name, x in self._losses.items() if x}
+        values |= merged.values(self._before)
+        values["axis/env_steps_total"] += runner._steps_base
+        values |= runner._watch.read(self._n)
+        wall = max(now - self._start, 1e-9)
+        stats = runner.stats()
+        values |= {
+            "perf/iter_ms": 1e3 * wall / self._n,
+            "perf/steps_per_sec": (self._env_steps(merged) - self._steps) / wall,
+            "collectors/alive": float(stats.alive), "collectors/restarts": float(stats.restarts),
+            "lag/weight_versions": _mean([runner._weights.version - v for v in merged.versions]),
+            **runner._more_metrics(),
+        }  # fmt: skip
+        values = {name: float(x) for name, x in values.items() if math.isfinite(x)}
+        for sink in self._sinks:
+            sink.write(iteration, values)
+        if self._on_metrics is not None:
+            self._on_metrics(iteration, values)
+        reward = values.get("reward/mean")
+        if reward is not None:
+            best = summary.best_mean_reward
+            summary.best_mean_reward = reward if best is None else max(best, reward)
+        self._losses, self._before, self._n = {}, merged, 0
+        self._start, self._steps = now, self._env_steps(merged)
+
+
+def check_state(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
+    """Raise FormatError naming the first parameter of any network that is missing or of another shape."""
+    for name, part in wanted.items():
+        if isinstance(part, Mapping) and part and all(hasattr(x, "shape") for x in part.values()):
+            if name not in found:
+                raise FormatError(f"{name}: is not in the checkpoint; it is of another learner")
+            check_shapes(name, part, found[name])
+
+
+def need_torch() -> None:
+    """Raise MissingExtraError if torch is not there."""
+    try:
+        import torch  # noqa: F401
+    except ImportError as error:
+        raise MissingExtraError(
+            'the reference learners need torch; run pip install "recollect[torch]"'
+        ) from error
+
+
+def _check_arguments(max_iterations: Any, save_interval: Any, logger: Any) -> None:
+    for label, n, least in (("max_iterations", max_iterations, 1), ("save_interval", save_interval, 0)):
+        if isinstance(n, bool) or not isinstance(n, int) or n < least:
+            raise ValueError(f"{label}: must be an int of at least {least}, got {n!r}")
+    if logger is not None and logger not in LOGGERS:
+        raise ValueError(f"logger: must be None or one of {list(LOGGERS)}, got {logger!r}")
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else math.nan
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value

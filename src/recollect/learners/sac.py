@@ -1,0 +1,297 @@
+"""SACRunner: soft actor-critic with collectors beside the learner and batches packed one tick ahead."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any, ClassVar
+
+import numpy as np
+
+from recollect import replay as plain_replay
+from recollect.errors import DeadlineError, FormatError
+from recollect.ipc import memory_budget
+from recollect.ipc.replay_buffer import ReplayBuffer
+from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline, make_collector_pack
+from recollect.ipc.shared_obs_stats import SharedObsNormStats
+from recollect.ipc.weight_sync import SharedWeightSync
+from recollect.learners.checkpoint import replay_path
+from recollect.learners.collectors import Plan, collect_transitions, pack_network
+from recollect.learners.config import SACConfig
+from recollect.learners.environment import EnvSpaces
+from recollect.learners.episodes import EpisodeBoard
+from recollect.learners.run import ReferenceRunner, need_torch
+
+__all__ = ["OffPolicyRunner", "SACConfig", "SACRunner"]
+TOTAL_ROWS = 10**6
+LearnerFactory = Callable[[EnvSpaces, SACConfig, str, int], Any]
+
+
+class OffPolicyRunner(ReferenceRunner):
+    """Runs any off-policy learner: `learner(spaces, config, device, seed)` makes it.
+
+    A learner has `.actor` (a module with `act(obs, noise) -> actions` on the environment's scale), `.update_critic(
+    batch)` and `.update_actor(batch)` returning losses, `.soft_update_target()`, `.update_count`, `.get_state_dict()`,
+    `.load_state_dict(d)`, and `.obs_normalizer` if the configuration asks for normalisation.
+
+    Ownership: replay, weights, statistics and collectors are this runner's and end with it.
+    """
+
+    algorithm = "off_policy"
+    config_type: ClassVar[Any] = SACConfig
+    rl_cfg: SACConfig
+
+    def __init__(self, *args: Any, learner: LearnerFactory, **kwargs: Any) -> None:
+        """As AsyncRunner; ValueError for a configuration that these environments and collectors cannot have."""
+        super().__init__(*args, **kwargs)
+        self._factory = learner
+        config = self.rl_cfg
+        if config.pack == "collector" and self.num_collectors > 1:
+            raise ValueError(
+                f"pack: 'collector' needs num_collectors=1, got {self.num_collectors}; use 'learner'"
+            )
+        per_env = config.replay_buffer_n or max(1, TOTAL_ROWS // self.num_envs)
+        self._capacity = per_env * self.num_envs
+        self._chunk = config.env_steps_per_sync * self.envs_per_collector
+        self._fill = max(config.batch_size, config.learning_starts)
+        if (
+            config.env_steps_per_sync >= per_env
+            or self._fill > self._capacity - self._chunk * self.num_collectors
+        ):
+            raise ValueError(
+                f"replay_buffer_n: {per_env} rows of each of {self.num_envs} environments must hold more than a chunk "
+                f"of {config.env_steps_per_sync} steps and {self._fill} rows to start with; raise it, or lower "
+                "learning_starts and batch_size"
+            )
+        self._n_samples = config.batch_size * config.updates_per_step
+        self._replay: Any = None
+        self._pipe: Any = None
+        self._stats: Any = None
+
+    # -- setting up
+
+    def _make(self, spaces: EnvSpaces) -> None:
+        need_torch()
+        config, self._spaces = self.rl_cfg, spaces
+        spaces.action_bounds()
+        self._learner = self._factory(spaces, config, self.device, self.seed)
+        if config.obs_normalization and getattr(self._learner, "obs_normalizer", None) is None:
+            raise ValueError("obs_normalization: needs a learner with an obs_normalizer, got none")
+        state = self._learner.actor.state_dict()
+        shapes = {name: (tuple(x.shape), x.dtype) for name, x in state.items()}
+        estimate = memory_budget.estimate_offpolicy_bytes(
+            self.num_envs, self._capacity // self.num_envs, spaces.obs_dim, spaces.action_dim, spaces.critic_dim,
+            config.batch_size, config.updates_per_step, num_lanes=self.num_collectors, device=self.device,
+            param_shapes=shapes,
+        )  # fmt: skip
+        memory_budget.raise_if_shared_memory_over_budget(estimate, type(self).__name__)
+        memory_budget.warn_if_over_budget(estimate, type(self).__name__)
+        self._replay = self.own(self._new_replay())
+        self._weights = self.own(SharedWeightSync.from_state_dict(state))
+        self._stats = self.own(SharedObsNormStats(None)) if config.obs_normalization else None
+        self._board = self.own(EpisodeBoard(self.num_collectors))
+
+    def _new_replay(self) -> ReplayBuffer:
+        s = self._spaces
+        return ReplayBuffer(
+            self._capacity, s.obs_dim, s.action_dim, self.device, critic_dim=s.critic_dim,
+            num_lanes=self.num_collectors, seed=self.seed,
+        )  # fmt: skip
+
+    def _make_pipe(self) -> Any:
+        """The pipeline, and what a packing collector needs for it."""
+        queues: dict[str, Any] = {}
+        pack = None
+        if self.rl_cfg.pack == "collector":
+            pack = make_collector_pack(self._replay, self._n_samples)
+            names = ("request_queue", "ready_queue", "shared_slots")
+            queues = {f"collector_pack_{name}": x for name, x in zip(names, pack)}
+            for x in pack:
+                if hasattr(x, "cleanup") or hasattr(x, "close"):
+                    self.own(_Closing(x))
+        self._pipe = CPUPinnedDoubleBufferReplayPipeline(
+            self._replay, device=self.device, sample_count=self._n_samples, base_seed=self.seed % 2**32,
+            deadline=self.deadline, **queues,
+        )  # fmt: skip
+        self.own(_Closing(self._pipe))
+        self._pipe.watch = self._look
+        return pack
+
+    def _begin(self, first: int, resumed: bool) -> None:
+        config = self.rl_cfg
+        pack = self._make_pipe()
+        # Before the first update the actor knows nothing: uniform actions show more. A resumed one knows.
+        random_version = 0 if resumed else int(self._weights.version)
+        plan = Plan(
+            self._spaces, pack_network(self._learner.actor), config.env_steps_per_sync, config.sync_collection,
+            config.nan_policy, first, random_version,
+        )  # fmt: skip
+        self.start_collectors(
+            collect_transitions,
+            {"replay": self._replay, "weights": self._weights, "board": self._board, "plan": plan,
+             "stats": self._stats, "pack": pack},
+        )  # fmt: skip
+        self._fill_replay(first)
+
+    def _fill_replay(self, first: int) -> None:
+        """Collect until there is enough to start with; DeadlineError if no row is kept for the deadline."""
+        if self.rl_cfg.sync_collection:
+            kept, since = self._replay.ptr, monotonic()
+            while self._replay.size < self._fill:
+                self._permit()
+                self.wait_permits_done()
+                if self._replay.ptr > kept:
+                    kept, since = self._replay.ptr, monotonic()
+                elif monotonic() - since > self.deadline:
+                    raise _nothing_kept(self.deadline)
+            self._permit()
+            return
+        # Running free: the first tick waits for the rows on their cursor.
+        while True:
+            kept = self._replay.ptr
+            self._pipe.start_prepare(
+                first, self._n_samples, min_snapshot_ptr=self._fill, headroom=self._chunk
+            )
+            try:
+                while not self._pipe.wait_until_ready(first, self._n_samples, timeout=0.5):
+                    self.check_collectors()
+                return
+            except DeadlineError:
+                if self._replay.ptr == kept:
+                    raise _nothing_kept(self.deadline) from None
+
+    def _permit(self) -> None:
+        self.grant_permits(int(self._weights.version), self.rl_cfg.env_steps_per_sync)
+
+    # -- iterating
+
+    def _iterate(self, iteration: int, is_last: bool) -> dict[str, float]:
+        watch, sync = self._watch, self.rl_cfg.sync_collection
+        if sync:
+            self.wait_permits_done()
+        else:
+            self.check_collectors()
+        watch.lap("wait")
+        batch = self._pipe.sample_large_batch(iteration, self._n_samples)
+        if not is_last:
+            self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
+            if sync:
+                self._permit()
+        watch.lap("batch")
+        losses = self._update(batch)
+        self._pipe.after_tick()
+        watch.lap("train")
+        if sync and not is_last:
+            self.wait_permits_taken()
+        self._publish()
+        watch.lap("weight_sync")
+        return losses
+
+    def _update(self, batch: Any) -> dict[str, float]:
+        config, learner = self.rl_cfg, self._learner
+        losses: dict[str, float] = {}
+        for k in range(config.updates_per_step):
+            part = slice(k * config.batch_size, (k + 1) * config.batch_size)
+            rows = {name: x[part] for name, x in batch.items()}
+            losses |= learner.update_critic(rows) or {}
+            if learner.update_count % config.policy_frequency == 0:
+                losses |= learner.update_actor(rows) or {}
+            learner.soft_update_target()
+        return losses
+
+    def _publish(self) -> None:
+        if self._stats is not None:
+            pair = self._learner.obs_normalizer.pair()
+            if pair is not None:
+                self._stats.put(pair)
+        self._weights.write_weights(self._learner.actor.state_dict())
+
+    def _publish_restored(self) -> None:
+        self._publish()
+        self._version_base -= 1  # the same weights again are no new version
+
+    # -- state
+
+    def _more_metrics(self) -> dict[str, float]:
+        pipe = self._pipe.stats()
+        return {
+            "replay/size": float(self._replay.size),
+            "replay/redrawn": float(pipe.redrawn),
+            "pipeline/misses": float(pipe.misses),
+        }
+
+    def _loss_counts(self) -> tuple[int, int]:
+        return 0, int(self._pipe.stats().misses) if self._pipe is not None and not self._is_closed else 0
+
+    def _dump_replay(self) -> Callable[[Path], None] | None:
+        wanted = self.rl_cfg.save_replay if self._save_replay is None else self._save_replay
+        if not wanted:
+            return None
+        dump: Callable[[Path], None] = self._replay.dumps
+        return dump
+
+    def _restore(self, state: Any, path: Path) -> None:
+        super()._restore(state, path)
+        saved = replay_path(path)
+        if saved is not None:
+            self._restore_replay(saved)
+
+    def _restore_replay(self, path: Path) -> None:
+        """Add the saved rows, lane by lane if there are as many lanes, else spread over those there are."""
+        with plain_replay.ReplayBuffer.load_from(path) as saved:
+            names = [f.name for f in saved.inner_storage.layout.fields]
+            wanted = [f.name for f in self._replay.layout.fields]
+            if names != wanted or saved.inner_storage.layout.hash != self._replay.layout.hash:
+                raise FormatError(
+                    f"{path}: must hold rows of {wanted} as these spaces have them, got {names}"
+                )
+            for lane, rows in enumerate(_shares(len(saved), self.num_collectors)):
+                target = self._replay.on_lane(lane)
+                for start in range(rows.start, rows.stop, 1 << 16):
+                    block = saved[start : min(start + (1 << 16), rows.stop)]
+                    target.add(**{name: np.asarray(x) for name, x in block.items()})
+                target.release_lane()
+                target.close()
+
+
+class SACRunner(OffPolicyRunner):
+    """Soft actor-critic: twin critics, tanh Gaussian policy, automatic temperature.
+
+    >>> SACRunner("Pendulum-v1", {}, {"batch_size": 64}, num_envs=4, device="cpu").rl_cfg.batch_size
+    64
+    """
+
+    algorithm = "sac"
+
+    def __init__(self, *args: Any, learner: LearnerFactory | None = None, **kwargs: Any) -> None:
+        """As OffPolicyRunner, with SACLearner."""
+        super().__init__(*args, learner=learner or _sac_learner, **kwargs)
+
+
+def _sac_learner(spaces: EnvSpaces, config: SACConfig, device: str, seed: int) -> Any:
+    from recollect.learners.sac_learner import SACLearner
+
+    return SACLearner(spaces, config, device, seed)
+
+
+class _Closing:
+    """Closes another object with the runner, and is nothing else to it."""
+
+    def __init__(self, of: Any) -> None:
+        self._of = of
+
+    def close(self) -> None:
+        (self._of.cleanup if hasattr(self._of, "cleanup") else self._of.close)()
+
+
+def _nothing_kept(deadline: float) -> DeadlineError:
+    return DeadlineError(
+        f"replay: must get a row within {deadline:g} s, got none; are collectors stuck, or all their rows rejected?"
+    )
+
+
+def _shares(n: int, parts: int) -> list[range]:
+    """n rows in order, cut into parts of nearly one size."""
+    ends = [n * (k + 1) // parts for k in range(parts)]
+    return [range(a, b) for a, b in zip([0, *ends], ends)]

@@ -1,0 +1,172 @@
+"""Checkpoints: whole or not at all, nothing unpickled, damage named."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import pickle
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.process.killing import killed_at, steps
+
+import recollect as rc
+from recollect.errors import FormatError
+from recollect.learners import checkpoint
+from recollect.learners.checkpoint import check_shapes, load_checkpoint, replay_path, save_checkpoint
+
+
+def state(seed: int = 0) -> dict[str, Any]:
+    g = torch.Generator().manual_seed(seed)
+    net = {"0.weight": torch.randn((3, 4), generator=g), "0.bias": torch.zeros(0), "n": torch.tensor(seed)}
+    adam = {
+        "state": {0: {"step": torch.tensor(3.0)}, 1: {}},
+        "param_groups": [{"betas": (0.9, 0.999), "params": [0, 1]}],
+    }
+    return {
+        "iteration": seed, "network": net, "adam": adam, "generator": g.get_state(), "best": None, "worst": -math.inf,
+        "flag": True, "names": ["a", "ü"], "half": torch.ones(3, dtype=torch.bfloat16), "stats": np.arange(3.0),
+        "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
+    }  # fmt: skip
+
+
+def equal(a: Any, b: Any) -> bool:
+    """Same values, kinds and dtypes; the keys of a JSON object may come back in another order."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(b, dict):
+        return set(a) == set(b) and all(equal(a[k], b[k]) for k in b)
+    if isinstance(b, list | tuple):
+        return len(a) == len(b) and all(equal(x, y) for x, y in zip(a, b))
+    if isinstance(b, torch.Tensor):
+        return a.dtype == b.dtype and torch.equal(a, b)
+    if isinstance(b, np.ndarray):
+        return a.dtype == b.dtype and np.array_equal(a, b)
+    return bool(a == b)
+
+
+def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "deep" / "model_1", state(1))
+    assert equal(load_checkpoint(path), state(1))
+    assert sorted(os.listdir(path)) == ["manifest.json", "tensors.bin"]
+    assert replay_path(path) is None
+
+
+def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = save_checkpoint(tmp_path / "model_1", state())
+    for name in ("load", "loads", "Unpickler"):
+        monkeypatch.setattr(pickle, name, lambda *a, **k: pytest.fail("unpickled"))
+    monkeypatch.setattr(torch, "load", lambda *a, **k: pytest.fail("torch.load"))
+    load_checkpoint(path)
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("over", ["nothing", "an older one"])
+def test_save_killed_at_every_step(over: str, tmp_path: Path) -> None:
+    old, new = state(1), state(2)
+    seen = []
+    for step in steps():
+        path = tmp_path / f"at-{step}" / "model_5"
+        if over != "nothing":
+            save_checkpoint(path, old)
+        killed = killed_at(step, lambda: save_checkpoint(path, new))  # noqa: B023
+        if path.exists():
+            found = load_checkpoint(path)["iteration"]
+            assert found in ((2,) if over == "nothing" else (1, 2))
+            seen.append(found)
+        else:
+            assert over == "nothing"
+            seen.append(None)
+        save_checkpoint(path, new)  # the next save clears what the killed one left
+        assert os.listdir(path.parent) == ["model_5"]
+        assert load_checkpoint(path)["iteration"] == 2
+        if not killed:
+            break
+    assert len(seen) > 6 and len(set(seen)) == 2
+
+
+def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model_1", state(1))
+    with pytest.raises(TypeError, match="state/bad: must be numbers"):
+        save_checkpoint(path, {"bad": object()})
+
+    def full(where: Path) -> None:
+        raise OSError("no space")
+
+    with pytest.raises(OSError, match="no space"):
+        save_checkpoint(path, state(2), dump_replay=full)
+    assert load_checkpoint(path)["iteration"] == 1
+    assert os.listdir(tmp_path) == ["model_1"]
+
+
+@pytest.mark.parametrize("file", ["manifest.json", "tensors.bin"])
+@pytest.mark.parametrize("how", ["flip", "cut", "remove"])
+def test_damage_is_named(file: str, how: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model_1", state())
+    target = path / file
+    data = bytearray(target.read_bytes())
+    if how == "remove":
+        target.unlink()
+    else:
+        data[len(data) // 2] ^= 1
+        target.write_bytes(data if how == "flip" else data[: len(data) // 2])
+    with pytest.raises(FormatError, match=file):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"format": "torch"}, "another program's"),
+        ({"format_version": 99}, "needs a newer release"),
+        ({"extra": 1}, "it is damaged"),
+        (
+            {"state": {"x": {"$tensor": {"dtype": "float32", "shape": [4], "at": 10**6, "bytes": 16}}}},
+            "it is damaged",
+        ),
+        (
+            {"state": {"x": {"$tensor": {"dtype": "object", "shape": [1], "at": 0, "bytes": 8}}}},
+            "it is damaged",
+        ),
+    ],
+)
+def test_forged_manifests_are_refused(change: Any, said: str, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model_1", state())
+    manifest = json.loads((path / "manifest.json").read_text())
+    del manifest["crc32c"]
+    body = {**manifest, **change}
+    text = checkpoint.canonical_json(body)
+    crc = f"{checkpoint._core.crc32c(text.encode()):08x}"
+    (path / "manifest.json").write_text(json.dumps({**body, "crc32c": crc}))
+    with pytest.raises(FormatError, match=said):
+        load_checkpoint(path)
+
+
+def test_another_network_is_named_by_its_parameter() -> None:
+    net = {"0.weight": torch.zeros(3, 4)}
+    with pytest.raises(FormatError, match=r"actor.0.weight: shape must be \(3, 4\), got \(3, 5\)"):
+        check_shapes("actor", net, {"0.weight": torch.zeros(3, 5)})
+    with pytest.raises(FormatError, match="actor.0.weight: is not in the checkpoint"):
+        check_shapes("actor", net, {})
+    with pytest.raises(FormatError, match="actor.1.weight: is in the checkpoint but not"):
+        check_shapes("actor", net, {**net, "1.weight": torch.zeros(1)})
+
+
+def test_the_replay_is_saved_beside(tmp_path: Path) -> None:
+    buf = rc.ipc.ReplayBuffer(8, 2, 1, "numpy", seed=0)
+    x = np.arange(10, dtype=np.float32)
+    no = np.zeros(10, bool)
+    buf.add(np.stack([x, x], 1), x[:, None], x, np.stack([x, x], 1), no, no)
+    path = save_checkpoint(tmp_path / "model_1", state(), dump_replay=buf.dumps)
+    where = replay_path(path)
+    assert where is not None
+    again = rc.ipc.ReplayBuffer.load_from(where)
+    for seed in range(3):
+        a, b = buf.sample(5, seed=seed), again.sample(5, seed=seed)
+        assert all(np.array_equal(a[k], b[k]) for k in a)
+    again.cleanup()
+    buf.cleanup()

@@ -1,0 +1,171 @@
+"""From environment to targets: every bootstrap is of the true final observation, in every auto-reset mode."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from gymnasium.vector import AutoresetMode
+from tests.collect.worlds import MODES
+from tests.learners.test_environment import Boxed, Vector, envs, result
+
+from recollect.learners.config import APPOConfig
+from recollect.learners.environment import EnvDriver, EnvSpaces
+from recollect.learners.networks import ActorCritic
+from recollect.learners.ppo_learner import PPOLearner, state_values
+from recollect.learners.rollout import RolloutWriter, StagingPool, has_finals
+
+
+def slot_for(spec: EnvSpaces, T: int, n: int) -> dict[str, Any]:
+    """Arrays as a ring of order "time" hands them out, filled with what must not stay."""
+    shapes: dict[str, Any] = {
+        "obs": (T, n, spec.obs_dim),
+        "actions": (T, n, spec.action_dim),
+        "last_obs": (n, spec.obs_dim),
+    }
+    shapes |= dict.fromkeys(("log_probs", "rewards", "dones", "truncated"), (T, n))
+    if spec.critic_dim:
+        shapes |= {"critic": (T, n, spec.critic_dim), "last_critic": (n, spec.critic_dim)}
+    if has_finals(spec):
+        shapes |= {"final_obs": (T * n, spec.obs_dim)}
+        shapes |= {"final_critic": (T * n, spec.critic_dim)} if spec.critic_dim else {}
+    slot = {name: np.full(shape, 1e9, np.float32) for name, shape in shapes.items()}
+    slot["valid"] = np.ones((T, n), bool)
+    if has_finals(spec):
+        slot |= {"final_index": np.full(T * n, -1), "final_count": np.array(-1)}
+    return slot
+
+
+def joined(rollouts: list[dict[str, Any]], size: int | None = None) -> dict[str, Any]:
+    """Rollouts through a staging pool, as the learner sees them."""
+    shapes = {name: tuple(x.shape) for name, x in rollouts[0].items()}
+    dtypes = {name: str(x.dtype).removeprefix("torch.") for name, x in rollouts[0].items()}
+    pool = StagingPool(shapes, dtypes, size or len(rollouts), "cpu")
+    for k, rollout in enumerate(rollouts):
+        for name, x in pool.slot(k % pool.size).items():
+            x.copy_(rollout[name])
+    return pool.batch()
+
+
+class Plain:
+    """A critic whose value is a fixed function of what it sees."""
+
+    def value(self, x: Any) -> Any:
+        return x[..., 0] * 3 + x[..., 1] * 7
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda m: m.name)
+def test_next_values_are_of_the_true_next_observations(mode: AutoresetMode) -> None:
+    T, n, k = 5, 3, 4
+    driver = EnvDriver(envs(Boxed, mode, n), seed=3)
+    for _ in range(k):  # rollouts follow one another: an episode may end in the last cell
+        rollouts, wanted = [], []
+        for _lane in range(2):
+            slot = slot_for(driver.spec, T, n)
+            writer = RolloutWriter(slot)
+            truth = np.empty((T, n))
+            for t in range(T):
+                step = driver.step(np.zeros((n, 1), np.float32))
+                writer.write(step, np.zeros(n, np.float32))
+                assert step.next_critic is not None
+                truth[t] = step.next_critic @ [3, 7]
+            writer.finish(driver.obs, driver.critic)
+            rollouts.append({name: torch.from_numpy(np.asarray(x)) for name, x in slot.items()})
+            wanted.append(truth)
+        both = joined(rollouts, size=3)
+        _, found = state_values(Plain(), both)  # type: ignore[arg-type]
+        valid = both["valid"].numpy()
+        assert np.array_equal(found.numpy()[valid], np.concatenate(wanted, 1)[valid])
+        assert both["dones"].sum() > 2
+
+
+def test_invalid_cells_enter_no_loss() -> None:
+    """A cell that is not finite and marked invalid leaves the update as if it were not there."""
+    bad = np.float32([[0.1, 0.2], [np.nan, 0.3]])
+    net = ActorCritic(2, 1, 0, (8,))
+    found = []
+    for second in (bad, np.float32([[0.1, 0.2], [0.9, 0.3]])):
+        learner = PPOLearner(spec2(), APPOConfig(hidden=(8,), epochs=1, minibatches=1), "cpu", seed=1)
+        slot = slot_for(spec2(), 3, 2)
+        steps = [result(0.5), result(second), result(0.25), result(0.1)]
+        driver = EnvDriver(Vector(steps), seed=0, nan_policy="reject")
+        writer = RolloutWriter(slot)
+        for _ in range(3):
+            writer.write(driver.step(np.zeros((2, 1), np.float32)), np.zeros(2, np.float32))
+        writer.finish(driver.obs, driver.critic)
+        slot["valid"][1:, 1] = False
+        losses = learner.train(joined([{name: torch.from_numpy(np.asarray(x)) for name, x in slot.items()}]))
+        assert all(np.isfinite(x) for x in losses.values())
+        found.append([p.detach().clone() for p in learner.network.parameters()])
+    assert len(found[0]) == len(list(net.parameters()))
+    # the cell before the bad one bootstraps from its true next observation, which is the bad one: it is rejected too
+    assert all(torch.isfinite(p).all() for p in found[0])
+
+
+def spec2() -> EnvSpaces:
+    return EnvSpaces(2, 0, 1, 0, 0, (-1.0,), (1.0,), (1,), "float32", "NEXT_STEP")
+
+
+def numpy_loss(learner: PPOLearner, data: dict[str, Any]) -> tuple[float, float]:
+    """Clipped surrogate and value loss in numpy, for a categorical policy."""
+
+    def net(layers: Any, x: Any) -> Any:
+        linear = [m for m in layers if isinstance(m, torch.nn.Linear)]
+        for k, layer in enumerate(linear):
+            x = x @ layer.weight.detach().double().numpy().T + layer.bias.detach().double().numpy()
+            x = np.tanh(x) if k < len(linear) - 1 else x
+        return x
+
+    logits = net(learner.network.actor, data["obs"])
+    logp = logits - np.log(np.exp(logits).sum(1, keepdims=True))
+    chosen = logp[np.arange(len(logp)), data["actions"][:, 0].astype(int)]
+    ratio = np.exp(chosen - data["log_probs"])
+    a = data["advantages"]
+    policy = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a).mean()
+    value = ((net(learner.network.critic, data["obs"])[:, 0] - data["targets"]) ** 2).mean()
+    return float(policy), float(value)
+
+
+def test_losses_equal_plain_numpy() -> None:
+    spec = EnvSpaces(4, 0, 1, 3, 0, (), (), (), "int64", "NEXT_STEP")
+    learner = PPOLearner(spec, APPOConfig(hidden=(8,), lr=1e-9), "cpu", seed=2)
+    rng = np.random.default_rng(0)
+    data = {
+        "obs": rng.normal(size=(32, 4)), "actions": rng.integers(0, 3, (32, 1)), "log_probs": rng.normal(size=32) - 1,
+        "advantages": rng.normal(size=32), "targets": rng.normal(size=32),
+    }  # fmt: skip
+    tensors = {name: torch.from_numpy(x.astype(np.float32)) for name, x in data.items()}
+    policy, value = numpy_loss(learner, data)
+    found = learner._step({**tensors, "critic": tensors["obs"]})
+    assert float(found["policy"]) == pytest.approx(policy, rel=1e-4)
+    assert float(found["value"]) == pytest.approx(value, rel=1e-4)
+
+
+@pytest.mark.parametrize("n_choices", [0, 3])
+def test_drawn_actions_have_the_log_probability_they_say(n_choices: int) -> None:
+    net = ActorCritic(4, 1 if n_choices else 2, 0, (8,), n_choices)
+    obs = torch.randn((4000, 4), generator=torch.Generator().manual_seed(0))
+    actions, logp = net.act(obs, torch.Generator().manual_seed(1))
+    again, entropy = net.evaluate(obs, actions)
+    torch.testing.assert_close(again, logp)
+    assert entropy.mean().item() == pytest.approx(-float(logp.mean()), abs=0.08)
+    if n_choices:
+        assert torch.bincount(actions.long().flatten(), minlength=3).min() > 1000
+
+
+def test_going_on_from_a_saved_state_is_bit_exact() -> None:
+    spec = EnvSpaces(4, 0, 1, 3, 0, (), (), (), "int64", "NEXT_STEP")
+    config = APPOConfig(hidden=(8,))
+    slot = {name: torch.from_numpy(np.asarray(x)) for name, x in slot_for(spec, 4, 3).items()}
+    for name in ("obs", "last_obs", "rewards", "log_probs", "dones", "truncated", "actions"):
+        slot[name] = torch.zeros_like(slot[name]) + (0.1 if "obs" in name else 0)
+    slot["rewards"][1] = 1.0
+    one, two = (PPOLearner(spec, config, "cpu", seed=s) for s in (1, 2))
+    one.train(slot)
+    two.load_state_dict(one.get_state_dict())
+    one.train(slot)
+    two.train(slot)
+    assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters()))
+    assert torch.equal(one.generator.get_state(), two.generator.get_state())

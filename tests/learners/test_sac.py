@@ -1,0 +1,275 @@
+"""SAC runs: repeatable bit for bit, resumable to the bit, and clear about how they ended."""
+
+from __future__ import annotations
+
+import json
+import signal
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from tests.learners.test_sac_learner import flat
+from tests.learners.worlds import own_learner, reach
+
+import recollect as rc
+from recollect.errors import BudgetError, CollectorDiedError, EnvContractError, FormatError
+from recollect.ipc import memory_budget
+from recollect.learners.checkpoint import load_checkpoint, replay_path
+from recollect.learners.sac import OffPolicyRunner, SACRunner
+
+SMALL = {"batch_size": 16, "hidden": (8,), "learning_starts": 40, "replay_buffer_n": 200}
+
+
+def runner(cls: Any = SACRunner, cfg: Any = None, env: Any = None, **kwargs: Any) -> Any:
+    given = {"num_envs": 4, "device": "cpu", "seed": 3, "deadline": 20.0, **kwargs}
+    return cls(reach, env or {}, {**SMALL, **(cfg or {})}, **given)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """One run of 30 iterations with two collectors, checkpoints with replay every 10."""
+    path = tmp_path_factory.mktemp("run")
+    with runner(num_collectors=2, cfg={"obs_normalization": True, "updates_per_step": 2}) as r:
+        r.learn(30, 10, path, save_replay=True)
+        return path, r.last_run_summary
+
+
+@pytest.mark.timeout(120)
+def test_two_runs_are_bit_equal(run: Any, tmp_path: Path) -> None:
+    with runner(num_collectors=2, cfg={"obs_normalization": True, "updates_per_step": 2}) as r:
+        r.learn(30, 10, tmp_path, save_replay=True)
+    for k in (10, 20, 30):
+        a, b = (flat(load_checkpoint(p / f"model_{k}")) for p in (run[0], tmp_path))
+        assert a.keys() == b.keys()
+        assert all(np.array_equal(a[name], b[name]) for name in a)
+        one, two = (rc.ReplayBuffer.load_from(replay_path(p / f"model_{k}")) for p in (run[0], tmp_path))  # type: ignore[arg-type]
+        assert len(one) == len(two) > 40
+        assert all(np.array_equal(one[...][name], two[...][name]) for name in one[...])
+
+
+def test_summary_tells_how_it_ended(run: Any) -> None:
+    path, summary = run
+    assert summary.status == "completed" and summary.completed_iterations == 30
+    assert summary.last_checkpoint == str(path / "model_30")
+    assert summary.total_env_steps >= 4 * 30 and summary.wall_time_s > 0 and summary.restarts == 0
+    assert summary.final_mean_reward < 0 and summary.best_mean_reward >= summary.final_mean_reward
+    assert 0 < summary.mean_episode_length <= 10
+
+
+def test_metrics_are_those_of_the_contract(run: Any) -> None:
+    lines = [json.loads(line) for line in (run[0] / "metrics.jsonl").read_text().splitlines()]
+    assert [line["iteration"] for line in lines] == [10, 20, 30]
+    names = """loss/critic loss/actor loss/alpha reward/mean episode/length episode/timeout_rate episode/terminated_rate
+    axis/env_steps_total time/learner_wait_ms time/learner_batch_ms time/learner_train_ms time/learner_weight_sync_ms
+    time/collector_weight_sync_ms time/collector_action_select_ms time/collector_env_step_ms time/collector_replay_ms
+    time/collector_wait_ms perf/iter_ms perf/steps_per_sec lag/weight_versions replay/size replay/redrawn
+    pipeline/misses collectors/alive collectors/restarts""".split()
+    assert set(names) <= lines[-1].keys()
+    assert lines[-1]["collectors/alive"] == 2 and lines[-1]["replay/redrawn"] == 0
+    assert lines[-1]["axis/env_steps_total"] >= lines[0]["axis/env_steps_total"] + 60
+    # in step, collectors act on the version before the one just published, or on it
+    assert 0 < lines[-1]["lag/weight_versions"] <= 2
+
+
+def restored(path: Path, **kwargs: Any) -> Any:
+    """A runner just after it took over a checkpoint, before any collector runs."""
+    r = runner(cfg={"obs_normalization": True, "updates_per_step": 2}, **kwargs)
+    r._make(r._look_at_env())
+    r._restore(load_checkpoint(path), path)
+    return r
+
+
+@pytest.mark.parametrize("collectors", [2, 1])
+def test_restored_state_is_the_saved_one(run: Any, collectors: int) -> None:
+    """Buffer empty after restore, agent forgets (ray#8151): weights, moments, generators and rows are all back."""
+    path = run[0] / "model_20"
+    state, saved = load_checkpoint(path), rc.ReplayBuffer.load_from(replay_path(path))  # type: ignore[arg-type]
+    with restored(path, num_collectors=collectors, seed=77) as r:
+        a, b = flat(r._learner.get_state_dict()), flat(state["learner"])
+        assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
+        assert r._replay.size == len(saved) and r.version == state["weight_version"]
+        mine = {name: torch.zeros_like(x) for name, x in r._learner.actor.state_dict().items()}
+        r._weights.read_weights_into(mine)
+        assert all(torch.equal(x, mine[name]) for name, x in r._learner.actor.state_dict().items())
+        rows = r._replay.sample(400, seed=1)
+        kept = {tuple(row) for row in saved[...]["obs"].tolist()}
+        assert {tuple(row) for row in rows["obs"].tolist()} <= kept
+
+
+@pytest.mark.timeout(120)
+def test_resume_goes_on_and_the_number_of_collectors_may_change(run: Any, tmp_path: Path) -> None:
+    before = load_checkpoint(run[0] / "model_20")
+    with runner(num_collectors=1, cfg={"obs_normalization": True, "updates_per_step": 2}) as r:
+        r.learn(24, 0, tmp_path, resume=run[0] / "model_20")
+    after = load_checkpoint(tmp_path / "model_24")
+    assert after["iteration"] == 24 and after["weight_version"] == before["weight_version"] + 4
+    assert before["env_steps"] < after["env_steps"] <= before["env_steps"] + 4 * 5
+    assert after["learner"]["update_count"] == before["learner"]["update_count"] + 8
+    assert [p.name for p in sorted(tmp_path.iterdir())] == ["metrics.jsonl", "model_24"]
+
+
+def test_resume_with_nothing_left_writes_nothing(run: Any, tmp_path: Path) -> None:
+    with runner(cfg={"obs_normalization": True}) as r:
+        r.learn(20, 10, tmp_path, resume=run[0] / "model_20")
+        assert r.last_run_summary.status == "completed" and r.last_run_summary.completed_iterations == 20
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_resume_of_another_network_names_the_parameter(run: Any, tmp_path: Path) -> None:
+    with runner(cfg={"obs_normalization": True, "hidden": (9,)}) as r:
+        with pytest.raises(
+            FormatError, match=r"actor\.body\.0\.weight: shape must be \(9, 2\), got \(8, 2\)"
+        ):
+            r.learn(40, 10, tmp_path, resume=run[0] / "model_20")
+        assert r.last_run_summary.status == "error"
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_running_free_with_a_packing_collector_and_a_learner_of_ones_own(tmp_path: Path) -> None:
+    cfg = {"sync_collection": False, "pack": "collector"}
+    seen: list[Any] = []
+    with runner(OffPolicyRunner, cfg, learner=own_learner) as r:
+        r.learn(20, 0, tmp_path, on_metrics=lambda i, values: seen.append((i, values)))
+        assert r.last_run_summary.status == "completed"
+    assert [i for i, _ in seen] == [10, 20] and seen[-1][1]["loss/own"] == 1.0
+    assert load_checkpoint(tmp_path / "model_20")["algorithm"] == "off_policy"
+
+
+def without_collectors(r: Any, iterate: Any = lambda iteration, is_last: {}) -> Any:
+    """A runner whose iterations do what the test says, and that starts no process."""
+    r._begin, r._iterate, r._more_metrics = lambda first, resumed: None, iterate, dict
+    return r
+
+
+def press(iteration: int, values: Any) -> None:
+    raise KeyboardInterrupt
+
+
+def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_iteration(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r:
+        with pytest.raises(KeyboardInterrupt):
+            r.learn(1000, 0, tmp_path, on_metrics=press)
+        assert r.last_run_summary.status == "interrupted"
+        assert r.last_run_summary.last_checkpoint == str(tmp_path / "model_10")
+    assert load_checkpoint(tmp_path / "model_10")["iteration"] == 10
+
+
+@pytest.mark.parametrize(
+    ("raised", "status"), [(CollectorDiedError("gone"), "collector_died"), (OSError("disk"), "error")]
+)
+def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, tmp_path: Path) -> None:
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 3:
+            raise raised
+        return {"critic": 1.0}
+
+    with without_collectors(runner(), iterate) as r:
+        with pytest.raises(type(raised)):
+            r.learn(1000, 2, tmp_path)
+        summary = r.last_run_summary
+        assert (summary.status, summary.completed_iterations) == (status, 2)
+        assert summary.last_checkpoint == str(tmp_path / "model_2") and summary.wall_time_s > 0
+
+
+@pytest.mark.soak
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_dead_collector_ends_the_run_with_its_report(tmp_path: Path) -> None:
+    with runner(env={"dies_at": 20}) as r:
+        with pytest.raises(CollectorDiedError) as caught:
+            r.learn(1000, 0, tmp_path)
+        assert caught.value.signal == signal.SIGKILL.name
+        assert r.last_run_summary.status == "collector_died"
+
+
+@pytest.mark.soak
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_the_run_goes_on_while_dead_collectors_are_due_again(tmp_path: Path) -> None:
+    with runner(env={"dies_at": 60}, restart="on_death", num_collectors=2) as r:
+        r.learn(60, 0, tmp_path)
+        assert r.last_run_summary.status == "completed" and r.stats().deaths >= 1
+
+
+@pytest.mark.soak
+@pytest.mark.process
+@pytest.mark.timeout(300)
+def test_a_value_that_is_not_finite_is_named_by_the_collector(tmp_path: Path) -> None:
+    with runner(env={"nan_at": 5}) as r:
+        with pytest.raises(CollectorDiedError, match="reward: must be finite") as caught:
+            r.learn(1000, 0, tmp_path)
+        assert isinstance(caught.value.__cause__, EnvContractError)
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_learns_pendulum(seed: int, tmp_path: Path) -> None:
+    with SACRunner("Pendulum-v1", {}, {}, num_envs=16, device="cpu", seed=seed) as r:
+        r.learn(8000, 0, tmp_path)
+        last = [episode[1] for episode in r._board_totals().episodes[-20:]]
+    assert np.mean(last) > -250
+
+
+# -- before anything is made
+
+
+@pytest.mark.parametrize(
+    ("cfg", "kwargs", "said"),
+    [
+        ({"pack": "collector"}, {"num_collectors": 2}, "pack: 'collector' needs num_collectors=1, got 2"),
+        ({"replay_buffer_n": 9}, {}, "replay_buffer_n: 9 rows"),
+        ({"batchsize": 1}, {}, "did you mean 'batch_size'"),
+    ],
+)
+def test_configurations_that_cannot_be_are_refused(cfg: Any, kwargs: Any, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        runner(cfg=cfg, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "said"),
+    [
+        ({"max_iterations": 0}, "max_iterations: must be an int of at least 1"),
+        ({"max_iterations": 5, "save_interval": -1}, "save_interval"),
+        ({"max_iterations": 5, "logger": "tb"}, "logger: must be None or one of"),
+    ],
+)
+def test_arguments_of_learn_are_checked(kwargs: Any, said: str) -> None:
+    with runner() as r, pytest.raises(ValueError, match=said):
+        r.learn(**kwargs)
+
+
+def test_discrete_actions_are_refused(tmp_path: Path) -> None:
+    with SACRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu") as r:
+        with pytest.raises(EnvContractError, match="use APPO"):
+            r.learn(5, 0, tmp_path)
+        assert r.last_run_summary.status == "error"
+
+
+def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
+    said = "obs_normalization: needs a learner with an obs_normalizer"
+    with (
+        runner(OffPolicyRunner, {"obs_normalization": True}, learner=own_learner) as r,
+        pytest.raises(ValueError, match=said),
+    ):
+        r.learn(5, 0, tmp_path)
+
+
+def test_too_large_a_replay_is_refused_before_it_is_made(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """RAM runs out hours in; size was never stated (reverb#55, sb3#323)."""
+    monkeypatch.setattr(memory_budget, "available_nbytes", lambda: 1 << 16)
+    with runner() as r, pytest.raises(BudgetError, match="SACRunner: must fit"):
+        r.learn(5, 0, tmp_path)
+
+
+def test_a_runner_learns_once(run: Any, tmp_path: Path) -> None:
+    with runner(cfg={"obs_normalization": True}) as r:
+        r.learn(20, 10, tmp_path, resume=run[0] / "model_20")
+        with pytest.raises(RuntimeError, match="learns once"):
+            r.learn(20, 10, tmp_path)
