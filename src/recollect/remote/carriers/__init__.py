@@ -1,0 +1,1 @@
+"""Carriers: what moves frames between ranks. One narrow protocol, thin implementations."""

@@ -1,0 +1,255 @@
+"""LocalCarrier: one machine, nothing to install.
+
+Between threads of one process a frame is handed over in memory; between processes it goes through an abstract Unix
+socket, which has no name in the file system and ends with its process. Each end listens at an address made of the
+group's random number and its rank, and connects to the others when it first has something to say to them, so either
+side may start first, and a process started again takes its end again.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import socket
+import struct
+import threading
+import weakref
+from collections import deque
+from collections.abc import Sequence
+from contextlib import suppress
+from time import monotonic
+from typing import Any
+
+from recollect.errors import PeerDiedError
+from recollect.remote.carriers.base import check_timeout
+from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
+from recollect.remote.wire import MAX_FRAME
+
+_GREETING = struct.Struct("<16sq")
+_PEER = struct.Struct("3i")
+_IN_PROCESS_NBYTES = 64 << 20
+_ends: weakref.WeakValueDictionary[tuple[bytes, int, int], LocalCarrier] = weakref.WeakValueDictionary()
+
+
+class LocalCarrier(StreamCarrier):
+    """One end of a group on one machine; it pickles to children, and opens when it is first used.
+
+    Ownership: `close()` gives up the sockets; nothing has a name that could be left behind.
+    Concurrency: as StreamCarrier. An end belongs to one process at a time, the first to use it.
+
+    Example:
+        >>> from recollect.remote import LocalCarrier
+        >>> a, b = LocalCarrier.group(2)
+        >>> a.send(1, 0, [b"hello"])
+        >>> bytes(b.recv(timeout=5.0)[2])
+        b'hello'
+        >>> a.close(), b.close()
+        (None, None)
+    """
+
+    def __init__(self, group: bytes, rank: int, size: int, max_frame: int = MAX_FRAME) -> None:
+        self.group_id, self.n_ranks = group, size
+        self._listener: socket.socket | None = None
+        self._acceptor: threading.Thread | None = None
+        super().__init__(rank, size, max_frame)
+
+    @classmethod
+    def group(cls, n: Any, *, max_frame: int = MAX_FRAME) -> list[LocalCarrier]:
+        """Return the n ends of a new group."""
+        if isinstance(n, bool) or not isinstance(n, int) or n < 1:
+            raise ValueError(f"n: must be at least 1, got {n!r}")
+        group = secrets.token_bytes(16)
+        return [cls(group, rank, n, max_frame) for rank in range(n)]
+
+    def __reduce__(self) -> Any:
+        return LocalCarrier, (self.group_id, self.rank, self.n_ranks, self.max_frame)
+
+    def _reset(self) -> None:
+        super()._reset()
+        self._overflow: deque[tuple[Outgoing, LocalCarrier, int, memoryview]] = deque()
+        if self._listener is not None:
+            self._listener.close()
+        self._listener = self._acceptor = None
+
+    def _address(self, rank: int) -> bytes:
+        return b"\0recollect-" + self.group_id.hex().encode() + b"-" + str(rank).encode()
+
+    # -- opening
+
+    def _open(self) -> None:
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            listener.bind(self._address(self.rank))
+            listener.listen(128)
+        except OSError as error:
+            listener.close()
+            raise RuntimeError(
+                f"rank {self.rank}: this end is used by another live process or object ({error.strerror}); "
+                "give each process its own end"
+            ) from None
+        super()._open()
+        self._listener = listener
+        self._acceptor = threading.Thread(
+            target=_accept, args=(weakref.ref(self), listener), name="recollect-accept", daemon=True
+        )
+        self._acceptor.start()
+        _ends[(self.group_id, self.rank, os.getpid())] = self
+
+    def _accepted(self, sock: socket.socket) -> None:
+        """Take a connection of this user's process that says who it is."""
+        sock.settimeout(1.0)
+        try:
+            _check_same_user(sock)
+            group, rank = _GREETING.unpack(_exactly(sock, _GREETING.size))
+            if group != self.group_id or not 0 <= rank < self.n_ranks:
+                raise PermissionError("another group")
+            self._add(Link(sock, rank, self.max_frame), outward=False)
+        except (OSError, EOFError, RuntimeError):
+            sock.close()
+
+    def _link_to(self, dest: int) -> Link | None:
+        link = self._outward.get(dest)
+        if link is not None and link.is_open:
+            return link
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        sock.settimeout(1.0)
+        try:
+            sock.connect(self._address(dest))
+            if _check_same_user(sock) == os.getpid():
+                sock.close()  # it is near after all, and has just opened: frames go through memory, in one order
+                return None
+            sock.sendall(_GREETING.pack(self.group_id, self.rank))
+        except OSError:
+            sock.close()
+            if dest in self._gone:
+                raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place yet") from None
+            return None
+        link = Link(sock, dest, self.max_frame)
+        self._add(link, outward=True)
+        return link
+
+    def reconnect(self, dest: int, timeout: float = 30.0) -> None:
+        """Connect again to a peer that was gone; PeerDiedError if nobody takes its place in time."""
+        end = monotonic() + check_timeout(timeout)
+        self._ensure_open()
+        while True:
+            if self._neighbour(dest) is not None:
+                with self._cond:
+                    self._gone.discard(dest)
+                return
+            with suppress(PeerDiedError):
+                if self._link_to(dest) is not None:
+                    return
+            left = end - monotonic()
+            if left <= 0:
+                raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place within {timeout:g} s")
+            threading.Event().wait(min(left, _NAP_S))
+
+    # -- within the process
+
+    def _neighbour(self, dest: int) -> LocalCarrier | None:
+        other = _ends.get((self.group_id, dest, os.getpid()))
+        return None if other is None or other.is_closed else other
+
+    def _is_near(self, dest: int) -> bool:
+        return self._neighbour(dest) is not None
+
+    def _deliver(self, outgoing: Outgoing, tag: int, parts: Sequence[Any]) -> bool:
+        other = self._neighbour(outgoing.dest)
+        if other is None:
+            return False
+        frame = memoryview(bytearray().join(parts))
+        with other._cond:
+            if other.is_closed:
+                return False
+            other._known.add(self.rank)
+            other._gone.discard(self.rank)
+            is_full = other._queued.get(self.rank, 0) > _IN_PROCESS_NBYTES or other._overflow
+            if is_full:
+                other._overflow.append((outgoing, self, tag, frame))
+            else:
+                other._queue(self.rank, tag, frame)
+            is_led = other._is_led
+            other._cond.notify_all()
+        if is_led and not is_full:
+            other._wake()
+        self._known.add(outgoing.dest)
+        if not is_full:
+            outgoing.finish()
+        return True
+
+    def _taken(self, found: tuple[int, int, memoryview]) -> None:
+        super()._taken(found)
+        while self._overflow and self._queued.get(self._overflow[0][1].rank, 0) <= _IN_PROCESS_NBYTES // 2:
+            outgoing, sender, tag, frame = self._overflow.popleft()
+            if outgoing.error is None:
+                self._queue(sender.rank, tag, frame)
+                outgoing.finish()
+                sender._wake()
+
+    def _give_up(self, outgoing: Outgoing) -> None:
+        super()._give_up(outgoing)
+        if not outgoing.is_done and outgoing.error is None:
+            outgoing.finish(PeerDiedError(f"send to rank {outgoing.dest}: was given up"))
+
+    def _matching(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
+        if source in self._gone and self._neighbour(source) is not None:
+            self._gone.discard(source)
+        return super()._matching(source, tag)
+
+    # -- ending
+
+    def _stop_listening(self) -> None:
+        if self._listener is not None:
+            with suppress(OSError):
+                self._listener.shutdown(socket.SHUT_RDWR)
+            self._listener.close()
+        if self._acceptor is not None:
+            self._acceptor.join(5.0)
+        _ends.pop((self.group_id, self.rank, os.getpid()), None)
+        for rank in range(self.n_ranks):
+            other = self._neighbour(rank)
+            if other is not None and other is not self:
+                with other._cond:
+                    if self.rank in other._known:
+                        other._gone.add(self.rank)
+                    other._cond.notify_all()
+                other._wake()
+
+    def _forget_in_child(self) -> None:
+        super()._forget_in_child()
+        _ends.pop((self.group_id, self.rank, os.getppid()), None)
+
+
+def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:
+    while True:
+        try:
+            sock, _ = listener.accept()
+        except OSError:
+            return
+        carrier = ref()
+        if carrier is None or carrier.is_closed:
+            sock.close()
+            listener.close()
+            return
+        carrier._accepted(sock)
+        del carrier
+
+
+def _check_same_user(sock: socket.socket) -> int:
+    """Return the pid of the peer; PermissionError if it belongs to another user."""
+    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
+    if uid != os.geteuid():
+        raise PermissionError(f"the peer must be of user {os.geteuid()}, got {uid}")
+    return int(pid)
+
+
+def _exactly(sock: socket.socket, n: int) -> bytes:
+    data = b""
+    while len(data) < n:
+        part = sock.recv(n - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data

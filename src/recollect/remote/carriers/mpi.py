@@ -1,0 +1,241 @@
+"""MpiCarrier: mpi4py; a frame is one MPI message.
+
+MPI has no receive with a deadline, so a wait probes: without a pause for 2 ms, yielding the processor, then sleeping at
+most 1 ms between two looks, so that more ranks than cores work and an idle rank costs next to nothing. MPI is entered
+by one thread at a time, so `MPI_THREAD_SERIALIZED` is enough. A frame on its way moves on whenever any thread enters.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Sequence
+from time import monotonic, sleep
+from typing import Any, Self
+
+import numpy as np
+
+from recollect.errors import ClosedError, DeadlineError, FrameError, MissingExtraError
+from recollect.remote.carriers.base import ANY, TIMEOUT, check_rank, check_tag, check_timeout, named
+from recollect.remote.wire import MAX_FRAME, check_max_frame
+
+_SPIN_S = 0.002
+_NAP_S = 0.001
+_FLUSH_S = 0.002
+_the_carrier: MpiCarrier | None = None
+
+
+def _mpi() -> Any:
+    try:
+        from mpi4py import MPI
+    except (ImportError, RuntimeError) as error:
+        raise MissingExtraError(
+            f'the carrier "mpi" needs mpi4py and an MPI library ({error}); run pip install "recollect[mpi]", '
+            'or use "local", which needs nothing'
+        ) from error
+    return MPI
+
+
+class MpiHandle:
+    """An MPI send under way."""
+
+    def __init__(self, carrier: MpiCarrier, request: Any, frame: Any) -> None:
+        self._carrier, self._request = carrier, request
+        self.frame = frame  # MPI reads it until the request is complete
+        self.is_done = False
+        self.error: Exception | None = None
+
+    def is_complete(self) -> bool:
+        """Whether the frame has left."""
+        if not self.is_done and self.error is None:
+            with self._carrier._lock:
+                self._test()
+        if self.error is not None:
+            raise self.error
+        return self.is_done
+
+    def _test(self) -> bool:
+        if not self.is_done and self._request.Test():
+            self.is_done, self.frame = True, None
+        return self.is_done
+
+    def wait(self, timeout: float = TIMEOUT) -> None:
+        """Wait until the frame has left."""
+        self._carrier._wait(lambda: True if self.is_complete() else None, timeout, lambda: "send")
+
+
+class MpiCarrier:
+    """The ranks of an MPI communicator, COMM_WORLD unless another is given.
+
+    Ownership: the communicator is duplicated, so that other messages of the job are never seen; `close()` leaves MPI
+    itself alone. Concurrency: any thread; they enter MPI in turns.
+    """
+
+    sees_death = False
+
+    def __init__(self, comm: Any = None, *, max_frame: int = MAX_FRAME, open_s: float = 300.0) -> None:
+        """Duplicate the communicator: every rank of it must make its carrier."""
+        mpi = _mpi()
+        if not mpi.Is_initialized() or mpi.Is_finalized():
+            raise RuntimeError("MpiCarrier: MPI must be initialised and not finalised")
+        if mpi.Query_thread() < mpi.THREAD_SERIALIZED:
+            raise RuntimeError(
+                "MpiCarrier: MPI must allow several threads; initialise it with THREAD_SERIALIZED"
+            )
+        self._mpi = mpi
+        base = mpi.COMM_WORLD if comm is None else comm
+        self.rank: int = int(base.Get_rank())
+        self.size: int | None = int(base.Get_size())
+        self.max_frame = check_max_frame(max_frame)
+        self.is_closed = False
+        self._lock = threading.RLock()
+        self._sending: deque[MpiHandle] = deque()
+        self._flusher: threading.Thread | None = None
+        self._comm, request = base.Idup()
+        everybody = f"all {self.size} ranks to make their carrier"
+        self._wait(lambda: True if request.Test() else None, check_timeout(open_s), lambda: everybody)
+
+    # -- waiting
+
+    def _wait(self, ready: Any, timeout: float, what: Any) -> Any:
+        start = monotonic()
+        end = start + timeout
+        while True:
+            if self.is_closed:
+                raise ClosedError(f"MpiCarrier: was closed while waiting for {what()}")
+            found = ready()
+            if found is not None:
+                return found
+            now = monotonic()
+            if now >= end:
+                raise DeadlineError(f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?")
+            sleep(0.0 if now - start < _SPIN_S else min(_NAP_S, end - now))
+
+    # -- sending
+
+    def send(self, dest: int, tag: int, parts: Sequence[Any], timeout: float = TIMEOUT) -> None:
+        """Send a frame; the parts are copied into one message."""
+        check_timeout(timeout)
+        handle = self.isend(dest, tag, parts)
+        if not handle.is_done:
+            self._wait(
+                lambda: True if handle.is_complete() else None, timeout, lambda: f"send to rank {dest}"
+            )
+
+    def isend(self, dest: int, tag: int, parts: Sequence[Any]) -> MpiHandle:
+        """Begin to send a frame, and never wait."""
+        self._check_open()
+        check_rank(dest, self.size, "dest")
+        check_tag(tag)
+        frame = b"".join(parts) if len(parts) != 1 or not isinstance(parts[0], bytes) else parts[0]
+        if len(frame) > self.max_frame:
+            raise FrameError(
+                f"frame: must have at most {self.max_frame} bytes, got {len(frame)}; send less at once"
+            )
+        with self._lock:
+            self._push()
+            request = self._comm.Isend([frame, self._mpi.BYTE], dest=dest, tag=tag)
+            handle = MpiHandle(self, request, frame)
+            if not handle._test():
+                self._sending.append(handle)
+                self._ensure_flusher()
+        return handle
+
+    def _push(self) -> None:
+        """Let sends under way move on. With the lock."""
+        for _ in range(len(self._sending)):
+            handle = self._sending.popleft()
+            if not handle._test():
+                self._sending.append(handle)
+
+    def _ensure_flusher(self) -> None:
+        if self._flusher is None or not self._flusher.is_alive():
+            self._flusher = threading.Thread(target=self._flush_all, name="recollect-mpi", daemon=True)
+            self._flusher.start()
+
+    def _flush_all(self) -> None:
+        while True:
+            sleep(_FLUSH_S)
+            with self._lock:
+                if self.is_closed or self._mpi.Is_finalized():
+                    return
+                self._push()
+                if not self._sending:
+                    self._flusher = None
+                    return
+
+    # -- receiving
+
+    def recv(
+        self, source: int = ANY, tag: int = ANY, timeout: float = TIMEOUT
+    ) -> tuple[int, int, memoryview]:
+        """Return (source, tag, frame); the frame is fresh memory, the caller's own."""
+        check_timeout(timeout)
+        check_tag(tag, any_allowed=True)
+        check_rank(source, self.size, "source", any_allowed=True)
+        self._check_open()
+        found: tuple[int, int, memoryview] = self._wait(
+            lambda: self._probe(source, tag),
+            timeout,
+            lambda: f"recv of {named(tag, 'tag')} from {named(source, 'rank')}",
+        )
+        return found
+
+    def _probe(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
+        mpi = self._mpi
+        with self._lock:
+            if self.is_closed:
+                return None
+            status = mpi.Status()
+            message = self._comm.Improbe(
+                mpi.ANY_SOURCE if source == ANY else source, mpi.ANY_TAG if tag == ANY else tag, status
+            )
+            if message is None:
+                if self._sending:
+                    self._push()
+                return None
+            n = int(status.Get_count(mpi.BYTE))
+            frame = np.empty(n, np.uint8)
+            message.Recv([frame, mpi.BYTE])
+        return int(status.Get_source()), int(status.Get_tag()), frame.data if n else memoryview(bytearray())
+
+    def alive(self) -> frozenset[int]:
+        """All ranks: MPI does not tell who is gone; managers and clients look at the processes themselves."""
+        self._check_open()
+        return frozenset(range(self.size or 0))
+
+    # -- ending
+
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError("MpiCarrier: was closed; make another")
+
+    def close(self) -> None:
+        """Give frames on their way a moment, then stop; may be called twice."""
+        global _the_carrier
+        end = monotonic() + 2.0
+        while self._sending and not self.is_closed and monotonic() < end:
+            with self._lock:
+                self._push()
+            sleep(_NAP_S)
+        with self._lock:
+            self.is_closed = True
+        if _the_carrier is self:
+            _the_carrier = None
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"MpiCarrier(rank={self.rank}, size={self.size})"
+
+
+def the_mpi_carrier() -> MpiCarrier:
+    """This process's one carrier over COMM_WORLD, made at the first use."""
+    global _the_carrier
+    if _the_carrier is None:
+        _the_carrier = MpiCarrier()
+    return _the_carrier

@@ -1,0 +1,511 @@
+"""StreamCarrier: what carriers over stream sockets have in common.
+
+Whoever waits does the work: the thread that waits in `recv`, `send` or `wait` leads, that is, it polls all sockets,
+reads and writes, and wakes the others that wait; when it has what it wanted, another takes over. So a frame costs no
+change of threads. Only what `isend` could not send at once is finished by a thread of its own, which ends when there
+is nothing left to do.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from time import monotonic
+from typing import Any, Self
+
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote.carriers.base import (
+    ANY,
+    TIMEOUT,
+    check_rank,
+    check_tag,
+    check_timeout,
+    named,
+)
+from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.wire import MAX_FRAME, check_max_frame
+
+_IN = select.EPOLLIN | select.EPOLLRDHUP
+_KEPT_NBYTES = 4 << 20  # for a peer that has not come yet
+_NAP_S = 0.02  # between two tries to reach a peer that is not there yet
+
+_open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
+
+
+class StreamCarrier:
+    """Ranks connected by stream sockets; subclasses say how a connection is made.
+
+    Ownership: owns its sockets; `close()` gives them up. What `recv` returns is the caller's own.
+    Concurrency: any thread may send and receive; a forked child starts without any connection.
+    """
+
+    sees_death = True
+
+    def __init__(self, rank: int, size: int | None, max_frame: int = MAX_FRAME) -> None:
+        self.rank, self.size, self.max_frame = rank, size, check_max_frame(max_frame)
+        self.is_closed = False
+        self.malformed: dict[int, int] = {}
+        self._reset()
+
+    def _reset(self) -> None:
+        self._cond = threading.Condition(threading.Lock())
+        self._is_led = False
+        self._inbox: deque[tuple[int, int, memoryview]] = deque()
+        self._queued: dict[int, int] = {}  # bytes in the inbox, by source
+        self._links: dict[int, Link] = {}  # by descriptor
+        self._outward: dict[int, Link] = {}  # by rank
+        self._waiting: dict[int, deque[Outgoing]] = {}  # for peers that are not there yet
+        self._known: set[int] = set()
+        self._gone: set[int] = set()
+        self._flusher: threading.Thread | None = None
+        self._epoll: select.epoll | None = None
+        self._wakeup = -1
+
+    # -- opening
+
+    def _ensure_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{type(self).__name__}: was closed; make another")
+        if self._epoll is None:
+            with self._cond:
+                if self._epoll is None:
+                    self._open()
+
+    def _open(self) -> None:
+        epoll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        epoll.register(self._wakeup, select.EPOLLIN)
+        self._epoll = epoll
+        _open.add(self)
+
+    def _add(self, link: Link, outward: bool) -> None:
+        with self._cond:
+            if self.is_closed or self._epoll is None:
+                link.close(True)
+                raise ClosedError(f"{type(self).__name__}: was closed; make another")
+            self._links[link.fd] = link
+            if outward:
+                self._outward[link.rank] = link
+            self._known.add(link.rank)
+            self._gone.discard(link.rank)
+            self._epoll.register(link.fd, _IN)
+            self._cond.notify_all()
+        self._wake()
+
+    def _drop(self, link: Link) -> None:
+        """Forget a link that ended; its rank is gone unless another link leads there."""
+        with self._cond:
+            if self._links.get(link.fd) is link:
+                del self._links[link.fd]
+                if self._epoll is not None:
+                    with contextlib.suppress(OSError, ValueError):
+                        self._epoll.unregister(link.fd)
+            if self._outward.get(link.rank) is link:
+                del self._outward[link.rank]
+            if not any(other.rank == link.rank for other in self._links.values()):
+                self._gone.add(link.rank)
+            self._cond.notify_all()
+        link.close(self.is_closed)
+
+    def _wake(self) -> None:
+        if self._wakeup >= 0:
+            with contextlib.suppress(BlockingIOError, OSError):
+                os.eventfd_write(self._wakeup, 1)
+
+    # -- waiting
+
+    def _wait(self, ready: Callable[[], Any], timeout: float, what: Callable[[], str]) -> Any:
+        """Wait until `ready()` is not None; lead the work meanwhile, or let another thread do so."""
+        end = monotonic() + timeout
+        while True:
+            with self._cond:
+                while True:
+                    if self.is_closed:
+                        raise ClosedError(f"{type(self).__name__}: was closed while waiting for {what()}")
+                    found = ready()
+                    if found is not None:
+                        return found
+                    left = end - monotonic()
+                    if not self._is_led:
+                        self._is_led = True
+                        break
+                    if left <= 0:
+                        raise DeadlineError(
+                            f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?"
+                        )
+                    self._cond.wait(left)
+            try:
+                self._work(max(left, 0.0))
+            finally:
+                with self._cond:
+                    self._is_led = False
+                    self._cond.notify_all()
+            if left <= 0:
+                with self._cond:
+                    closed = bool(self.is_closed)
+                    found = None if closed else ready()
+                if found is None and not closed:
+                    raise DeadlineError(
+                        f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?"
+                    )
+                if found is not None:
+                    return found
+
+    def _glance(self) -> None:
+        """Do what is to do now, without waiting, unless another thread does it."""
+        with self._cond:
+            if self._is_led or self._epoll is None or self.is_closed:
+                return
+            self._is_led = True
+        try:
+            self._work(0.0)
+        finally:
+            with self._cond:
+                self._is_led = False
+                self._cond.notify_all()
+
+    def _work(self, timeout: float) -> None:
+        """Poll once; read and write what is possible. By the leader alone."""
+        if self._waiting:
+            self._connect_waiting()
+            timeout = min(timeout, _NAP_S) if self._waiting else 0.0
+        epoll = self._epoll
+        if epoll is None:
+            return
+        for fd, event in epoll.poll(min(timeout, 3600.0)):
+            if fd == self._wakeup:
+                with contextlib.suppress(BlockingIOError, OSError):
+                    os.eventfd_read(fd)
+                continue
+            link = self._links.get(fd)
+            if link is None:
+                continue
+            try:
+                if event & select.EPOLLOUT:
+                    self._flush(link)
+                if event & ~select.EPOLLOUT:
+                    self._take(link)
+            except (EOFError, OSError):
+                self._drop(link)
+            except FrameError:
+                self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
+                self._drop(link)
+
+    def _take(self, link: Link) -> None:
+        frames = link.read()
+        with self._cond:
+            for tag, frame in frames:
+                self._queue(link.rank, tag, frame)
+            if self._queued.get(link.rank, 0) > self.max_frame and not link.is_paused:
+                link.is_paused = True
+                self._watch(link)
+
+    def _queue(self, source: int, tag: int, frame: memoryview) -> None:
+        self._inbox.append((source, tag, frame))
+        self._queued[source] = self._queued.get(source, 0) + frame.nbytes + 64
+
+    def _watch(self, link: Link) -> None:
+        if self._epoll is not None and link.is_open:
+            events = (0 if link.is_paused else _IN) | (select.EPOLLOUT if link.out else 0)
+            with contextlib.suppress(OSError, ValueError):
+                self._epoll.modify(link.fd, events)
+
+    def _flush(self, link: Link) -> None:
+        link.flush()
+        with self._cond:
+            self._watch(link)
+            self._cond.notify_all()
+
+    # -- sending
+
+    def send(self, dest: int, tag: int, parts: Sequence[Any], timeout: float = TIMEOUT) -> None:
+        """Send a frame; returns when the buffers are free again.
+
+        A frame for a peer that has not come yet is kept here, and leaves when it comes.
+        """
+        check_timeout(timeout)
+        outgoing = self._start(dest, tag, parts)
+        if outgoing.is_done:
+            return
+        if dest in self._waiting and self._keep(outgoing):
+            self._ensure_flusher()
+            return
+        self._wait_sent(outgoing, timeout)
+
+    def _keep(self, outgoing: Outgoing) -> bool:
+        """Copy a frame that waits for its peer, so that its sender need not; False if too much waits already."""
+        with self._cond:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting is None or outgoing not in waiting or sum(o.nbytes for o in waiting) > _KEPT_NBYTES:
+                return False
+            outgoing.own()
+            return True
+
+    def isend(self, dest: int, tag: int, parts: Sequence[Any]) -> Outgoing:
+        """Begin to send a frame, and never wait; the handle completes by itself."""
+        outgoing = self._start(dest, tag, parts)
+        if not outgoing.is_done:
+            self._ensure_flusher()
+        return outgoing
+
+    def _start(self, dest: int, tag: int, parts: Sequence[Any]) -> Outgoing:
+        self._ensure_open()
+        check_rank(dest, self.size, "dest")
+        check_tag(tag)
+        outgoing = Outgoing(self, dest, tag, parts)
+        if dest not in self._waiting and self._deliver(outgoing, tag, parts):
+            return outgoing
+        with self._cond:
+            if dest in self._waiting:
+                self._waiting[dest].append(outgoing)
+                return outgoing
+        link = self._link_to(dest)
+        if link is None:
+            with self._cond:
+                self._waiting.setdefault(dest, deque()).append(outgoing)
+            self._wake()
+            return outgoing
+        self._put(link, outgoing)
+        return outgoing
+
+    def _put(self, link: Link, outgoing: Outgoing) -> None:
+        try:
+            link.put(outgoing)
+        except OSError as error:
+            self._drop(link)
+            raise PeerDiedError(f"rank {link.rank}: is gone ({error.strerror or error})") from None
+        if not outgoing.is_done and link.is_open:
+            with self._cond:
+                self._watch(link)
+            self._wake()
+
+    def _deliver(self, outgoing: Outgoing, tag: int, parts: Sequence[Any]) -> bool:
+        """Hand a frame to an end in this process, if the peer is one."""
+        return False
+
+    def _link_to(self, dest: int) -> Link | None:
+        """The link to send by; None to wait for the peer; PeerDiedError if it is gone."""
+        raise NotImplementedError
+
+    def _connect_waiting(self) -> None:
+        for dest in list(self._waiting):
+            is_near = self._is_near(dest)
+            try:
+                link = None if is_near else self._link_to(dest)
+            except (PeerDiedError, OSError) as error:
+                with self._cond:
+                    for outgoing in self._waiting.pop(dest, ()):
+                        outgoing.finish(PeerDiedError(f"rank {dest}: is gone ({error})"))
+                continue
+            if link is not None or is_near:
+                self._send_waiting(dest, link)
+
+    def _send_waiting(self, dest: int, link: Link | None) -> None:
+        """Send what waited for a peer, in order; what is sent meanwhile queues up behind it."""
+        while True:
+            with self._cond:
+                waiting = self._waiting.get(dest)
+                if not waiting:
+                    self._waiting.pop(dest, None)
+                    return
+                outgoing = waiting[0]
+            try:
+                if link is not None:
+                    self._put(link, outgoing)
+                elif not self._deliver(outgoing, outgoing.tag, list(outgoing.views)[1:]):
+                    return
+            except PeerDiedError as error:
+                outgoing.finish(error)
+            with self._cond:
+                if waiting and waiting[0] is outgoing:
+                    waiting.popleft()
+
+    def _is_near(self, dest: int) -> bool:
+        """Whether the peer is an end in this process."""
+        return False
+
+    def _wait_sent(self, outgoing: Outgoing, timeout: float) -> None:
+        def sent() -> bool | None:
+            if outgoing.error is not None:
+                raise outgoing.error
+            return True if outgoing.is_done else None
+
+        check_timeout(timeout)
+        self._ensure_open()
+        try:
+            self._wait(sent, timeout, lambda: f"send to rank {outgoing.dest}")
+        except DeadlineError:
+            self._give_up(outgoing)
+            raise
+
+    def _give_up(self, outgoing: Outgoing) -> None:
+        """After a deadline a frame not begun is taken back; one half sent can only end with its connection."""
+        link = self._outward.get(outgoing.dest)
+        if link is not None:
+            with link.lock:
+                if outgoing in link.out and link.out[0] is not outgoing:
+                    link.out.remove(outgoing)
+                    outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+                    return
+            if outgoing in link.out:
+                self._drop(link)
+        waiting = self._waiting.get(outgoing.dest)
+        if waiting is not None and outgoing in waiting:
+            with self._cond:
+                waiting.remove(outgoing)
+                if not waiting:
+                    self._waiting.pop(outgoing.dest, None)
+            outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+
+    def _has_unsent(self) -> bool:
+        return bool(self._waiting) or any(link.out for link in self._links.values())
+
+    def _ensure_flusher(self) -> None:
+        with self._cond:
+            if self._flusher is None or not self._flusher.is_alive():
+                self._flusher = threading.Thread(target=self._flush_all, name="recollect-flush", daemon=True)
+                self._flusher.start()
+
+    def _flush_all(self) -> None:
+        try:
+            while True:
+                try:
+                    self._wait(lambda: None if self._has_unsent() else True, 1.0, lambda: "unsent frames")
+                except DeadlineError:
+                    continue
+                with self._cond:
+                    if not self._has_unsent():
+                        self._flusher = None
+                        return
+        except ClosedError:
+            return
+
+    # -- receiving
+
+    def recv(
+        self, source: int = ANY, tag: int = ANY, timeout: float = TIMEOUT
+    ) -> tuple[int, int, memoryview]:
+        """Return (source, tag, frame); the frame is fresh memory, the caller's own."""
+        check_timeout(timeout)
+        check_tag(tag, any_allowed=True)
+        check_rank(source, self.size, "source", any_allowed=True)
+        self._ensure_open()
+        found: tuple[int, int, memoryview] = self._wait(
+            lambda: self._matching(source, tag),
+            timeout,
+            lambda: f"recv of {named(tag, 'tag')} from {named(source, 'rank')}",
+        )
+        return found
+
+    def _matching(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
+        inbox = self._inbox
+        for i, (rank, its_tag, _) in enumerate(inbox):
+            if source in (ANY, rank) and tag in (ANY, its_tag):
+                found = inbox[i]
+                del inbox[i]
+                self._taken(found)
+                return found
+        if source != ANY and source in self._gone:
+            raise PeerDiedError(f"rank {source}: is gone; nothing more will come from it")
+        return None
+
+    def _taken(self, found: tuple[int, int, memoryview]) -> None:
+        rank = found[0]
+        left = self._queued[rank] = self._queued[rank] - found[2].nbytes - 64
+        if left <= self.max_frame // 2:
+            for link in self._links.values():
+                if link.rank == rank and link.is_paused:
+                    link.is_paused = False
+                    self._watch(link)
+
+    def alive(self) -> frozenset[int]:
+        """Ranks that joined and are not known to be gone, this one included."""
+        self._ensure_open()
+        self._glance()
+        with self._cond:
+            return frozenset((self._known - self._gone) | {self.rank})
+
+    def refuse(self, rank: int, for_ever: bool = False) -> None:
+        """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""
+        for link in [link for link in self._links.values() if link.rank == rank]:
+            self._drop(link)
+
+    # -- ending
+
+    def close(self) -> None:
+        """Wake all waiters with ClosedError and give up all sockets; may be called twice."""
+        with self._cond:
+            if self.is_closed:
+                return
+            self.is_closed = True
+            self._cond.notify_all()
+        self._wake()
+        self._stop_listening()
+        with self._cond:
+            self._cond.wait_for(lambda: not self._is_led, 5.0)
+            flusher = self._flusher
+        if flusher is not None and flusher is not threading.current_thread():
+            flusher.join(5.0)
+        self._release()
+
+    def _stop_listening(self) -> None:
+        pass
+
+    def _release(self) -> None:
+        for link in list(self._links.values()):
+            self._finish_sending(link)
+            link.close(True)
+        for waiting in self._waiting.values():
+            for outgoing in waiting:
+                outgoing.finish(ClosedError(f"rank {outgoing.dest}: this carrier was closed"))
+        self._links.clear()
+        self._outward.clear()
+        self._waiting.clear()
+        if self._epoll is not None:
+            self._epoll.close()
+            self._epoll = None
+            os.close(self._wakeup)
+            self._wakeup = -1
+        _open.discard(self)
+
+    def _finish_sending(self, link: Link) -> None:
+        """Give frames already begun a moment: the peer would see rubbish otherwise."""
+        end = monotonic() + 0.2
+        while link.out and link.is_open and monotonic() < end:
+            try:
+                select.select([], [link.fd], [], 0.02)
+                link.flush()
+            except (OSError, ValueError):
+                return
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
+
+    def _forget_in_child(self) -> None:
+        """In a forked child: give up what belongs to the parent, without a word on the wire."""
+        for link in self._links.values():
+            link.sock.close()
+        if self._epoll is not None:
+            self._epoll.close()
+            os.close(self._wakeup)
+        self._reset()
+
+
+def _after_fork() -> None:
+    for carrier in list(_open):
+        carrier._forget_in_child()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_after_fork)

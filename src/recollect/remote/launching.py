@@ -1,0 +1,246 @@
+"""launch: start workers and managers, serve, and bring back results."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from recollect.errors import WorkerError
+from recollect.remote.backends import NAMES, carrier_of, set_launched
+from recollect.remote.carriers.base import Carrier
+from recollect.remote.carriers.local import LocalCarrier
+from recollect.remote.carriers.tcp import TcpCarrier
+from recollect.remote.client import RemoteReplay
+from recollect.remote.ranks import RankLayout, rank_layout
+
+Work = Callable[["Context"], Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Context:
+    """What a worker or manager function is told."""
+
+    rank: int
+    manager_rank: int
+    layout: RankLayout
+    carrier: Carrier
+    seed: int
+
+    def replay(self, env: Any, **kwargs: Any) -> RemoteReplay:
+        """A client of this rank's manager."""
+        return RemoteReplay(env, self.manager_rank, self.carrier, **kwargs)
+
+
+@dataclass(frozen=True, slots=True)
+class Launched:
+    """What came back: `results` by worker rank, `stats` by manager rank."""
+
+    results: dict[int, Any] = field(default_factory=dict)
+    stats: dict[int, Any] = field(default_factory=dict)
+
+
+def launch(
+    worker: Work,
+    manager: Work,
+    *,
+    n_workers: int = 2,
+    n_managers: int = 1,
+    carrier: str = "local",
+    max_restarts: int = 0,
+    seed: int = 0,
+) -> Launched:
+    """Run `worker(ctx)` on each worker rank, and serve what `manager(ctx)` returns on each manager rank.
+
+    `local` and `tcp` start processes here, `ray` actors; under `mpi` and `torch` every rank calls it. A worker that
+    raises: the others finish, then WorkerError. A manager that dies is started again up to `max_restarts` times, and
+    once more if it has a checkpoint; so is a worker, up to `max_restarts`.
+    """
+    if carrier not in NAMES:
+        raise ValueError(f"carrier: must be one of {list(NAMES)}, got {carrier!r}")
+    layout = rank_layout(n_workers + n_managers, n_managers)
+    if carrier in ("mpi", "torch"):
+        return _here(worker, manager, layout, carrier, seed)
+    if carrier == "ray":
+        from recollect.remote.carriers.ray import launch_on_ray
+
+        launched: Launched = launch_on_ray(worker, manager, layout, seed)
+        return launched
+    return _Family(worker, manager, layout, carrier, max_restarts, seed).run()
+
+
+def run_rank(worker: Work, manager: Work, layout: RankLayout, carrier: Carrier, seed: int) -> tuple[str, Any]:
+    """Do this rank's work: ("result", value) of a worker, ("stats", record) of a manager."""
+    rank = carrier.rank
+    manager_rank = rank if rank in layout.managers else layout.manager_of(rank)
+    ctx = Context(rank, manager_rank, layout, carrier, seed * 1_000_003 + rank)
+    if rank in layout.managers:
+        made = manager(ctx)
+        try:
+            return "stats", made.run()
+        finally:
+            made.close()
+    return "result", worker(ctx)
+
+
+def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int) -> Launched:
+    found = carrier_of(name)
+    size = len(layout.workers) + len(layout.managers)
+    if found.size is not None and found.size != size:
+        raise ValueError(f"n_workers + n_managers: must be the {found.size} ranks there are, got {size}")
+    kind, value = run_rank(worker, manager, layout, found, seed)
+    return Launched(**{"results" if kind == "result" else "stats": {found.rank: value}})
+
+
+@dataclass(slots=True)
+class _Child:
+    rank: int
+    process: Any
+    pipe: Connection
+    restarts: int = 0
+    outcome: tuple[str, Any] | None = None
+
+
+class _Family:
+    """The processes of one launch. Ownership: ends them all when it ends."""
+
+    def __init__(
+        self, worker: Work, manager: Work, layout: RankLayout, kind: str, max_restarts: int, seed: int
+    ) -> None:
+        self.worker, self.manager, self.layout, self.kind = worker, manager, layout, kind
+        self.max_restarts, self.seed = max_restarts, seed
+        size = len(layout.workers) + len(layout.managers)
+        self.ends = LocalCarrier.group(size) if kind == "local" else []
+        self.token = os.urandom(32)
+        self.addresses: dict[int, str] = {}
+        self.children: dict[int, _Child] = {}
+        # Functions defined in a script or a test need not be importable: forked children have them already.
+        self.context = multiprocessing.get_context("fork")
+
+    def run(self) -> Launched:
+        try:
+            for rank in self.layout.managers:
+                self._start(rank)
+            if self.kind == "tcp":
+                self._await_addresses()
+            for rank in self.layout.workers:
+                self._start(rank)
+            while any(child.outcome is None for child in self.children.values()):
+                self._watch()
+            return self._gathered()
+        finally:
+            self._end()
+
+    def _start(self, rank: int, restarts: int = 0) -> None:
+        ours, theirs = self.context.Pipe()
+        end = self.ends[rank] if self.ends else None
+        args = (self.worker, self.manager, self.layout, self.kind, rank, end, self.token, dict(self.addresses),
+                self.seed, theirs, ours)  # fmt: skip
+        process = self.context.Process(target=_child, args=args, name=f"recollect-rank-{rank}")
+        process.start()
+        theirs.close()
+        self.children[rank] = _Child(rank, process, ours, restarts)
+
+    def _await_addresses(self) -> None:
+        for rank in self.layout.managers:
+            child = self.children[rank]
+            if not child.pipe.poll(60.0):
+                raise WorkerError(f"manager rank {rank}: did not begin to listen within 60 s")
+            self._hear(child)
+
+    def _watch(self) -> None:
+        """Wait for a word from a child, or for its end."""
+        open_ones = [child for child in self.children.values() if child.outcome is None]
+        wait([c.pipe for c in open_ones] + [c.process.sentinel for c in open_ones], timeout=1.0)
+        for child in open_ones:
+            while child.outcome is None and child.pipe.poll(0):
+                if not self._hear(child):
+                    break
+            if child.outcome is None and not child.process.is_alive():
+                self._hear_the_rest(child)
+
+    def _hear_the_rest(self, child: _Child) -> None:
+        """What a child said before it ended counts; otherwise it died."""
+        while child.pipe.poll(0) and self._hear(child):
+            if child.outcome is not None:
+                return
+        self._died(child)
+
+    def _hear(self, child: _Child) -> bool:
+        try:
+            kind, value = child.pipe.recv()
+        except (EOFError, OSError):
+            return False
+        if kind == "address":
+            self.addresses[child.rank] = value
+        else:
+            child.outcome = (kind, value)
+        return True
+
+    def _died(self, child: _Child) -> None:
+        code = child.process.exitcode
+        child.process.join()
+        child.pipe.close()
+        is_manager = child.rank in self.layout.managers
+        most = max(self.max_restarts, 1) if is_manager else self.max_restarts
+        if child.restarts < most:
+            self._start(child.rank, child.restarts + 1)
+            return
+        child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} and without a word")
+
+    def _gathered(self) -> Launched:
+        launched, failed = Launched(), []
+        for rank, child in sorted(self.children.items()):
+            kind, value = child.outcome or ("error", "no outcome")
+            if kind == "error":
+                failed.append(value)
+            elif kind == "stats":
+                launched.stats[rank] = value
+            else:
+                launched.results[rank] = value
+        if failed:
+            raise WorkerError("launch: " + "\n".join(failed))
+        return launched
+
+    def _end(self) -> None:
+        for child in self.children.values():
+            if child.outcome is None and child.process.is_alive():
+                child.process.terminate()
+            child.process.join(5.0)
+            if child.process.is_alive():
+                child.process.kill()
+                child.process.join()
+            child.process.close()
+            child.pipe.close()
+
+
+def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int, end: Any, token: bytes,
+           addresses: dict[int, str], seed: int, pipe: Connection, other: Connection) -> None:  # fmt: skip
+    other.close()
+    try:
+        carrier = end if kind == "local" else _tcp_end(layout, rank, token, addresses, pipe)
+        set_launched(kind, carrier)
+        try:
+            pipe.send(run_rank(worker, manager, layout, carrier, seed))
+        finally:
+            carrier.close()
+    except BaseException:
+        pipe.send(("error", f"rank {rank}: {traceback.format_exc()}"))
+    finally:
+        pipe.close()
+
+
+def _tcp_end(
+    layout: RankLayout, rank: int, token: bytes, addresses: dict[int, str], pipe: Connection
+) -> TcpCarrier:
+    if rank not in layout.managers:
+        order = [addresses[manager] for manager in layout.managers]
+        return TcpCarrier.join(order, token=token, rank=rank)
+    # Started again, it listens where it did, so that those who look for it find it.
+    carrier = TcpCarrier.serve(rank, addresses.get(rank, "127.0.0.1:0"), token=token)
+    pipe.send(("address", carrier.address))
+    return carrier

@@ -1,0 +1,145 @@
+"""Ranks: who works, who manages, and which workers are expected, present or gone."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from recollect import _core
+from recollect.remote.records import Limits
+
+HOST = socket.gethostname()[:255]
+
+
+@dataclass(frozen=True, slots=True)
+class RankLayout:
+    """Which ranks work and which manage; make it with `rank_layout`."""
+
+    workers: tuple[int, ...]
+    managers: tuple[int, ...]
+
+    def manager_of(self, worker: int) -> int:
+        """The manager that a worker sends to."""
+        return self.managers[worker % len(self.managers)]
+
+    def workers_of(self, manager: int) -> tuple[int, ...]:
+        """The workers that send to a manager."""
+        return tuple(worker for worker in self.workers if self.manager_of(worker) == manager)
+
+
+def rank_layout(size: int, n_managers: int = 1) -> RankLayout:
+    """Return which of `size` ranks manage (the last ones), and which work.
+
+    >>> layout = rank_layout(5, 2)
+    >>> layout.workers, layout.managers, layout.manager_of(2)
+    ((0, 1, 2), (3, 4), 3)
+    """
+    if n_managers < 1 or size <= n_managers:
+        raise ValueError(f"size: must be above n_managers, and that at least 1, got {size} and {n_managers}")
+    n = size - n_managers
+    return RankLayout(tuple(range(n)), tuple(range(n, size)))
+
+
+@dataclass(slots=True)
+class _Worker:
+    state: str
+    host: str = ""
+    process: int = 0
+    heard: float = 0.0
+    lost_since: float | None = None
+
+
+class RankBook:
+    """Which workers a manager expects, which are present and which have left, each by its own number."""
+
+    def __init__(self, n_expected: int | None, worker_ranks: Iterable[int] | None, limits: Limits) -> None:
+        self.n_expected, self.limits = n_expected, limits
+        self.fixed = None if worker_ranks is None else frozenset(worker_ranks)
+        self.workers: dict[int, _Worker] = {rank: _Worker("expected") for rank in sorted(self.fixed or ())}
+        self.n_missing = 0  # places that nobody took in time
+        self.anybody = False
+        self._began: float | None = None
+
+    def begin(self, now: float) -> None:
+        """Start to wait for workers."""
+        self._began = now if self._began is None else self._began
+
+    @property
+    def n_left(self) -> int:
+        return self.n_missing + sum(worker.state == "left" for worker in self.workers.values())
+
+    @property
+    def n_present(self) -> int:
+        return sum(worker.state == "present" for worker in self.workers.values())
+
+    @property
+    def is_over(self) -> bool:
+        return self.n_expected is not None and self.n_left >= self.n_expected
+
+    def admit(self, rank: int, host: str, process: int, now: float) -> str | None:
+        """Take a worker in; otherwise say why not."""
+        worker = self.workers.get(rank)
+        if worker is None:
+            if self.fixed is not None:
+                return f"this manager serves the ranks {sorted(self.fixed)}"
+            if self.n_expected is not None and len(self.workers) + self.n_missing >= self.n_expected:
+                return f"this manager serves {self.n_expected} workers, and has them"
+            worker = self.workers[rank] = _Worker("expected")
+        worker.state, worker.host, worker.process = "present", host, process
+        worker.heard, worker.lost_since = now, None
+        self.anybody = True
+        return None
+
+    def allows(self, rank: int) -> bool:
+        """Whether containers of this rank are taken."""
+        return rank in self.workers
+
+    def leave(self, rank: int) -> None:
+        """This worker has left; a second time is harmless."""
+        worker = self.workers.get(rank)
+        if worker is None:
+            if self.fixed is not None or (
+                self.n_expected is not None and len(self.workers) >= self.n_expected
+            ):
+                return
+            worker = self.workers[rank] = _Worker("left")
+        worker.state = "left"
+        self.anybody = True
+
+    def heard(self, rank: int, now: float) -> None:
+        """Something came from this rank."""
+        worker = self.workers.get(rank)
+        if worker is not None:
+            worker.heard = now
+
+    def tick(self, now: float, alive: frozenset[int], sees_death: bool) -> None:
+        """Look who is gone by now."""
+        for rank, worker in self.workers.items():
+            if worker.state == "present" and self._is_gone(rank, worker, now, alive, sees_death):
+                worker.state = "left"
+        if self._began is None or now - self._began < self.limits.join_s:
+            return
+        for worker in self.workers.values():
+            if worker.state == "expected":
+                worker.state = "left"
+        if self.fixed is None and self.n_expected is not None:
+            self.n_missing = max(0, self.n_expected - len(self.workers))
+
+    def _is_gone(
+        self, rank: int, worker: _Worker, now: float, alive: frozenset[int], sees_death: bool
+    ) -> bool:
+        if worker.host == HOST and worker.process and not _core.is_alive(worker.process):
+            return True
+        if not sees_death:
+            return worker.host != HOST and now - worker.heard > self.limits.silence_s
+        if rank in alive:
+            worker.lost_since = None
+            return False
+        if worker.lost_since is None:
+            worker.lost_since = now
+        return now - worker.lost_since > self.limits.rejoin_s
+
+    def states(self) -> dict[int, str]:
+        """The state of each rank."""
+        return {rank: worker.state for rank, worker in self.workers.items()}

@@ -1,0 +1,51 @@
+"""Writers: what a manager remembers of each client, so that a container is stored once however often it comes."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
+from recollect.remote.messages import Id
+
+MOST_WRITERS = 10_000
+
+
+@dataclass(slots=True)
+class Writer:
+    """One client: its rank, the last container it sent, and the answers it may still ask for."""
+
+    rank: int
+    last_seq: int = 0
+    answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    gap_told: int = -1  # after which seq a gap was already answered
+    has_left: bool = False
+
+    def remember(self, seq: int, answer: bytes, most: int) -> None:
+        """Keep the answer to the container that was just stored."""
+        self.last_seq = seq
+        self.answers[seq] = answer
+        while len(self.answers) > most:
+            self.answers.popitem(last=False)
+
+
+class Writers:
+    """All writers by id, the longest silent forgotten first when there are too many."""
+
+    def __init__(self) -> None:
+        self.by_id: OrderedDict[Id, Writer] = OrderedDict()
+
+    def get(self, writer: Id) -> Writer | None:
+        return self.by_id.get(writer)
+
+    def enter(self, writer: Id, rank: int) -> Writer:
+        """Return the record of a writer; a new one of a rank ends the answers kept for its earlier ones."""
+        found = self.by_id.get(writer)
+        if found is None:
+            for other in self.by_id.values():
+                if other.rank == rank:
+                    other.answers.clear()
+            found = self.by_id[writer] = Writer(rank)
+            while len(self.by_id) > MOST_WRITERS:
+                self.by_id.popitem(last=False)
+        self.by_id.move_to_end(writer)
+        return found

@@ -1,0 +1,64 @@
+"""Small grids, containers and plain models for the tests of recollect.remote."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from gymnasium import spaces
+
+from recollect.remote import Trajectories
+
+SAMPLE = {"id": ((), "int64"), "log_reward": ((), "float64")}
+PLAIN = {"id": ((), "int64")}
+MAX_LENGTH = 12
+
+
+def grid(dtype: Any = np.float64) -> spaces.Dict:
+    """A trajectory of grid states, its final state, an id and a log reward."""
+    step = spaces.Dict({"state": spaces.Box(0, 8, (2,), np.int32), "action": spaces.Discrete(3)})
+    return spaces.Dict(
+        {
+            "steps": spaces.Sequence(step, stack=True),
+            "id": spaces.Box(-(2**62), 2**62, (), np.int64),
+            "final_state": spaces.Box(-np.inf, np.inf, (2,), np.float64),
+            "log_reward": spaces.Box(-np.inf, np.inf, (), dtype),
+        }
+    )
+
+
+def samples(ids: Any, rewards: Any = None) -> dict[str, Any]:
+    ids = np.asarray(ids, np.int64)
+    block = {"id": ids}
+    if rewards is not None:
+        block["log_reward"] = np.asarray(rewards, np.float64)
+    return block
+
+
+def paths(ids: Any, rewards: Any, lengths: Any = None, finals: Any = None, seed: int = 0) -> Trajectories:
+    """Trajectories whose steps can be told from their ids."""
+    ids = np.asarray(ids, np.int64)
+    rng = np.random.default_rng(seed)
+    n = rng.integers(1, MAX_LENGTH + 1, len(ids)) if lengths is None else np.asarray(lengths)
+    total = int(n.sum())
+    state = np.stack([np.repeat(ids, n) % 8, np.arange(total) % 8], axis=1).astype(np.int32)
+    finals = np.stack([ids, ids + 0.5], axis=1) if finals is None else np.asarray(finals, np.float64)
+    return Trajectories(
+        {"state": state, "action": (np.arange(total) % 3).astype(np.int64)},
+        n,
+        np.asarray(rewards, np.float64),
+        id=ids,
+        final_state=finals,
+    )
+
+
+def assert_doors(stats: Any) -> None:
+    """Items went somewhere, all of them."""
+    if hasattr(stats, "live"):
+        doors = stats.live + stats.evicted + stats.removed + stats.n_rejected + stats.passed
+    else:
+        doors = sum(
+            getattr(stats, door)
+            for door in ("kept", "rejected", "passed", "filtered", "dropped", "lost", "pending")
+        )
+    assert stats.offered == doors, stats

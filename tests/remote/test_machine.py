@@ -1,0 +1,186 @@
+"""Exactly once, in order, over a network that drops, repeats, delays and reorders, and over restarts.
+
+Client sessions and a manager's desk are joined by a list of frames in flight; hypothesis decides what happens to them.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+import warnings
+from typing import Any
+
+import numpy as np
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
+from tests.remote.make import PLAIN, assert_doors, samples
+
+from recollect.remote import Checkpoint, ReplayBufferManager
+from recollect.remote.items import item_space
+from recollect.remote.manager import Received
+from recollect.remote.session import Session
+from recollect.remote.wire import decode, joined
+
+N_CLIENTS = 2
+MANAGER = N_CLIENTS
+BASE = 1_000_000  # ids of client c are c * BASE, c * BASE + 1, …
+
+
+class Network(RuleBasedStateMachine):
+    """Frames in flight as (source, dest, bytes); the model is what each client added, in order."""
+
+    frames = Bundle("frames")
+    with_checkpoint = True
+
+    @initialize()
+    def begin(self) -> None:
+        self.path = tempfile.mkdtemp()
+        self.manager = self._made(resume=False)
+        self.clients = [Session(item_space(PLAIN), rank) for rank in range(N_CLIENTS)]
+        self.added: list[list[int]] = [[] for _ in self.clients]
+        self.flight: list[tuple[int, int, bytes]] = []
+        for rank in range(N_CLIENTS):
+            self._say(rank, [self.clients[rank].greet()])
+
+    def _made(self, resume: bool) -> ReplayBufferManager:
+        save = Checkpoint(self.path, resume=resume) if self.with_checkpoint else None
+        return ReplayBufferManager(PLAIN, MANAGER, None, capacity=400, checkpoint=save)
+
+    def _say(self, rank: int, frames: list[Any]) -> None:
+        self.flight += [(rank, MANAGER, joined(parts)) for parts in frames]
+
+    def _deliver(self, frame: tuple[int, int, bytes]) -> None:
+        source, dest, data = frame
+        message, _, body = decode(data)
+        if dest == MANAGER:
+            received = Received(message, body, memoryview(data))
+            replies = self.manager._handle(source, received)
+            self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
+        else:
+            client = self.clients[dest]
+            self._say(dest, client.hear(message, body))
+
+    @rule(client=st.integers(0, N_CLIENTS - 1), n=st.integers(1, 3))
+    def add(self, client: int, n: int) -> None:
+        session = self.clients[client]
+        if session.is_ready and session.n_unanswered < 6:
+            first = client * BASE + sum(map(len, [self.added[client]]))
+            ids = list(range(first, first + n))
+            self.added[client] += ids
+            session.doors.offered += n
+            packed = item_space(PLAIN).encode(samples(ids))
+            self._say(client, [session.put(packed).parts])
+
+    @rule(at=st.integers(0, 1 << 16))
+    def deliver(self, at: int) -> None:
+        if self.flight:
+            self._deliver(self.flight.pop(at % len(self.flight)))
+
+    @rule()
+    def deliver_first(self) -> None:
+        if self.flight:
+            self._deliver(self.flight.pop(0))
+
+    @rule(at=st.integers(0, 1 << 16))
+    def drop(self, at: int) -> None:
+        if self.flight:
+            self.flight.pop(at % len(self.flight))
+
+    @rule()
+    def deliver_all(self) -> None:
+        """A quiet moment; without it most runs would never get past Hello."""
+        for _ in range(100):
+            if self.flight:
+                self._deliver(self.flight.pop(0))
+
+    @rule()
+    def lose_all_answers(self) -> None:
+        """The manager hears everything, its clients nothing."""
+        for frame in [f for f in self.flight if f[1] == MANAGER]:
+            self._deliver(frame)
+        self.flight = []
+
+    @rule(at=st.integers(0, 1 << 16))
+    def repeat(self, at: int) -> None:
+        if self.flight:
+            self.flight.append(self.flight[at % len(self.flight)])
+
+    @rule(client=st.integers(0, N_CLIENTS - 1))
+    def retry(self, client: int) -> None:
+        session = self.clients[client]
+        self._say(client, session.unanswered() if session.is_ready else [session.greet()])
+
+    @rule()
+    def kill_and_restart_the_manager(self) -> None:
+        """As SIGKILL does: nothing is closed in order; frames in flight survive or not, as they please."""
+        if self.manager._desk.log is not None:
+            self.manager._desk.log.close()
+        self.manager.buffer.close()
+        self.manager = self._made(resume=True)
+
+    @rule()
+    def dump(self) -> None:
+        self.manager._desk.dump()
+
+    def _stored(self) -> list[list[int]]:
+        ids = self.manager.buffer[:]["id"].tolist()
+        return [[i for i in ids if i // BASE == c] for c in range(N_CLIENTS)]
+
+    @invariant()
+    def what_is_stored_is_what_was_added_once_and_in_order(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for client, stored in enumerate(self._stored()):
+            assert stored == self.added[client][: len(stored)]
+            answered = sum(e.n for e in self.clients[client].entries.values() if isinstance(e.answer, dict))
+            assert len(stored) >= answered  # what was acknowledged is there
+        assert_doors(self.manager.stats())
+
+    def teardown(self) -> None:
+        if not hasattr(self, "manager"):
+            return
+        for _ in range(10):  # now the network is sound: everything arrives
+            for rank, session in enumerate(self.clients):
+                self._say(rank, session.unanswered() if session.is_ready else [session.greet()])
+            while self.flight:
+                self._deliver(self.flight.pop(0))
+        assert self._stored() == self.added
+        for session in self.clients:
+            assert session.n_unanswered == 0
+            assert session.doors.kept == session.doors.offered
+            assert session.forgotten == 0
+        assert self.manager.stats().offered == sum(map(len, self.added))
+        self.manager.close()
+        shutil.rmtree(self.path)
+
+
+TestNetwork = Network.TestCase
+
+
+def test_a_manager_back_without_its_memory_is_counted_and_warned_of_once() -> None:
+    """Without a checkpoint a restart loses what was acknowledged, and the client says so."""
+    session = Session(item_space(PLAIN), 0)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for restart in range(3):
+            manager = ReplayBufferManager(PLAIN, 1, None, capacity=100)
+            packed = item_space(PLAIN).encode(samples(np.arange(5)))
+            if restart == 0:
+                talk(manager, session, [session.greet()])
+            session.doors.offered += 5
+            entry = session.put(packed)
+            talk(manager, session, [entry.parts])
+            assert entry.answer == {"score": float("inf")}
+            assert manager.buffer[:]["id"].tolist() == list(range(5))
+    assert session.forgotten == 10
+    assert len([w for w in caught if "acknowledged" in str(w.message)]) == 1
+
+
+def talk(manager: ReplayBufferManager, session: Session, frames: list[Any]) -> None:
+    """Exchange frames until nobody has anything to say."""
+    while frames:
+        data = joined(frames.pop(0))
+        message, _, body = decode(data)
+        for reply in manager._handle(session.rank, Received(message, body, memoryview(data))):
+            answer, _, rest = decode(joined(reply.parts))
+            frames += session.hear(answer, rest)

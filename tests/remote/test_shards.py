@@ -1,0 +1,119 @@
+"""Several managers, one baseline: over a plain model, with managers that fall silent, and over a carrier."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.remote.make import SAMPLE, samples
+
+from recollect.remote import LocalCarrier, RemoteReplay, ReplayBufferManager, Shards
+from recollect.remote.agreement import Agreement, Summary, agreed_value
+from recollect.testing.carrier_contract import eventually
+
+shard = st.tuples(st.lists(st.floats(-9, 9), max_size=5), st.booleans(), st.floats(-9, 9), st.integers(1, 9))
+
+
+def summary(values: list[float], is_full: bool, ema: float, containers: int) -> Summary:
+    ordered = np.sort(np.array(values, float))
+    return Summary(min(values) if values else None, is_full, ema, containers, ordered)
+
+
+@given(
+    st.lists(shard, min_size=1, max_size=4), st.sampled_from(["min", "percentile", "ema"]), st.floats(0, 1)
+)
+def test_the_value_is_that_of_the_union(shards: list[Any], strategy: str, q: float) -> None:
+    union = [v for values, *_ in shards for v in values]
+    total = sum(n for *_, n in shards)
+    expected = sum(ema * n for _, _, ema, n in shards) / total
+    if strategy != "ema" and all(full for _, full, *_ in shards) and union:
+        expected = min(union) if strategy == "min" else np.quantile(union, q)
+    assert agreed_value([summary(*s) for s in shards], strategy, q) == pytest.approx(expected, abs=1e-12)
+
+
+def exchange(parties: dict[int, Agreement], now: float, mine: dict[int, Summary]) -> None:
+    for rank, party in parties.items():
+        for dest, message, values in party.tick(now, mine[rank]):
+            if dest in parties:
+                parties[dest].hear(rank, message, values, now)
+
+
+def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() -> None:
+    shards = Shards((4, 5, 6), sync_s=1.0)
+    parties = {rank: Agreement(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
+    mine = {rank: summary([float(rank)], True, 0.0, 1) for rank in parties}
+    seen: dict[int, float | None] = {}
+    epochs = []
+    for step in range(30):
+        if step == 10:
+            del parties[4]  # killed: says nothing any more
+        exchange(parties, float(step), mine)
+        for party in parties.values():
+            current = party.current(float(step))
+            if current is not None:
+                assert seen.setdefault(*current) == current[1]
+        epochs.append(max(seen, default=0))
+    assert parties[5].current(29.0) == parties[6].current(29.0)
+    assert parties[5].current(29.0)[1] == 5.0  # the silent one is left out
+    assert epochs[9] > 0 and epochs == sorted(epochs)
+
+
+def test_who_hears_nothing_uses_its_own() -> None:
+    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    other = Agreement(4, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    both = {4: other, 5: party}
+    mine = {rank: summary([1.0], True, 0.0, 1) for rank in both}
+    exchange(both, 0.0, mine)
+    exchange(both, 4.0, mine)
+    assert party.current(4.5) is not None
+    assert party.current(7.5) is None
+
+
+def test_managers_agree_over_a_carrier() -> None:
+    ends = LocalCarrier.group(4)
+    shards = Shards((2, 3), sync_s=0.05)
+    managers = [
+        ReplayBufferManager(
+            SAMPLE, rank, None, capacity=4, communication_backend=ends[rank], shards=shards
+        ).start()
+        for rank in (2, 3)
+    ]
+    with (
+        RemoteReplay(SAMPLE, 2, ends[0], deadline=10.0) as a,
+        RemoteReplay(SAMPLE, 3, ends[1], deadline=10.0) as b,
+    ):
+        a.add(samples(range(4), [1.0, 2.0, 3.0, 4.0]))
+        b.add(samples(range(4), [5.0, 6.0, 7.0, 8.0]))
+
+        def agree() -> bool:
+            x, y = a.add(samples([9], [-9.0])), b.add(samples([9], [-9.0]))
+            if "baseline_epoch" in x and x["baseline_epoch"] == y.get("baseline_epoch"):
+                assert x["baseline_log_reward"] == y["baseline_log_reward"]
+                return x["baseline_log_reward"] == 1.0
+            return False
+
+        eventually(agree)
+    for manager in managers:
+        manager.close()
+    for end in ends:
+        end.close()
+
+
+def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
+    """The network between 4 and 5 is cut, and 6 hears both."""
+    shards = Shards((4, 5, 6), sync_s=1.0)
+    parties = {rank: Agreement(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
+    seen: dict[int, float | None] = {}
+    for step in range(20):
+        for rank, party in parties.items():
+            for dest, message, values in party.tick(float(step), summary([float(rank)], True, 0.0, 1)):
+                if {rank, dest} != {4, 5}:
+                    parties[dest].hear(rank, message, values, float(step))
+        for party in parties.values():
+            current = party.current(float(step))
+            if current is not None:
+                assert seen.setdefault(*current) == current[1]
+    assert len(set(seen.values())) > 1

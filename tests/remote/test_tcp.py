@@ -1,0 +1,223 @@
+"""TcpCarrier: the contract, tokens, strangers, rubbish, and connections that break."""
+
+from __future__ import annotations
+
+import os
+import socket
+import struct
+import threading
+from collections.abc import Iterator
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from recollect.errors import AuthError, DeadlineError, PeerDiedError
+from recollect.remote import TcpCarrier
+from recollect.remote.carriers import tcp
+from recollect.testing import CarrierContract
+from recollect.testing.carrier_contract import SOON, eventually
+
+TOKEN = b"sixteen bytes or more"
+
+
+class TestTcp(CarrierContract):
+    def make(self, n: int) -> list[Any]:
+        """The last serves; the others join it, and it is the one that is spoken to."""
+        server = TcpCarrier.serve(n - 1, max_frame=2 << 20)
+        joined = [
+            TcpCarrier.join([server.address], token=server.token, rank=i, max_frame=2 << 20)
+            for i in range(n - 1)
+        ]
+        return [*joined, server]
+
+
+@pytest.fixture
+def server() -> Iterator[TcpCarrier]:
+    carrier = TcpCarrier.serve(0, token=TOKEN)
+    yield carrier
+    carrier.close()
+
+
+def test_a_wrong_token_is_refused(server: TcpCarrier) -> None:
+    with pytest.raises(AuthError, match="token does not match"):
+        TcpCarrier.join([server.address], token=b"not the same token at all", timeout=2.0)
+    eventually(lambda: server.refused == 1)
+    assert server.alive() == {0}
+
+
+def test_the_token_comes_from_the_environment(monkeypatch: pytest.MonkeyPatch, server: TcpCarrier) -> None:
+    with pytest.raises(AuthError, match="RECOLLECT_TOKEN"):
+        TcpCarrier.join([server.address])
+    monkeypatch.setenv("RECOLLECT_TOKEN", TOKEN.decode())
+    TcpCarrier.join([server.address]).close()
+    with pytest.raises(ValueError, match="16 bytes"):
+        TcpCarrier.serve(0, token="short")
+
+
+def test_the_token_never_shows_and_never_travels() -> None:
+    """Listen in on a whole handshake: neither the token nor its bytes in the repr are there."""
+    server = TcpCarrier.serve(0, token=TOKEN)
+    proxy = socket.create_server(("127.0.0.1", 0))
+    seen = bytearray()
+
+    def relay() -> None:
+        inner, _ = proxy.accept()
+        outer = socket.create_connection(("127.0.0.1", int(server.address.rpartition(":")[2])))
+
+        def pump(a: socket.socket, b: socket.socket) -> None:
+            while data := a.recv(4096):
+                seen.extend(data)
+                b.sendall(data)
+
+        back = threading.Thread(target=pump, args=(outer, inner), daemon=True)
+        back.start()
+        pump(inner, outer)
+        outer.shutdown(socket.SHUT_RDWR)
+        back.join(SOON)
+        inner.close()
+        outer.close()
+
+    thread = threading.Thread(target=relay, daemon=True)
+    thread.start()
+    worker = TcpCarrier.join([f"127.0.0.1:{proxy.getsockname()[1]}"], token=TOKEN)
+    worker.send(0, 0, [b"hello"], SOON)
+    assert bytes(server.recv(timeout=SOON)[2]) == b"hello"
+    worker.close()
+    thread.join(SOON)
+    proxy.close()
+    server.close()
+    assert b"hello" in seen and TOKEN not in seen
+    assert TOKEN.decode() not in repr(server) and "token" not in repr(worker)
+
+
+def test_a_server_that_does_not_know_the_token_is_refused() -> None:
+    """An impostor that says yes to any proof cannot give its own."""
+    fake = socket.create_server(("127.0.0.1", 0))
+
+    def say_yes() -> None:
+        sock, _ = fake.accept()
+        sock.recv(4096)
+        sock.sendall(bytes(32))
+        sock.recv(4096)
+        sock.sendall(struct.pack("<IqqQ32s", 0, 5, 0, 1 << 20, bytes(32)))
+        sock.close()
+
+    thread = threading.Thread(target=say_yes, daemon=True)
+    thread.start()
+    with pytest.raises(AuthError, match="does not know the token"):
+        TcpCarrier.join([f"127.0.0.1:{fake.getsockname()[1]}"], token=TOKEN, timeout=2.0)
+    thread.join(SOON)
+    fake.close()
+
+
+def test_ranks_are_given_or_asked_for_and_never_shared(server: TcpCarrier) -> None:
+    a = TcpCarrier.join([server.address], token=TOKEN)
+    b = TcpCarrier.join([server.address], token=TOKEN, rank=7)
+    c = TcpCarrier.join([server.address], token=TOKEN)
+    assert len({0, a.rank, b.rank, c.rank}) == 4 and b.rank == 7
+    with pytest.raises(AuthError, match="live peer"):
+        TcpCarrier.join([server.address], token=TOKEN, rank=7, timeout=2.0)
+    with pytest.raises(AuthError, match="live peer"):
+        TcpCarrier.join([server.address], token=TOKEN, rank=0, timeout=2.0)
+    b.close()
+    eventually(lambda: 7 not in server.alive())
+    again = TcpCarrier.join([server.address], token=TOKEN, rank=7)
+    for carrier in (a, c, again):
+        carrier.close()
+
+
+def test_who_has_joined_is_known(server: TcpCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However late the serving end takes the connection: it does so before the other hears that it joined."""
+    add = TcpCarrier._add
+
+    def late(self: TcpCarrier, *args: Any, **kw: Any) -> None:
+        if self is server:
+            threading.Event().wait(0.1)
+        add(self, *args, **kw)
+
+    monkeypatch.setattr(TcpCarrier, "_add", late)
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    known = server.alive()
+    a.close()
+    assert known == {0, 1}
+
+
+def test_strangers_are_heard_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PROOF_S", 0.2)
+    monkeypatch.setattr(tcp, "MOST_STRANGERS", 2)
+    server = TcpCarrier.serve(0, token=TOKEN)
+    host, port = server.address.split(":")
+    silent = [socket.create_connection((host, int(port))) for _ in range(2)]
+    eventually(lambda: server._strangers == 2)
+    third = socket.create_connection((host, int(port)))
+    assert third.recv(1) == b""  # no room for it
+    for sock in silent:
+        sock.settimeout(SOON)
+        assert sock.recv(1) == b""  # its time is up
+        sock.close()
+    third.close()
+    eventually(lambda: server.refused == 3)
+    noise = socket.create_connection((host, int(port)))
+    noise.sendall(os.urandom(64))
+    noise.settimeout(SOON)
+    assert noise.recv(100) in (b"",)
+    noise.close()
+    server.close()
+
+
+def test_rubbish_after_the_handshake_closes_that_connection_alone(server: TcpCarrier) -> None:
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    b = TcpCarrier.join([server.address], token=TOKEN, rank=2)
+    a._outward[0].sock.send(b"\xff" * 100)
+    eventually(lambda: 1 not in server.alive() and server.malformed == {1: 1})
+    b.send(0, 0, [b"fine"], SOON)
+    assert bytes(server.recv(timeout=SOON)[2]) == b"fine"
+    with pytest.raises(PeerDiedError):
+        a.recv(0, timeout=SOON)
+    a.reconnect(0, SOON)
+    a.send(0, 0, [b"back"], SOON)
+    assert server.recv(timeout=SOON)[0] == 1
+    a.close()
+    b.close()
+
+
+def test_a_frame_that_promises_too_much_takes_no_memory(server: TcpCarrier) -> None:
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    a._outward[0].sock.send(struct.pack("<IIQ", 0x4D525453, 0, 1 << 60))
+    eventually(lambda: server.alive() == {0})
+    a.close()
+    assert server.malformed == {1: 1}
+
+
+def test_who_is_shut_out_stays_out(server: TcpCarrier) -> None:
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    server.refuse(1, for_ever=True)
+    with pytest.raises(PeerDiedError):
+        a.recv(0, timeout=SOON)
+    with pytest.raises((AuthError, PeerDiedError), match="shut out"):
+        a.reconnect(0, 1.0)
+    a.close()
+
+
+def test_back_pressure_ends_in_a_deadline(server: TcpCarrier) -> None:
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    start = monotonic()
+    with pytest.raises(DeadlineError, match="send to rank 0"):
+        for _ in range(100):
+            a.send(0, 0, [bytes(4 << 20)], 0.3)
+    assert monotonic() - start < 8.0
+    a.close()
+
+
+def test_nobody_listens() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(DeadlineError, match="nobody answered"):
+        TcpCarrier.join([f"127.0.0.1:{port}"], token=TOKEN, timeout=0.3)
+
+
+@pytest.mark.parametrize("address", ["here", "host:", "host:99999", "127.0.0.1:x"])
+def test_addresses_have_a_port(address: str) -> None:
+    with pytest.raises(ValueError, match="address"):
+        TcpCarrier.join([address], token=TOKEN, timeout=0.1)

@@ -1,0 +1,161 @@
+"""Frames: what is encoded comes back, and nothing else gets through."""
+
+from __future__ import annotations
+
+import random
+import struct
+
+import msgspec
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from recollect.errors import FrameError
+from recollect.remote import messages, wire
+from recollect.remote.messages import Data, Failed, GetMetadata, Hello, Items, Metadata, Scores
+from recollect.remote.wire import Shapes, cut_items, decode, encode, joined
+
+ID = bytes(range(16))
+TRAJECTORY = Shapes(24, 16, True)
+
+
+def data_frame(n: int = 3, lengths: list[int] | None = None) -> tuple[Data, list[np.ndarray]]:
+    numbers = np.array(lengths or [2, 1, 4][:n], np.int32)
+    rows = np.arange(int(numbers.sum()) * 24, dtype=np.uint8).reshape(-1, 24)
+    fields = np.arange(n * 16, dtype=np.uint8).reshape(n, 16)
+    return Data(7, ID, 1, ID, n, len(rows), False), [rows, numbers, fields]
+
+
+def test_a_container_comes_back() -> None:
+    message, blocks = data_frame()
+    frame = joined(encode(message, blocks, tag=1))
+    got, tag, body = decode(frame)
+    assert (got, tag) == (message, 1)
+    for mine, theirs in zip(blocks, cut_items(got, body, TRAJECTORY)):
+        assert np.array_equal(mine, theirs)
+
+
+def test_blocks_are_aligned() -> None:
+    message, blocks = data_frame()
+    frame = joined(encode(message, blocks))
+    assert frame.find(blocks[1].tobytes()) % 64 == 0
+    assert frame.find(blocks[2].tobytes()) % 64 == 0
+
+
+@pytest.mark.parametrize("n", [1, 16, 1000])
+def test_a_container_costs_at_most_512_bytes_more(n: int) -> None:
+    message, blocks = data_frame(n, [1] * n)
+    assert len(joined(encode(message, blocks))) <= sum(block.nbytes for block in blocks) + 512
+
+
+@given(
+    st.sampled_from(
+        [
+            Scores(1, {"score": float("inf"), "baseline_log_reward": -1.0}, 3, 0, {"too_low": 2}),
+            Failed(2, "ScoringError", "naïve", 1, 5),
+            GetMetadata(3),
+            Metadata(4, {"length": 1, "nested": {"a": [1, None, "x"]}}),
+            Hello(5, "worker", ID, 0, "host", 12, 1, "{}"),
+        ]
+    )
+)
+def test_messages_come_back(message: msgspec.Struct) -> None:
+    got, _, body = decode(joined(encode(message)))
+    assert got == message
+    assert not body.nbytes
+
+
+def test_sizes_are_checked_before_memory_is_taken() -> None:
+    """A head that promises 2**60 rows is refused by arithmetic, not by the allocator."""
+    for n, n_rows in [(2**60, 2**60), (2**40, 1), (1, 2**60)]:
+        message = Data(1, ID, 1, ID, n, n_rows, False)
+        got, _, body = decode(joined(encode(message, [np.zeros(64, np.uint8)])))
+        with pytest.raises(FrameError):
+            cut_items(got, body, TRAJECTORY)
+        with pytest.raises(FrameError):
+            cut_items(got, body, Shapes(8))
+
+
+@pytest.mark.parametrize("lengths", [[0, 3], [-1, 4], [1, 1], [2, 2], [2**31 - 1, 2]])
+def test_lengths_must_add_up(lengths: list[int]) -> None:
+    rows, fields = np.zeros((3, 24), np.uint8), np.zeros((2, 16), np.uint8)
+    message = Data(1, ID, 1, ID, 2, 3, False)
+    got, _, body = decode(joined(encode(message, [rows, np.array(lengths, np.int32), fields])))
+    with pytest.raises(FrameError, match="lengths"):
+        cut_items(got, body, TRAJECTORY)
+
+
+def test_too_large_a_container_names_both_sizes() -> None:
+    message, blocks = data_frame(3)
+    with pytest.raises(FrameError, match=r"4096 bytes, got \d+"):
+        encode(message, [np.zeros(5000, np.uint8)], max_frame=4096)
+    with pytest.raises(FrameError, match="4096"):
+        decode(bytes(5000), max_frame=4096)
+    assert joined(encode(message, blocks, max_frame=4096))
+
+
+def refused(frame: bytes, shapes: Shapes = TRAJECTORY) -> bool:
+    """Whether a frame is refused by FrameError; any other error goes through."""
+    try:
+        message, _, body = decode(frame, max_frame=1 << 16)
+        if isinstance(message, Data | Items):
+            cut_items(message, body, shapes)
+        if isinstance(message, messages.Sync):
+            wire.cut_values(message, body)
+    except FrameError:
+        return True
+    return False
+
+
+def test_a_hundred_thousand_wrong_frames_are_refused() -> None:
+    """Random bytes, random bytes behind a good prefix, cut and lengthened frames, single bits turned."""
+    rng = random.Random(0)
+    good = joined(encode(*data_frame()))
+    for i in range(100_000):
+        kind = i % 4
+        if kind == 0:
+            frame = rng.randbytes(rng.randrange(200))
+        elif kind == 1:
+            body = rng.randbytes(rng.randrange(120))
+            n_head = rng.randrange(len(body) + 1)
+            from recollect import _core
+
+            head = body[:n_head]
+            prefix = wire.PREFIX.pack(wire.MAGIC, 1, 0, n_head, _core.crc32c(head), 0, 0, 0)
+            frame = prefix + head
+        elif kind == 2:
+            at = rng.randrange(len(good))
+            frame = good[:at] if i % 8 < 4 else good + rng.randbytes(1 + at)
+        else:
+            at = rng.randrange(len(good))
+            frame = good[:at] + bytes([good[at] ^ (1 << rng.randrange(8))]) + good[at + 1 :]
+            # The padding between head and body is the only part that no checksum covers.
+            n_head = struct.unpack_from("<I", good, 8)[0]
+            if 32 + n_head <= at < -(-(32 + n_head) // 64) * 64:
+                continue
+            if at in (6, 7):  # the tag is the carrier's affair
+                continue
+        assert refused(frame), (kind, frame)
+
+
+def test_no_frame_makes_anything_but_messages_and_plain_values() -> None:
+    """A pickle in every place where bytes or strings may stand stays bytes and strings."""
+    evil = b"\x80\x04\x95\x1f\x00\x00\x00\x00\x00\x00\x00\x8c\x05posix\x94\x8c\x06system\x94\x93\x94"
+    frame = joined(encode(Metadata(1, {"x": evil.decode("latin1"), "y": evil})))
+    got, _, _ = decode(frame)
+    assert got.values == {"x": evil.decode("latin1"), "y": evil}
+    deep: object = 1
+    for _ in range(5000):
+        deep = [deep]
+    with pytest.raises((FrameError, RecursionError)):
+        decode(joined(encode(Metadata(1, {"x": deep}))))
+
+
+def test_a_deep_head_is_a_frame_error() -> None:
+    from recollect import _core
+
+    head = b"\x93\x08\x01\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
+    prefix = wire.PREFIX.pack(wire.MAGIC, 1, 0, len(head), _core.crc32c(head), 0, 0, 0)
+    with pytest.raises(FrameError):
+        decode(prefix + head)
