@@ -1,0 +1,98 @@
+"""A coordinator in a thread of its own, for scripts without an event loop and code written for an actor."""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import inspect
+import threading
+from collections.abc import Generator
+from typing import Any, Self
+
+from recollect.errors import ClosedError
+
+
+class Pending:
+    """A call under way in the coordinator's thread: `await` it in any loop, or ask for its `result`."""
+
+    def __init__(self, future: concurrent.futures.Future[Any]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, Any]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Block until it is done."""
+        return self._future.result(timeout)
+
+
+class Method:
+    """A method of the coordinator: called it blocks, by `.remote(...)` it can be awaited."""
+
+    def __init__(self, handle: LocalHandle, name: str) -> None:
+        self._handle, self._name = handle, name
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.remote(*args, **kwargs).result()
+
+    def remote(self, *args: Any, **kwargs: Any) -> Pending:
+        """Start the call and return at once."""
+        return Pending(self._handle._submit(self._name, args, kwargs))
+
+
+class LocalHandle:
+    """A coordinator that any thread and any loop may call.
+
+    Ownership: owns the thread, its loop and the coordinator; `close()` ends all three.
+    Concurrency: any thread.
+    """
+
+    def __init__(self, cls: Any, config: Any, models: Any, auxiliary: Any = None) -> None:
+        self._loop = asyncio.new_event_loop()
+        self._coordinator = cls(config, models, auxiliary)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name=f"{config.name}-coordinator", daemon=True)
+        self._thread.start()
+
+    def _serve(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        self._loop.run_forever()
+
+    def _submit(self, name: str, args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
+        if self._closed:
+            raise ClosedError("coordinator: the handle was closed; make another with get_local")
+
+        async def call() -> Any:
+            found = getattr(self._coordinator, name)
+            if callable(found):
+                found = found(*args, **kwargs)
+            return await found if inspect.isawaitable(found) else found
+
+        return asyncio.run_coroutine_threadsafe(call(), self._loop)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_") or not hasattr(type(self._coordinator), name):
+            raise AttributeError(f"coordinator has no {name!r}")
+        if isinstance(getattr(type(self._coordinator), name), property):
+            return getattr(self._coordinator, name)
+        return Method(self, name)
+
+    def close(self) -> None:
+        """Shut down and end the thread; may be called twice."""
+        if self._closed:
+            return
+        try:
+            Method(self, "shutdown")()
+        finally:
+            self._closed = True
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(10.0)
+            if not self._thread.is_alive():
+                self._loop.close()
+
+    def __enter__(self) -> Self:
+        Method(self, "prepare")()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()

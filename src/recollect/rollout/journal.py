@@ -1,0 +1,353 @@
+"""The journal: live batches and their finished runs in SQLite, so that a killed coordinator loses nothing recorded.
+
+One thread writes, in groups: the first change of a group waits at most 10 ms for others, a flush not at all. WAL keeps
+what was committed through `kill -9`; `power_safe` syncs each group as well. The database is locked exclusively while
+it is open, a lock that the kernel drops with the process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import sqlite3
+import threading
+import time
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from queue import Empty, SimpleQueue
+from typing import Any
+
+import msgspec
+
+from recollect.errors import FormatError, LaneBusyError
+from recollect.rollout.ending import Ending
+from recollect.rollout.execute import Outcome
+from recollect.rollout.records import BatchRecord, TaskRecord
+from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
+from recollect.rollout.threads import Threads
+
+FORMAT = 1
+GROUP_S = 0.010
+TABLES = """
+create table if not exists meta (key text primary key, value);
+create table if not exists batches (serial integer primary key, about blob, cut blob, ended blob);
+create table if not exists runs (serial integer, position integer, run integer, outcome blob,
+                                 primary key (serial, position, run)) without rowid;
+"""
+
+
+class SavedTask(msgspec.Struct, array_like=True):
+    """A task as it is recorded."""
+
+    workflow: str
+    data: bytes
+    repeat_times: int
+    task_id: BatchId
+    timeout_s: float | None
+    max_retries: int | None
+    group_id: int
+
+
+class SavedBatch(msgspec.Struct, array_like=True):
+    """A batch as it is recorded."""
+
+    batch_id: BatchId
+    batch_type: str
+    min_wait_num: int | None
+    priority: int | None
+    commit_id: str
+    k: int | None
+    tasks: list[SavedTask]
+    counts: dict[str, int] = {}
+
+
+class SavedCut(msgspec.Struct, array_like=True):
+    """Which tasks count, by position, and what became of the others."""
+
+    tasks: list[int]
+    cancelled: int
+    carried: int
+
+
+class SavedEnding(msgspec.Struct, array_like=True):
+    """How a batch ended."""
+
+    batch_id: BatchId
+    batch_type: str
+    expected: int
+    statuses: list[tuple[BatchId, TaskStatus]]
+    min_wait_num: int | None
+    state: str
+    result: dict[str, Any] | None
+    reason: str | None
+
+
+@dataclass
+class Kept:
+    """A live batch of the journal."""
+
+    serial: int
+    batch: SavedBatch
+    cut: SavedCut | None
+    runs: list[tuple[int, Outcome]]
+
+
+@dataclass
+class Restored:
+    """What a journal held when it was opened."""
+
+    batches: list[Kept] = field(default_factory=list)
+    history: OrderedDict[BatchId, Ending] = field(default_factory=OrderedDict)
+    next_group: int = 0
+    k: int = 0
+    first_version: int | None = None
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_batch = msgspec.msgpack.Decoder(SavedBatch).decode
+_cut = msgspec.msgpack.Decoder(SavedCut).decode
+_ending = msgspec.msgpack.Decoder(SavedEnding).decode
+_outcome = msgspec.msgpack.Decoder(Outcome).decode
+Change = tuple[str, tuple[Any, ...]]
+
+
+class Journal:
+    """An open journal.
+
+    Ownership: owns the database and its thread. Concurrency: called from the coordinator's loop; only the thread
+    touches the database. A failed write is raised by the next `flush`.
+    """
+
+    def __init__(self, path: str, config: Any, layout: str, loop: asyncio.AbstractEventLoop) -> None:
+        self.path, self.layout, self.loop = path, layout, loop
+        self.history, self.power_safe = config.history, config.power_safe
+        self.restored = Restored()
+        self._changes: SimpleQueue[Change | asyncio.Future[None] | None] = SimpleQueue()
+        self._serials: dict[BatchRecord, int] = {}
+        self._next_serial = 1
+        self._failure: Exception | None = None
+        self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
+        self._opened: asyncio.Future[Restored] = loop.create_future()
+
+    @classmethod
+    async def open(cls, path: str, config: Any, layout: str, threads: Threads) -> Journal:
+        """Open or make a journal; LaneBusyError if it is held, FormatError if it is another's."""
+        journal = cls(path, config, layout, asyncio.get_running_loop())
+        journal._thread.start()
+        journal.restored = await journal._opened
+        journal._next_serial = 1 + max([kept.serial for kept in journal.restored.batches], default=0)
+        journal._next_serial = max(journal._next_serial, journal._first_free)
+        return journal
+
+    # -- what happened, from the loop
+
+    def submitted(self, batch: BatchRecord, next_group: int, k: int, first_version: int) -> None:
+        """Record a batch that was admitted."""
+        serial = self._serials[batch] = self._next_serial
+        self._next_serial += 1
+        state = batch.state
+        tasks = [
+            SavedTask(t.workflow.name, t.data, t.n_runs, t.task_id, t.timeout_s, t.max_retries, t.group_id)
+            for t in batch.tasks
+        ]
+        saved = SavedBatch(
+            state.batch_id,
+            state.batch_type,
+            state.min_wait_num,
+            batch.priority,
+            batch.commit_id,
+            batch.k,
+            tasks,
+        )
+        self._put("insert into batches (serial, about) values (?, ?)", serial, _encode(saved))
+        for key, value in (("next_group", next_group), ("k", k), ("first_version", first_version)):
+            self._put("insert or replace into meta values (?, ?)", key, value)
+
+    def revived(self, batch: BatchRecord, serial: int) -> None:
+        """Go on recording a batch that came out of this journal."""
+        self._serials[batch] = serial
+
+    def run(self, task: TaskRecord, outcome: Outcome) -> None:
+        """Record a finished run."""
+        serial = self._serials.get(task.batch)
+        if serial is not None:
+            self._put(
+                "insert or replace into runs values (?, ?, ?, ?)",
+                serial,
+                task.position,
+                outcome.run_id,
+                _encode(outcome),
+            )
+
+    def failed(self, task: TaskRecord) -> None:
+        """Record the runs of an ended task that failed for good."""
+        for run_id, error in task.failed.items():
+            self.run(task, Outcome(run_id, False, 0.0, error=error, final=True))
+
+    def cut(self, batch: BatchRecord) -> None:
+        """Record which results count."""
+        cut, serial = batch.cut, self._serials.get(batch)
+        if cut is not None and serial is not None:
+            saved = SavedCut([task.position for task in cut.tasks], cut.cancelled, cut.carried)
+            self._put("update batches set cut = ? where serial = ?", _encode(saved), serial)
+
+    def ended(self, batch: BatchRecord, reason: str | None, k: int) -> None:
+        """Record how a batch ended and let go of its payloads."""
+        serial = self._serials.pop(batch, None)
+        if serial is None:
+            return
+        state = batch.state
+        saved = SavedEnding(
+            state.batch_id, state.batch_type, state.expected_task_count, list(state.statuses.items()),
+            state.min_wait_num, state.state.value, state.final_result, reason,
+        )  # fmt: skip
+        self._put("delete from runs where serial = ?", serial)
+        self._put(
+            "update batches set ended = ?, about = null, cut = null where serial = ?", _encode(saved), serial
+        )
+        self._put("insert or replace into meta values (?, ?)", "k", k)
+        self._put(
+            "delete from batches where ended is not null and serial not in "
+            "(select serial from batches where ended is not null order by serial desc limit ?)", self.history,
+        )  # fmt: skip
+
+    def _put(self, statement: str, *values: Any) -> None:
+        self._changes.put((statement, values))
+
+    async def flush(self) -> None:
+        """Return once everything so far is recorded."""
+        done: asyncio.Future[None] = self.loop.create_future()
+        self._changes.put(done)
+        await done
+        if self._failure is not None:
+            raise self._failure
+
+    async def close(self) -> None:
+        """Record what waits, and close."""
+        self._changes.put(None)
+        while self._thread.is_alive():
+            await asyncio.sleep(0.001)
+        self._thread.join()
+
+    # -- the thread
+
+    def _serve(self) -> None:
+        try:
+            database = self._connect()
+        except BaseException as error:
+            self._answer(self._opened, None, error)
+            return
+        try:
+            restored = self._read(database)
+        except BaseException as error:
+            database.close()
+            broken = (
+                error
+                if isinstance(error, FormatError)
+                else FormatError(f"{self.path}: cannot be read: {error!r}")
+            )
+            self._answer(self._opened, None, broken)
+            return
+        self._answer(self._opened, restored, None)
+        try:
+            while self._write_group(database):
+                pass
+        finally:
+            database.close()
+
+    def _answer(self, future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
+        def answer() -> None:
+            if not future.done():
+                future.set_result(value) if error is None else future.set_exception(error)
+
+        with contextlib.suppress(RuntimeError):  # the loop is closed
+            self.loop.call_soon_threadsafe(answer)
+
+    def _write_group(self, database: sqlite3.Connection) -> bool:
+        """Write what is there; the first change waits a little for others unless somebody waits for it."""
+        first = self._changes.get()
+        group, ends = [first], time.monotonic() + GROUP_S
+        while isinstance(group[-1], tuple):
+            try:
+                group.append(self._changes.get(timeout=max(0.0, ends - time.monotonic())))
+            except Empty:
+                break
+        try:
+            if self._failure is None:
+                with database:
+                    for change in group:
+                        if isinstance(change, tuple):
+                            database.execute(change[0], change[1])
+        except Exception as error:
+            self._failure = error
+        for change in group:
+            if isinstance(change, asyncio.Future):
+                self._answer(change, None, None)
+        return group[-1] is not None
+
+    def _connect(self) -> sqlite3.Connection:
+        try:
+            database = sqlite3.connect(self.path, timeout=0.0, check_same_thread=False)
+        except sqlite3.OperationalError as error:
+            raise FileNotFoundError(
+                f"journal: {self.path} cannot be opened: {error}; make its directory"
+            ) from None
+        try:
+            database.execute("pragma locking_mode = exclusive")
+            database.execute("pragma journal_mode = wal")
+            database.execute(f"pragma synchronous = {'full' if self.power_safe else 'normal'}")
+            database.execute("begin exclusive")
+            database.commit()
+            database.executescript(TABLES)
+        except sqlite3.OperationalError as error:
+            database.close()
+            if "locked" in str(error):
+                raise LaneBusyError(
+                    f"{self.path}: the journal is held by a live process; shut that one down"
+                ) from None
+            raise FormatError(f"{self.path}: must be a journal, got {error}") from None
+        except sqlite3.DatabaseError as error:
+            database.close()
+            raise FormatError(f"{self.path}: must be a journal, got {error}") from None
+        return database
+
+    def _read(self, database: sqlite3.Connection) -> Restored:
+        meta = dict(database.execute("select key, value from meta"))
+        if meta.get("format", FORMAT) != FORMAT:
+            raise FormatError(f"{self.path}: format must be {FORMAT}, got {meta['format']}; update recollect")
+        if meta.get("layout", self.layout) != self.layout:
+            raise FormatError(f"{self.path}: is of another experience space; use the space it was made with")
+        with database:
+            database.executemany(
+                "insert or replace into meta values (?, ?)", [("format", FORMAT), ("layout", self.layout)]
+            )
+        restored = Restored(
+            next_group=meta.get("next_group", 0), k=meta.get("k", 0), first_version=meta.get("first_version")
+        )
+        self._first_free = 1
+        for serial, about, cut, ended in database.execute("select * from batches order by serial"):
+            self._first_free = serial + 1
+            if ended is not None:
+                ending = _ended(_ending(ended))
+                restored.history[ending.state.batch_id] = ending
+                continue
+            runs = database.execute(
+                "select position, outcome from runs where serial = ? order by position, run", (serial,)
+            )
+            restored.batches.append(
+                Kept(
+                    serial,
+                    _batch(about),
+                    None if cut is None else _cut(cut),
+                    [(position, _outcome(outcome)) for position, outcome in runs],
+                )
+            )
+        return restored
+
+
+def _ended(saved: SavedEnding) -> Ending:
+    state = BatchState(
+        saved.batch_id, saved.batch_type, saved.expected, dict(saved.statuses), saved.min_wait_num,  # type: ignore[arg-type]
+        BatchLifecycleState(saved.state), saved.result,
+    )  # fmt: skip
+    return Ending(state, saved.reason)

@@ -1,0 +1,1 @@
+"""Models that answer, and the pool that shares them among attempts."""

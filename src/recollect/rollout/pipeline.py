@@ -1,0 +1,167 @@
+"""The pass: staged payloads through the operators into the sink, one batch at a time.
+
+Operators and sink run in threads, so a slow one delays no deadline. A call that overran goes on in its thread; the
+next pass waits for it first and asks the sink whether the write was done, so that nothing is delivered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import traceback
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from recollect.errors import PipelineError
+from recollect.rollout.clock import Clock
+from recollect.rollout.experience import Experiences
+from recollect.rollout.limits import Limit
+from recollect.rollout.operators import Operator, StalenessFilter, make_operator
+from recollect.rollout.payload import decode_many
+from recollect.rollout.schema import Plan
+from recollect.rollout.sinks import Sink
+from recollect.rollout.threads import Threads
+
+
+@dataclass
+class Delivery:
+    """What a pass did."""
+
+    n_in: int = 0
+    n_out: int = 0
+    runs_out: int = 0
+    stale: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+class Pipeline:
+    """Operators in order, then the sink.
+
+    Concurrency: one pass at a time, started in the coordinator's loop. `stage` says what it is doing now.
+    """
+
+    def __init__(self, config: Any, plan: Plan, sink: Sink, threads: Threads, clock: Clock) -> None:
+        self.config, self.plan, self.sink, self.threads, self.clock = config, plan, sink, threads, clock
+        self.operators = [make_operator(spec) for spec in config.operators]
+        self.lock = asyncio.Lock()
+        self.stage: str | None = None
+        self._overran: asyncio.Future[Any] | None = None
+
+    async def run(
+        self,
+        payloads: list[bytes],
+        commit_id: str,
+        version: int,
+        *,
+        maybe_written: bool = False,
+        begin_commit: Callable[[], Any] | None = None,
+    ) -> Delivery:
+        """Take payloads through a pass; PipelineError if an operator or the sink raised or overran.
+
+        `maybe_written`: an earlier try may have reached the sink, so it is asked first. `begin_commit` is called
+        (and awaited, if it returns something) just before the write.
+        """
+        async with self.lock:
+            limit = Limit(self.clock, self.config.pipeline_timeout_s)
+            try:
+                async with limit:
+                    await self._finish_overrun()
+                    return await self._pass(payloads, commit_id, version, maybe_written, begin_commit)
+            except TimeoutError:
+                if not limit.expired:
+                    raise
+                raise PipelineError(
+                    f"{self.stage}: must be done within pipeline_timeout_s = {limit.seconds:g} s, got no end; "
+                    "everything stays staged, finalize again"
+                ) from None
+            finally:
+                self.stage = None
+
+    async def _finish_overrun(self) -> None:
+        if self._overran is not None and not self._overran.done():
+            self.stage = "a call of an earlier pass that overran"
+            await asyncio.wait([self._overran])
+        self._overran = None
+
+    async def _pass(self, payloads: list[bytes], commit_id: str, version: int, maybe_written: bool,
+                    begin_commit: Callable[[], Any] | None) -> Delivery:  # fmt: skip
+        done = Delivery()
+        start = self.clock.time()
+        self.stage = "decoding"
+        x = await self._call("decode", decode_many, payloads, self.plan)
+        done.n_in = len(x)
+        if self.config.max_staleness is not None:
+            fresh = x.where(x.model_version >= version - self.config.max_staleness)
+            done.stale = len(x) - len(fresh)
+            done.metrics["pipeline/staleness/dropped"] = float(done.stale)
+            x = fresh
+        for name, operator in self.operators:
+            x = await self._operate(name, operator, x, version, done)
+        done.n_out, done.runs_out = len(x), _n_runs(x)
+        if len(x):
+            await self._write(x, commit_id, maybe_written, begin_commit, done)
+        for name, operator in self.operators:
+            if hasattr(operator, "commit"):
+                await self._call(f"commit of operator {name}", operator.commit)
+        done.metrics |= {"pipeline/in_count": float(done.n_in), "pipeline/out_count": float(done.n_out),
+                         "pipeline/s": self.clock.time() - start}  # fmt: skip
+        return done
+
+    async def _operate(
+        self, name: str, operator: Operator, x: Experiences, version: int, done: Delivery
+    ) -> Experiences:
+        self.stage, start = f"operator {name}", self.clock.time()
+        call = operator.at(version) if isinstance(operator, StalenessFilter) else operator
+        returned = await self._call(self.stage, lambda: call(x))
+        extra: dict[str, Any] = {}
+        if isinstance(returned, tuple) and len(returned) == 2:
+            returned, extra = returned
+        if not isinstance(returned, Experiences):
+            raise PipelineError(f"operator {name}: must return Experiences, got {type(returned).__name__}")
+        if returned is not x and not _is_part(returned, x):
+            raise PipelineError(f"operator {name}: may drop and change rows, got new or repeated ones")
+        prefix = f"pipeline/{name}"
+        done.metrics[f"{prefix}/dropped"] = float(len(x) - len(returned))
+        done.metrics[f"{prefix}/s"] = self.clock.time() - start
+        done.metrics |= {f"{prefix}/{key}": float(value) for key, value in extra.items()}
+        return returned
+
+    async def _write(self, x: Experiences, commit_id: str, maybe_written: bool,
+                     begin_commit: Callable[[], Any] | None, done: Delivery) -> None:  # fmt: skip
+        self.stage, start = "the sink", self.clock.time()
+        if begin_commit is not None:
+            waiting = begin_commit()
+            if waiting is not None:
+                await waiting
+        held = maybe_written and await self._call("the sink", self.sink.holds, commit_id)
+        if not held:
+            await self._call("the sink", self.sink.write, x, commit_id)
+        done.metrics["pipeline/sink/s"] = self.clock.time() - start
+
+    async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Run one call in a thread; if we are stopped meanwhile, it goes on and the next pass waits for it."""
+        call = self.threads.call(function, *args)
+        try:
+            return await asyncio.shield(call)
+        except asyncio.CancelledError:
+            if not call.done():
+                self._overran = call
+                call.add_done_callback(lambda done: done.cancelled() or done.exception())
+            raise
+        except Exception as error:
+            text = traceback.format_exception_only(error)[-1].strip()
+            raise PipelineError(f"{what}: must not raise, got {text}; everything stays staged") from error
+
+
+def _n_runs(x: Experiences) -> int:
+    if not len(x):
+        return 0
+    return len(np.unique(np.stack([x.group_id, x.run_id.astype(np.int64)]), axis=1).T)
+
+
+def _is_part(part: Experiences, whole: Experiences) -> bool:
+    """Whether all rows are of `whole`, none more often than there."""
+    return not Counter(part.uids.tolist()) - Counter(whole.uids.tolist())

@@ -1,0 +1,1 @@
+"""Runners: where attempts run."""

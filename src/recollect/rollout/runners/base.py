@@ -1,0 +1,68 @@
+"""The seam to runners: a pool takes attempts, reports their runs, and can stop any of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from recollect.rollout.execute import Job, Lag, Outcome
+from recollect.rollout.models.pool import ModelPool
+from recollect.rollout.schema import Plan
+from recollect.rollout.threads import Threads
+
+
+class Owner(Protocol):
+    """Who is told what happens on the runners; all calls come in its event loop."""
+
+    def run_ended(self, attempt_id: int, outcome: Outcome) -> None: ...
+    def attempt_ended(self, attempt_id: int, error: str = "") -> None: ...
+    def runner_lost(self, runner: int, attempt_id: int | None, why: str) -> None: ...
+    def runners_changed(self) -> None: ...
+    def runners_broken(self, why: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Surroundings:
+    """What a pool needs of the coordinator."""
+
+    owner: Owner
+    config: Any
+    models: ModelPool
+    plan: Plan
+    threads: Threads
+    lag: Lag
+    clock: Any
+
+
+class RunnerPool(Protocol):
+    """A fixed number of places for attempts; `recollect.testing.RunnerContract` is its suite."""
+
+    size: int
+
+    @property
+    def n_fenced(self) -> int:
+        """How many attempts go on though they were given up."""
+
+    async def start(self) -> None:
+        """Start the runners; WorkerDiedError if none can be."""
+
+    def n_free(self) -> int:
+        """How many attempts could start now."""
+
+    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+        """Start an attempt on a free runner, not `avoid` if there is another; return which."""
+
+    def cancel(self, attempt_id: int) -> None:
+        """Ask an attempt to stop."""
+
+    def kill(self, attempt_id: int) -> None:
+        """Make an attempt stop, or fence it; `attempt_ended` follows at once or when it is dead."""
+
+    def doing(self, attempt_id: int) -> str | None:
+        """The model call that an attempt is in, if that is known."""
+
+    def n_alive(self) -> int:
+        """How many runners there are."""
+
+    async def close(self) -> None:
+        """Stop everything."""

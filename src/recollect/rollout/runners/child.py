@@ -1,0 +1,227 @@
+"""The far side of a runner: one attempt at a time, in a process or actor of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import os
+import signal
+import socket
+import struct
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from importlib import import_module
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from recollect.errors import ModelError
+from recollect.rollout.execute import Job, Lag, Outcome, execute
+from recollect.rollout.models.base import from_wire
+from recollect.rollout.models.openai import OpenAIModel
+from recollect.rollout.models.pool import ModelPool, Models
+from recollect.rollout.runners import wire
+from recollect.rollout.schema import plan_of
+from recollect.rollout.tasks import find_workflow
+from recollect.rollout.threads import Threads
+from recollect.spaces import Layout
+
+LENGTH = struct.Struct("<I")
+PR_SET_PDEATHSIG = 1
+
+
+class FarModel:
+    """A model that lives with the coordinator: each call travels back to it."""
+
+    def __init__(self, session: Session, role: int) -> None:
+        self.session, self.role = session, role
+        self.version = 0
+
+    async def generate(self, prompt: Any, *, n: int = 1, **sampling: Any) -> Any:
+        return await self.session.call(
+            self, "generate", [prompt if isinstance(prompt, str) else list(prompt)], sampling | {"n": n}
+        )
+
+    async def chat(self, messages: Any, *, n: int = 1, **sampling: Any) -> Any:
+        return await self.session.call(self, "chat", [list(messages)], sampling | {"n": n})
+
+    async def logprobs(self, tokens: Any, prompt_length: int = 0) -> Any:
+        return await self.session.call(self, "logprobs", [[int(t) for t in tokens], int(prompt_length)], {})
+
+
+class Session:
+    """Receives messages, runs attempts, sends outcomes; `send` takes bytes and never waits long.
+
+    Concurrency: one event loop.
+    """
+
+    def __init__(self, send: Callable[[bytes], None]) -> None:
+        self.send_bytes = send
+        self.loop = asyncio.get_running_loop()
+        self.threads, self.lag = Threads(self.loop, "runner"), Lag()
+        self.attempts: dict[int, tuple[asyncio.Task[None], Models, bool]] = {}
+        self.calls: dict[int, tuple[asyncio.Future[Any], FarModel]] = {}
+        self.n_calls = 0
+        self.current = 0
+
+    def send(self, message: wire.Message) -> None:
+        self.send_bytes(wire.encode(message))
+
+    def receive(self, data: bytes) -> None:
+        """Act on one message."""
+        message = wire.decode_down(data)
+        if isinstance(message, wire.Start):
+            self._start(message.job)
+        elif isinstance(message, wire.Cancel):
+            self._cancel(message.attempt_id)
+        elif isinstance(message, wire.Answer):
+            self._answer(message)
+        else:
+            self._set_up(message)
+
+    def _set_up(self, setup: wire.Setup) -> None:
+        try:
+            layout = Layout.from_json(setup.layout)
+            self.plan = plan_of(layout.space, dict(layout.max_lengths))
+            for module in setup.modules:
+                import_module(module)
+            rollout = [FarModel(self, -1) if h is None else OpenAIModel.from_handle(h) for h in setup.rollout]
+            auxiliary = [
+                [FarModel(self, role)] if any(h is None for h in handles)
+                else [OpenAIModel.from_handle(h) for h in handles if h is not None]
+                for role, handles in enumerate(setup.auxiliary)
+            ]  # fmt: skip
+            self.pool = ModelPool(rollout, auxiliary, setup.names, time.monotonic, setup.rest_s)
+        except BaseException:
+            self.send(wire.Broken(traceback.format_exc()))
+            return
+        self.send(wire.Ready())
+
+    def _start(self, job: Job) -> None:
+        models = Models(self.pool)
+        if job.rollout >= 0:
+            models.use(job.rollout)
+        try:
+            flow = find_workflow(job.workflow)
+        except Exception as error:
+            text = f"{error!r}; name its module in workflow_modules"
+            self.send(wire.Ran(job.attempt_id, None, True, text))
+            return
+        task = self.loop.create_task(self._run(job, flow, models))
+        self.attempts[job.attempt_id] = (task, models, flow.is_async)
+
+    async def _run(self, job: Job, flow: Any, models: Models) -> None:
+        self.current = job.attempt_id
+        held: list[Outcome] = []  # the last outcome goes with the end of the attempt
+
+        def report(outcome: Outcome) -> None:
+            if held:
+                self.send(wire.Ran(job.attempt_id, held.pop()))
+            held.append(outcome)
+
+        error = ""
+        try:
+            await execute(job, flow, models, self.plan, self.threads, self.lag, report)
+        except asyncio.CancelledError:
+            pass
+        except BaseException:
+            error = traceback.format_exc()
+        del self.attempts[job.attempt_id]
+        self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+
+    def _cancel(self, attempt_id: int) -> None:
+        found = self.attempts.get(attempt_id)
+        if found is None:
+            return
+        task, models, is_async = found
+        if is_async:
+            task.cancel()
+        else:
+            models.fenced = True
+            if models.in_flight is not None:
+                models.in_flight.cancel()
+
+    # -- calls that travel back
+
+    async def call(self, model: FarModel, method: str, args: list[Any], kwargs: dict[str, Any]) -> Any:
+        self.n_calls += 1
+        ident, future = self.n_calls, self.loop.create_future()
+        self.calls[ident] = (future, model)
+        try:
+            packed = msgspec.msgpack.encode((args, kwargs))
+            self.send(wire.Call(ident, self.current, model.role, method, packed))
+            return await future
+        except asyncio.CancelledError:
+            self.send(wire.Uncall(ident))
+            raise
+        finally:
+            self.calls.pop(ident, None)
+
+    def _answer(self, answer: wire.Answer) -> None:
+        future, model = self.calls.get(answer.call_id, (None, None))
+        if future is None or model is None or future.done():
+            return
+        if answer.error is not None:
+            future.set_exception(ModelError(answer.error))
+        elif answer.logprobs is not None:
+            future.set_result(np.frombuffer(answer.logprobs, np.float32).copy())
+        else:
+            found = [from_wire(g) for g in answer.generations or ()]
+            model.version = max([model.version, *(g.version for g in found)])
+            future.set_result(found)
+
+
+# -- a process at the end of a socket
+
+
+def main(fd: int) -> None:
+    """Serve a socket until it is closed. The kernel kills this process when its parent dies."""
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the coordinator's to handle
+    asyncio.run(_serve(socket.socket(fileno=fd)))
+    sys.stdout.flush()
+    os._exit(0)  # a thread that goes on must not keep the process
+
+
+async def _serve(sock: socket.socket) -> None:
+    loop = asyncio.get_running_loop()
+    closed = loop.create_future()
+    sock.setblocking(False)
+    transport, link = await loop.create_connection(lambda: Link(None, closed), sock=sock)
+    session = Session(lambda data: transport.write(LENGTH.pack(len(data)) + data))
+    link.receive = session.receive
+    link.flush()
+    await closed
+
+
+class Link(asyncio.Protocol):
+    """Length-prefixed messages over a stream."""
+
+    def __init__(self, receive: Callable[[bytes], None] | None, closed: asyncio.Future[None]) -> None:
+        self.receive, self.closed = receive, closed
+        self.buffer = bytearray()
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        self.flush()
+
+    def flush(self) -> None:
+        at = 0
+        while self.receive is not None and len(self.buffer) - at >= LENGTH.size:
+            (size,) = LENGTH.unpack_from(self.buffer, at)
+            end = at + LENGTH.size + size
+            if len(self.buffer) < end:
+                break
+            self.receive(bytes(self.buffer[at + LENGTH.size : end]))
+            at = end
+        if at:
+            del self.buffer[:at]
+
+    def connection_lost(self, error: Exception | None) -> None:
+        if not self.closed.done():
+            self.closed.set_result(None)

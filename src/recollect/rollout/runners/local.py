@@ -1,0 +1,133 @@
+"""Runners in the coordinator's own loop: a place each for one asyncio task; a sync workflow takes a thread.
+
+What cannot be killed is fenced: a thread, or a task that ignores its cancel, goes on, but its results are refused,
+its next model call raises, and its place is given to another. As many of them as there are runners, and no work
+starts any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from functools import partial
+from typing import Any
+
+from recollect.rollout.execute import Job, Outcome, execute
+from recollect.rollout.models.pool import Models
+from recollect.rollout.runners.base import Surroundings
+
+DEFAULT_SIZE = 256
+
+
+class Place:
+    """An attempt at its place."""
+
+    __slots__ = ("fenced", "job", "models", "number", "task", "workflow")
+
+    def __init__(self, job: Job, workflow: Any, models: Models, number: int) -> None:
+        self.job, self.workflow, self.models, self.number = job, workflow, models, number
+        self.fenced = False
+        self.task: asyncio.Task[None]
+
+
+class LocalPool:
+    """Attempts as asyncio tasks.
+
+    Concurrency: one event loop. Ownership: models, threads and plan are the coordinator's.
+    """
+
+    def __init__(self, around: Surroundings) -> None:
+        self.around = around
+        self.size = around.config.runners or DEFAULT_SIZE
+        self.places: dict[int, Place] = {}
+        self.free = list(range(self.size - 1, -1, -1))
+        self.fenced: set[Place] = set()
+        self._loop = asyncio.get_running_loop()
+
+    @property
+    def n_fenced(self) -> int:
+        return len(self.fenced)
+
+    async def start(self) -> None:
+        """Nothing to start."""
+
+    def n_free(self) -> int:
+        return 0 if len(self.fenced) >= self.size else len(self.free)
+
+    def n_alive(self) -> int:
+        return self.size
+
+    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+        number = self.free.pop()
+        if number == avoid and self.free:
+            number, other = self.free.pop(), number
+            self.free.append(other)
+        models = Models(self.around.models)
+        place = Place(job, workflow, models, number)
+        self.places[job.attempt_id] = place
+        place.task = self._loop.create_task(self._work(place))
+        return number
+
+    async def _work(self, place: Place) -> None:
+        around, error = self.around, ""
+        try:
+            await execute(
+                place.job, place.workflow, place.models, around.plan, around.threads, around.lag,
+                partial(self._report, place),
+            )  # fmt: skip
+        except asyncio.CancelledError:
+            pass  # told to stop, and it did
+        except Exception as raised:
+            error = repr(raised)
+        self._ended(place, error)
+
+    def _report(self, place: Place, outcome: Outcome) -> None:
+        if not place.fenced:
+            self.around.owner.run_ended(place.job.attempt_id, outcome)
+
+    def _ended(self, place: Place, error: str) -> None:
+        place.models.release()
+        if place.fenced:
+            self.fenced.discard(place)
+            self.around.owner.runners_changed()
+            return
+        self._vacate(place)
+        self.around.owner.attempt_ended(place.job.attempt_id, error)
+
+    def _vacate(self, place: Place) -> None:
+        del self.places[place.job.attempt_id]
+        self.free.append(place.number)
+
+    def cancel(self, attempt_id: int) -> None:
+        place = self.places.get(attempt_id)
+        if place is None:
+            return
+        if not place.workflow.is_async and not place.models.fenced:
+            # The thread cannot be interrupted; its model call can, and the next one is refused. The task goes on
+            # to wait for the thread, so that the attempt ends when its code does.
+            place.models.fenced = True
+            if place.models.in_flight is not None:
+                place.models.in_flight.cancel()
+            return
+        place.task.cancel()
+
+    def kill(self, attempt_id: int) -> None:
+        place = self.places.get(attempt_id)
+        if place is None:
+            return
+        place.fenced = place.models.fenced = True
+        self.fenced.add(place)
+        self._vacate(place)
+        self.around.owner.attempt_ended(attempt_id)
+
+    def doing(self, attempt_id: int) -> str | None:
+        place = self.places.get(attempt_id)
+        return None if place is None else place.models.doing
+
+    async def close(self) -> None:
+        """Cancel what is left; a fenced thread ends when its code does."""
+        tasks = [place.task for place in (*self.places.values(), *self.fenced)]
+        for place in (*self.places.values(), *self.fenced):
+            place.fenced = place.models.fenced = True
+            place.task.cancel()
+        if tasks:
+            await asyncio.wait(tasks, timeout=0.5)

@@ -1,0 +1,90 @@
+"""Runners as processes: each is spawned with one end of a socket pair and leads a process group of its own."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+from typing import Any
+
+from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.runners.child import LENGTH, Link
+from recollect.rollout.runners.remote import FarRunner, RemotePool
+
+PROGRAM = "from recollect.rollout.runners.child import main; main({fd})"
+
+
+class ProcessRunner(FarRunner):
+    """A spawned process. Its death is seen by a pidfd, whatever it was doing."""
+
+    def __init__(self, pool: RemotePool, number: int) -> None:
+        super().__init__(pool, number)
+        self.process: subprocess.Popen[bytes]
+        self.transport: asyncio.Transport
+        self._loop = asyncio.get_running_loop()
+        self._gone: asyncio.Future[None] = self._loop.create_future()
+
+    async def start(self) -> None:
+        ours, theirs = socket.socketpair()
+        try:
+            env = os.environ | {"PYTHONPATH": os.pathsep.join(path for path in sys.path if path)}
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", PROGRAM.format(fd=theirs.fileno())],
+                pass_fds=[theirs.fileno()], start_new_session=True, env=env,
+            )  # fmt: skip
+        except BaseException:
+            ours.close()
+            raise
+        finally:
+            theirs.close()
+        self._pidfd = os.pidfd_open(self.process.pid)
+        self._loop.add_reader(self._pidfd, self._died)
+        ours.setblocking(False)
+        closed: asyncio.Future[None] = self._loop.create_future()
+        made: Any = await self._loop.create_connection(lambda: Link(self.received, closed), sock=ours)
+        self.transport = made[0]
+
+    def send(self, data: bytes) -> None:
+        if not self.is_dead and not self.transport.is_closing():
+            self.transport.write(LENGTH.pack(len(data)) + data)
+
+    def kill(self) -> None:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+
+    def _died(self) -> None:
+        self._loop.remove_reader(self._pidfd)
+        os.close(self._pidfd)
+        self.kill()  # what it left in its group
+        code = self.process.wait()
+        # What it sent before it died is still in the socket: read it first.
+        self._loop.call_soon(self._buried, code)
+
+    def _buried(self, code: int) -> None:
+        self.transport.abort()
+        if not self._gone.done():
+            self._gone.set_result(None)
+        self.pool.died(self, f"process {self.process.pid} ended with {_meaning(code)}")
+
+    async def closed(self) -> None:
+        await asyncio.wait([self._gone], timeout=5.0)
+
+
+def _meaning(code: int) -> str:
+    return f"signal {signal.Signals(-code).name}" if code < 0 else f"status {code}"
+
+
+class ProcessPool(RemotePool):
+    """Runners as processes, one per CPU unless the config says otherwise."""
+
+    def __init__(self, around: Surroundings) -> None:
+        super().__init__(around, around.config.runners or len(os.sched_getaffinity(0)))
+
+    async def make_runner(self, number: int) -> FarRunner:
+        runner = ProcessRunner(self, number)
+        await runner.start()
+        return runner

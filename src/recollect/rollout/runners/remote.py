@@ -1,0 +1,294 @@
+"""Runners outside the coordinator's process: what processes and Ray actors have in common.
+
+A runner has one attempt at a time. It is started, said to be ready, and replaced when it dies or is killed. Starting
+again backs off; after five failures in a row and with no runner left, those who wait are told why.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from abc import ABC, abstractmethod
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from recollect.errors import FormatError, WorkerDiedError
+from recollect.rollout.execute import Job, Outcome
+from recollect.rollout.models.base import to_wire
+from recollect.rollout.models.pool import Bound, Models
+from recollect.rollout.payload import decode
+from recollect.rollout.runners import wire
+from recollect.rollout.runners.base import Surroundings
+
+FAILED_STARTS = 5
+START_S = 60.0
+PAUSE_S, PAUSE_MAX_S = 0.1, 30.0
+
+
+class FarRunner(ABC):
+    """One runner elsewhere."""
+
+    def __init__(self, pool: RemotePool, number: int) -> None:
+        self.pool, self.number = pool, number
+        self.is_ready = self.is_dead = self.is_killed = False
+        self.attempt_id: int | None = None
+        self.models: Models | None = None
+        self.calls: dict[int, asyncio.Task[None]] = {}
+
+    @abstractmethod
+    def send(self, data: bytes) -> None:
+        """Send a message; one to a dead runner is dropped."""
+
+    @abstractmethod
+    def kill(self) -> None:
+        """End it now; `died` follows."""
+
+    @abstractmethod
+    async def closed(self) -> None:
+        """Let go of everything, once it is dead."""
+
+    def received(self, data: bytes) -> None:
+        """Act on one message."""
+        try:
+            message = wire.decode_up(data)
+        except msgspec.MsgspecError as error:
+            self.pool.n_refused += 1
+            self.kill_for(f"it sent a malformed message ({error})")
+            return
+        if isinstance(message, wire.Ran):
+            self.pool.ran(self, message)
+        elif isinstance(message, wire.Call):
+            self.calls[message.call_id] = asyncio.get_running_loop().create_task(self._call(message))
+        elif isinstance(message, wire.Uncall):
+            call = self.calls.pop(message.call_id, None)
+            if call is not None:
+                call.cancel()
+        elif isinstance(message, wire.Ready):
+            self.is_ready = True
+            self.pool.ready(self)
+        else:
+            self.pool.cause = message.why
+            self.kill()
+
+    def kill_for(self, why: str) -> None:
+        self.pool.cause = why
+        self.kill()
+
+    async def _call(self, call: wire.Call) -> None:
+        """Ask a model on behalf of the attempt."""
+        answer = wire.Answer(call.call_id)
+        try:
+            args, kwargs = msgspec.msgpack.decode(call.args)
+            models = self.models
+            if models is None or call.attempt_id != self.attempt_id:
+                raise FormatError("the attempt is over")
+            bound: Bound = models.rollout if call.role < 0 else models.auxiliary[call.role]
+            if call.method not in ("generate", "chat", "logprobs"):
+                raise FormatError(f"no model call {call.method!r}")
+            found = await getattr(bound, call.method)(*args, **kwargs)
+            if call.method == "logprobs":
+                answer.logprobs = np.asarray(found, np.float32).tobytes()
+            else:
+                answer.generations = [to_wire(g) for g in found]
+        except asyncio.CancelledError:
+            raise
+        except BaseException as error:
+            answer.error = f"{type(error).__name__}: {error}"
+        self.calls.pop(call.call_id, None)
+        self.send(wire.encode(answer))
+
+    def release(self) -> None:
+        """The attempt is over: its calls too."""
+        for call in self.calls.values():
+            call.cancel()
+        self.calls.clear()
+        if self.models is not None:
+            self.models.release()
+        self.models, self.attempt_id = None, None
+
+
+class RemotePool(ABC):
+    """A fixed number of runners elsewhere.
+
+    Ownership: owns the runners and ends them in `close()`. Concurrency: one event loop.
+    """
+
+    def __init__(self, around: Surroundings, size: int) -> None:
+        self.around, self.size = around, size
+        self.runners: dict[int, FarRunner] = {}
+        self.by_attempt: dict[int, FarRunner] = {}
+        self.n_fenced = self.n_refused = 0
+        self.n_failed_starts = 0
+        self.cause = ""
+        self.is_closed = False
+        self._timers: set[Any] = set()
+        self._starting: set[asyncio.Task[None]] = set()
+        self._first: asyncio.Future[None] | None = None
+        plan, config = around.plan, around.config
+        rollout = [getattr(r.model, "handle", None) for r in around.models.rollout.replicas]
+        auxiliary = [
+            [getattr(r.model, "handle", None) for r in role.replicas] for role in around.models.auxiliary
+        ]
+        names = [role.name for role in around.models.auxiliary]
+        self._setup = wire.encode(
+            wire.Setup(
+                plan.layout.to_json(),
+                list(config.workflow_modules),
+                rollout,
+                auxiliary,
+                names,
+                config.retry_backoff_max_s,
+            )
+        )
+
+    @abstractmethod
+    async def make_runner(self, number: int) -> FarRunner:
+        """Start a runner; it says Ready by itself once it was sent its setup."""
+
+    # -- life
+
+    async def start(self) -> None:
+        self._first = asyncio.get_running_loop().create_future()
+        for number in range(self.size):
+            self._begin(number)
+        await self._first
+
+    def _begin(self, number: int) -> None:
+        if not self.is_closed:
+            task = asyncio.get_running_loop().create_task(self._make(number))
+            self._starting.add(task)
+            task.add_done_callback(self._starting.discard)
+
+    async def _make(self, number: int) -> None:
+        try:
+            runner = await self.make_runner(number)
+        except Exception as error:
+            self.cause = repr(error)
+            self._start_failed(number)
+            return
+        self.runners[number] = runner
+        if self.is_closed:
+            runner.kill()
+            return
+        runner.send(self._setup)
+        loop = asyncio.get_running_loop()
+        loop.call_later(START_S, self._check_start, runner)
+
+    def _check_start(self, runner: FarRunner) -> None:
+        if not runner.is_ready and not runner.is_dead and not self.is_closed:
+            runner.kill_for(f"it was not ready within {START_S:g} s")
+
+    def ready(self, runner: FarRunner) -> None:
+        self.n_failed_starts = 0
+        if self._first is not None and not self._first.done():
+            self._first.set_result(None)
+        self.around.owner.runners_changed()
+
+    def died(self, runner: FarRunner, why: str) -> None:
+        """A runner is gone: tell whose attempt it had, and start another."""
+        if runner.is_dead:
+            return
+        runner.is_dead = True
+        self.runners.pop(runner.number, None)
+        attempt_id, was_ready = runner.attempt_id, runner.is_ready
+        runner.release()
+        if attempt_id is not None:
+            self.by_attempt.pop(attempt_id, None)
+        if self.is_closed:
+            return
+        if was_ready:
+            self._begin(runner.number)
+            if runner.is_killed and attempt_id is not None:
+                self.around.owner.attempt_ended(attempt_id)
+            else:
+                self.around.owner.runner_lost(runner.number, attempt_id, why)
+        else:
+            self.cause = self.cause or why
+            self._start_failed(runner.number)
+
+    def _start_failed(self, number: int) -> None:
+        self.n_failed_starts += 1
+        pause = min(PAUSE_S * 2 ** (self.n_failed_starts - 1), PAUSE_MAX_S)
+        if self.n_failed_starts >= FAILED_STARTS and not self.n_alive():
+            if self._first is not None and not self._first.done():
+                self._first.set_exception(WorkerDiedError(f"runners: none could be started; {self.cause}"))
+                return
+            self.around.owner.runners_broken(self.cause)
+        loop = asyncio.get_running_loop()
+        timer = loop.call_later(pause, self._begin, number)
+        self._timers.add(timer)
+
+    def n_alive(self) -> int:
+        return sum(runner.is_ready for runner in self.runners.values())
+
+    def n_free(self) -> int:
+        return sum(r.is_ready and r.attempt_id is None for r in self.runners.values())
+
+    # -- attempts
+
+    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+        free = [r for r in self.runners.values() if r.is_ready and r.attempt_id is None]
+        runner = next((r for r in free if r.number != avoid), free[0])
+        runner.attempt_id = job.attempt_id
+        self.by_attempt[job.attempt_id] = runner
+        models = runner.models = Models(self.around.models)
+        replicas = self.around.models.rollout.replicas
+        if replicas:
+            models.rollout  # chosen now, the same throughout  # noqa: B018
+            job.rollout = replicas.index(models._replica)  # type: ignore[arg-type]
+        runner.send(wire.encode(wire.Start(job)))
+        return runner.number
+
+    def ran(self, runner: FarRunner, message: wire.Ran) -> None:
+        if message.attempt_id != runner.attempt_id:
+            return
+        owner = self.around.owner
+        if message.outcome is not None:
+            owner.run_ended(message.attempt_id, self._checked(message.outcome))
+        if message.last:
+            runner.release()
+            self.by_attempt.pop(message.attempt_id, None)
+            owner.attempt_ended(message.attempt_id, message.error)
+
+    def _checked(self, outcome: Outcome) -> Outcome:
+        """A payload is decoded on arrival; a malformed one is a failed run."""
+        if outcome.payload is None:
+            return outcome
+        try:
+            decode(outcome.payload, space=self.around.plan)
+        except FormatError as error:
+            self.n_refused += 1
+            return Outcome(outcome.run_id, False, outcome.seconds, error=f"FormatError: {error}")
+        return outcome
+
+    def cancel(self, attempt_id: int) -> None:
+        runner = self.by_attempt.get(attempt_id)
+        if runner is not None:
+            runner.send(wire.encode(wire.Cancel(attempt_id)))
+
+    def kill(self, attempt_id: int) -> None:
+        runner = self.by_attempt.get(attempt_id)
+        if runner is not None:
+            runner.is_killed = True
+            runner.kill()
+
+    def doing(self, attempt_id: int) -> str | None:
+        runner = self.by_attempt.get(attempt_id)
+        return None if runner is None or runner.models is None else runner.models.doing
+
+    async def close(self) -> None:
+        self.is_closed = True
+        for timer in self._timers:
+            timer.cancel()
+        for task in list(self._starting):
+            task.cancel()
+        if self._starting:
+            await asyncio.wait(list(self._starting), timeout=2.0)
+        runners = list(self.runners.values())
+        for runner in runners:
+            runner.release()
+            runner.kill()
+        for runner in runners:
+            await runner.closed()
+        self.runners.clear()

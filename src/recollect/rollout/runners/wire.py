@@ -1,0 +1,89 @@
+"""What the coordinator and a runner elsewhere say to each other: msgspec structs, no code, no pickle."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from recollect.rollout.execute import Job, Outcome
+from recollect.rollout.models.base import WireGeneration
+from recollect.rollout.models.openai import OpenAIHandle
+
+
+class Message(msgspec.Struct, array_like=True, tag=True):
+    """One message."""
+
+
+class Setup(Message):
+    """The first message to a runner. A model without a handle is None: calls to it travel back."""
+
+    layout: dict[str, Any]
+    modules: list[str]
+    rollout: list[OpenAIHandle | None]
+    auxiliary: list[list[OpenAIHandle | None]]
+    names: list[str]
+    rest_s: float
+
+
+class Start(Message):
+    """Begin an attempt."""
+
+    job: Job
+
+
+class Cancel(Message):
+    """Stop an attempt."""
+
+    attempt_id: int
+
+
+class Answer(Message):
+    """What a model said."""
+
+    call_id: int
+    generations: list[WireGeneration] | None = None
+    logprobs: bytes | None = None
+    error: str | None = None
+
+
+class Ready(Message):
+    """The runner takes attempts now."""
+
+
+class Broken(Message):
+    """The runner cannot start."""
+
+    why: str
+
+
+class Ran(Message):
+    """A run ended; `last` says that its attempt did too."""
+
+    attempt_id: int
+    outcome: Outcome | None
+    last: bool = False
+    error: str = ""
+
+
+class Call(Message):
+    """A model call that travels back; `role` -1 is the rollout model of the attempt."""
+
+    call_id: int
+    attempt_id: int
+    role: int
+    method: str
+    args: bytes
+
+
+class Uncall(Message):
+    """Nobody waits for that call any more."""
+
+    call_id: int
+
+
+Down = Setup | Start | Cancel | Answer
+Up = Ready | Broken | Ran | Call | Uncall
+encode = msgspec.msgpack.Encoder().encode
+decode_down = msgspec.msgpack.Decoder(Down).decode
+decode_up = msgspec.msgpack.Decoder(Up).decode

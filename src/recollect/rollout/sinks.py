@@ -1,0 +1,328 @@
+"""Sinks: where the experience of a finished batch goes. A write is all or nothing.
+
+`holds(commit_id)` tells whether a write was done; it is asked after a write that overran, that raised, or that a
+killed process may have made, so that nothing is delivered twice.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from collections import OrderedDict, deque
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError
+from recollect.replay import ReplayBuffer
+from recollect.rollout.clock import checked_seconds
+from recollect.rollout.experience import Experiences, experience_buffer
+from recollect.rollout.schema import Plan
+
+REMEMBERED = 4096
+
+
+class Sink(Protocol):
+    """The seam; `recollect.testing.SinkContract` is its suite. Calls come from one thread at a time."""
+
+    def write(self, x: Experiences, commit_id: str) -> None: ...
+    def holds(self, commit_id: str) -> bool: ...
+    def close(self) -> None: ...
+
+
+class ReplaySink:
+    """Writes into a ReplayBuffer: one `extend`, a run per segment.
+
+    Ownership: the buffer stays the caller's unless `owned`. `holds` reads the newest rows of the buffer.
+    """
+
+    def __init__(self, buffer: ReplayBuffer, *, owned: bool = False) -> None:
+        self.buffer, self.owned = buffer, owned
+        self._done: OrderedDict[str, None] = OrderedDict()
+
+    def write(self, x: Experiences, commit_id: str) -> None:
+        """Extend the buffer by all rows at once."""
+        if len(x):
+            capacity = self.buffer.capacity
+            if capacity is not None and len(x) > capacity:
+                raise ValueError(
+                    f"sink: a batch must fit the buffer's {capacity} rows, got {len(x)}; make it larger"
+                )
+            tracked = self.buffer.engine.tracked
+            self.buffer.extend(x.get_at(slice(None)), **({"ends": x.ends} if tracked else {}))
+        _remember(self._done, commit_id)
+
+    def holds(self, commit_id: str) -> bool:
+        """Tell whether this commit was written, by this process or one before it (by its group ids)."""
+        if commit_id in self._done:
+            return True
+        found = re.fullmatch(r".*-g(\d+)-(\d+)", commit_id)
+        if found is None or not len(self.buffer):
+            return False
+        low, high = int(found[1]), int(found[2])
+        ids = np.asarray(self.buffer.get_column_at(("group_id",), slice(None)))
+        return bool(((ids >= low) & (ids <= high)).any())
+
+    def close(self) -> None:
+        """Close the buffer if the config made it."""
+        if self.owned:
+            self.buffer.close()
+
+
+def _remember(done: OrderedDict[str, None], commit_id: str) -> None:
+    done[commit_id] = None
+    if len(done) > REMEMBERED:
+        done.popitem(last=False)
+
+
+class FileSink:
+    """Writes one immutable file per pass, `parquet` or `jsonl`, synced and renamed, with ids and `info`.
+
+    >>> FileSink("somewhere", format="jsonl").format
+    'jsonl'
+    """
+
+    def __init__(self, path: str | Path, format: str = "parquet") -> None:
+        if format not in ("parquet", "jsonl"):
+            raise ValueError(f"format: must be 'parquet' or 'jsonl', got {format!r}")
+        self.path, self.format = Path(path), format
+
+    def write(self, x: Experiences, commit_id: str) -> None:
+        """Write a temporary sibling, sync it, rename it, sync the directory."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        final = self._file(commit_id)
+        temporary = final.with_name(f".{final.name}.{os.getpid()}")
+        try:
+            with temporary.open("wb") as file:
+                _write_parquet(x, file) if self.format == "parquet" else _write_jsonl(x, file)
+                file.flush()
+                os.fsync(file.fileno())
+            temporary.rename(final)
+        except BaseException:
+            temporary.unlink(missing_ok=True)
+            raise
+        directory = os.open(self.path, os.O_RDONLY)
+        try:
+            os.fsync(directory)
+        finally:
+            os.close(directory)
+
+    def holds(self, commit_id: str) -> bool:
+        """Tell whether the file of this commit is there."""
+        return self._file(commit_id).exists()
+
+    def close(self) -> None:
+        """Nothing is open between writes."""
+
+    def _file(self, commit_id: str) -> Path:
+        return self.path / f"{re.sub(r'[^A-Za-z0-9._-]', '_', commit_id)}.{self.format}"
+
+
+def _columns(x: Experiences) -> dict[str, list[Any]]:
+    import json
+
+    columns: dict[str, list[Any]] = {}
+    tasks = [x.tasks.get(int(group), (None, None)) for group in x.group_id]
+    columns["batch_id"] = [None if batch is None else str(batch) for batch, _ in tasks]
+    columns["task_id"] = [None if task is None else str(task) for _, task in tasks]
+    batch = x.get_at(slice(None))
+    for name in x.plan.space.spaces:
+        columns[name] = [_listed(value) for value in batch[name]]
+    columns["info"] = [json.dumps(info) for info in x.info]
+    columns["metrics"] = [json.dumps(dict(metrics)) for metrics in x.row_metrics]
+    return columns
+
+
+def _listed(value: Any) -> Any:
+    return value.tolist() if hasattr(value, "tolist") else value
+
+
+def _write_jsonl(x: Experiences, file: Any) -> None:
+    import json
+
+    columns = _columns(x)
+    for row in zip(*columns.values()):
+        file.write(json.dumps(dict(zip(columns, row))).encode() + b"\n")
+
+
+def _write_parquet(x: Experiences, file: Any) -> None:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingExtraError('FileSink: needs pyarrow; pip install "recollect[parquet]"') from None
+    parquet.write_table(pyarrow.table(_columns(x)), file)
+
+
+class QueueSink:
+    """A queue in this process: `await sink.get(n)` takes exactly n rows, oldest first.
+
+    Full, a write waits; a batch larger than the capacity enters an empty queue.
+    Concurrency: writes from the coordinator's threads, `get` from any event loop.
+
+    >>> QueueSink(1024).capacity
+    1024
+    """
+
+    def __init__(self, capacity: int = 65_536) -> None:
+        if type(capacity) is not int or capacity < 1:
+            raise ValueError(f"capacity: must be an int of at least 1, got {capacity!r}")
+        self.capacity = capacity
+        self.dropped_stale = 0
+        self._parts: deque[Experiences] = deque()
+        self._n = 0
+        self._changed = threading.Condition()
+        self._waiting: list[Callable[[], None]] = []
+        self._done: OrderedDict[str, None] = OrderedDict()
+        self._closed = False
+
+    def __len__(self) -> int:
+        return self._n
+
+    def write(self, x: Experiences, commit_id: str) -> None:
+        """Put all rows in, as soon as there is room for all of them."""
+        with self._changed:
+            while self._n and self._n + len(x) > self.capacity and not self._closed:
+                self._changed.wait()
+            if self._closed:
+                raise ClosedError("sink: the queue is closed; prepare the coordinator again")
+            if len(x):
+                self._parts.append(x)
+                self._n += len(x)
+            _remember(self._done, commit_id)
+            self._wake()
+
+    def holds(self, commit_id: str) -> bool:
+        """Tell whether this commit is in the queue or was taken from it."""
+        with self._changed:
+            return commit_id in self._done
+
+    async def get(self, n: int, timeout: float = 60.0, min_version: int | None = None) -> Experiences:
+        """Take exactly n rows, oldest first; on DeadlineError none. Rows below `min_version` are dropped."""
+        timeout = checked_seconds(timeout)
+        if type(n) is not int or n < 1:
+            raise ValueError(f"n: must be an int of at least 1, got {n!r}")
+        loop = asyncio.get_running_loop()
+        woken = asyncio.Event()
+
+        def wake() -> None:
+            loop.call_soon_threadsafe(woken.set)
+
+        try:
+            async with asyncio.timeout(timeout):
+                while True:
+                    with self._changed:
+                        taken = self._take(n, min_version)
+                        if taken is not None:
+                            return taken
+                        if self._closed:
+                            raise ClosedError(f"sink: closed with {self._n} rows left, got a request for {n}")
+                        woken.clear()
+                        self._waiting.append(wake)
+                    await woken.wait()
+        except TimeoutError:
+            raise DeadlineError(f"sink: {n} rows were awaited for {timeout:g} s, got {self._n}") from None
+        finally:
+            with self._changed:
+                if wake in self._waiting:
+                    self._waiting.remove(wake)
+
+    def _take(self, n: int, min_version: int | None) -> Experiences | None:
+        if min_version is not None:
+            self._drop_below(min_version)
+        if self._n < n:
+            return None
+        taken, need = [], n
+        while need:
+            part = self._parts.popleft()
+            if len(part) > need:
+                self._parts.appendleft(part.where(np.arange(need, len(part))))
+                part = part.where(np.arange(need))
+            taken.append(part)
+            need -= len(part)
+        self._n -= n
+        self._wake()
+        return taken[0] if len(taken) == 1 else Experiences.concat(taken)
+
+    def _drop_below(self, version: int) -> None:
+        kept: deque[Experiences] = deque()
+        for part in self._parts:
+            fresh = part.where(part.model_version >= version)
+            self.dropped_stale += len(part) - len(fresh)
+            if len(fresh):
+                kept.append(fresh)
+        self._parts = kept
+        self._n = sum(map(len, kept))
+        self._wake()
+
+    def _wake(self) -> None:
+        self._changed.notify_all()
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
+
+    def reopen(self) -> None:
+        """Take writes again, after the coordinator was prepared anew."""
+        with self._changed:
+            self._closed = False
+
+    def close(self) -> None:
+        """Refuse writes; what is there can still be taken."""
+        with self._changed:
+            self._closed = True
+            self._wake()
+
+
+def check_sink(spec: Any) -> None:
+    """Raise SchemaError unless `spec` is something that `make_sink` can make a sink of."""
+    from recollect.rollout.config import _nearest
+
+    if isinstance(spec, Mapping):
+        kinds = {"replay": {"storage", "path", "capacity", "max_tokens"}, "file": {"path", "format"},
+                 "queue": {"capacity"}}  # fmt: skip
+        kind = spec.get("kind")
+        if kind not in kinds:
+            raise SchemaError(f"sink.kind: must be one of {sorted(kinds)}, got {kind!r}")
+        for key in spec:
+            if key != "kind" and key not in kinds[kind]:
+                raise SchemaError(
+                    f"sink.{key}: must be an option of {kind!r}{_nearest(str(key), kinds[kind])}"
+                )
+    elif not isinstance(spec, str | Path | ReplayBuffer) and not all(
+        callable(getattr(spec, name, None)) for name in ("write", "holds", "close")
+    ):
+        raise SchemaError(
+            f"sink: must be a ReplayBuffer, a sink, a path or 'queue', got {type(spec).__name__}"
+        )
+
+
+def make_sink(spec: Any, plan: Plan) -> tuple[Sink, bool]:
+    """Return the sink that a config names, and whether it was made here."""
+    if isinstance(spec, ReplayBuffer):
+        return ReplaySink(spec), False
+    if spec == "queue":
+        return QueueSink(), True
+    if isinstance(spec, str | Path):
+        return FileSink(spec), True
+    if isinstance(spec, Mapping):
+        options = {key: value for key, value in spec.items() if key != "kind"}
+        if spec["kind"] == "queue":
+            return QueueSink(**options), True
+        if spec["kind"] == "file":
+            return FileSink(**options), True
+        return ReplaySink(_own_buffer(plan, options), owned=True), True
+    sink: Sink = spec
+    return sink, False
+
+
+def _own_buffer(plan: Plan, options: dict[str, Any]) -> ReplayBuffer:
+    path = options.pop("path", None)
+    if path is not None and options.get("storage") == "memmap":
+        if ReplayBuffer.is_loadable_from(path):
+            return ReplayBuffer.load_from(path, read_only=False)
+        options["cache_path"] = path
+    return experience_buffer(options.pop("storage", "memory"), space=plan.space, **options)

@@ -1,0 +1,270 @@
+"""Experience to bytes and back, operators on it, and the sinks it goes to."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.rollout.make import experience, run
+
+import recollect as rc
+import recollect.rollout as rr
+from recollect.errors import ClosedError, DeadlineError, FormatError, MissingLeafError, SchemaError
+from recollect.testing import SinkContract
+
+
+def rows(*rewards: float, group: int = 1, n: int = 3) -> list[Any]:
+    return [rr.decode(rr.encode([experience(r, n)], group_id=group, run_id=i)) for i, r in enumerate(rewards)]
+
+
+def batch(*groups: tuple[float, ...]) -> Any:
+    return rr.Experiences.concat([x for g, rewards in enumerate(groups) for x in rows(*rewards, group=g)])
+
+
+lengths = st.tuples(st.integers(0, 5), st.integers(0, 5))
+
+
+@given(st.lists(st.tuples(lengths, st.floats(width=32, allow_nan=False)), max_size=6), st.integers(0, 2**62))
+def test_what_goes_in_comes_out(given_rows: list[Any], group: int) -> None:
+    rng = np.random.default_rng(0)
+    made = []
+    for (prompt, response), reward in given_rows:
+        tokens = rng.integers(0, 99, prompt + response, dtype=np.int32)
+        mask = rng.integers(0, 2, response).astype(bool)
+        made.append(
+            rr.Experience(
+                tokens=tokens,
+                prompt_length=prompt,
+                logprobs=rng.random(response, np.float32),
+                action_mask=mask,
+                reward=reward,
+                info={"n": response},
+                metrics={"m": float(prompt)},
+            )
+        )
+    x = rr.decode(rr.encode(made, batch_id="b", task_id=4, group_id=group, run_id=2))
+    assert len(x) == len(made)
+    for i, e in enumerate(made):
+        sample = x[i]
+        assert np.array_equal(sample["tokens"], e.tokens) and np.array_equal(sample["logprobs"], e.logprobs)
+        assert np.array_equal(sample["action_mask"], e.action_mask)
+        assert float(sample["reward"]) == pytest.approx(e.reward) and np.isnan(sample["advantage"])
+        assert (int(sample["group_id"]), int(sample["run_id"]), int(sample["step"])) == (group, 2, i)
+        assert x.info[i] == e.info
+    if made:
+        assert x.task_of(group) == ("b", 4) and x.ends.sum() == 1
+        assert x.metrics["m"].tolist() == [e.metrics["m"] for e in made]
+
+
+@given(st.data())
+def test_damage_is_seen(data: Any) -> None:
+    """No changed byte and no cut reaches the rows: padding aside, everything is under a checksum."""
+    payload = rr.encode([experience(), experience(0.5, 7)], group_id=3, run_id=1)
+    if data.draw(st.booleans(), label="cut"):
+        broken = payload[: data.draw(st.integers(0, len(payload) - 1), label="at")]
+        with pytest.raises(FormatError):
+            rr.decode(broken)
+        return
+    at = data.draw(st.integers(0, len(payload) - 1), label="at")
+    broken = (
+        payload[:at] + bytes([payload[at] ^ data.draw(st.integers(1, 255), label="flip")]) + payload[at + 1 :]
+    )
+    try:
+        x = rr.decode(broken)
+    except FormatError:
+        return
+    assert np.array_equal(x.rows.tobytes(), rr.decode(payload).rows.tobytes())
+
+
+@pytest.mark.parametrize(
+    ("leaves", "error", "text"),
+    [
+        ({"tokens": [1.5, 2.5]}, SchemaError, "tokens"),
+        ({"logprobs": [0.0]}, SchemaError, "logprobs"),
+        ({"prompt_length": 9}, SchemaError, "prompt_length"),
+        ({"reward": "high"}, SchemaError, "reward"),
+        ({"reward": 1e300}, SchemaError, "reward"),
+        ({"colour": 1}, SchemaError, "colour"),
+        ({"tokens": list(range(5000)), "logprobs": [0.0] * 4999}, SchemaError, "4096"),
+        ({"tokens": None}, MissingLeafError, "tokens"),
+        ({"info": {"x": "y" * 70_000}}, SchemaError, "65536"),
+    ],
+)
+def test_what_is_off_the_space_is_named(leaves: dict[str, Any], error: type[Exception], text: str) -> None:
+    good = {"tokens": [1, 2, 3], "prompt_length": 1, "logprobs": [0.0, 0.0], "reward": 1.0}
+    with pytest.raises(error, match=text):
+        rr.encode([rr.Experience(**good | leaves)])
+
+
+def test_step_experience_with_extra_leaves() -> None:
+    space = rr.experience_space(
+        "step", obs=((3,), "float32"), action=((), "int64"), extra={"note": ((2,), "uint8")}
+    )
+    steps = [
+        rr.Experience(obs=np.full(3, i, np.float32), action=i, reward=1.0, note=np.array([i, 7], np.uint8))
+        for i in range(3)
+    ]
+    x = rr.decode(rr.encode(steps, space=space, group_id=1, run_id=0))
+    assert x.obs[2].tolist() == [2.0] * 3 and x.action.tolist() == [0, 1, 2] and x.note[1].tolist() == [1, 7]
+    assert x.step.tolist() == [0, 1, 2] and x.get_segments() == [(0, 3)]
+
+
+def test_views_and_columns() -> None:
+    x = batch((1.0, 2.0), (3.0,))
+    part = x.where(x.reward > 1.5)
+    assert part.reward.tolist() == [2.0, 3.0] and part.tokens.offsets.tolist() == [0, 4, 8]
+    assert part.padded("tokens").shape == (2, 4) and len(x) == 3
+    changed = x.replace(reward=np.zeros(3, np.float32))
+    assert changed.reward.tolist() == [0.0] * 3 and x.reward.tolist() == [1.0, 2.0, 3.0]
+    with pytest.raises(ValueError):
+        x.reward[0] = 5.0
+    ids, index = x.groups()
+    assert ids.tolist() == [0, 1] and index.tolist() == [0, 0, 1]
+    with pytest.raises(rc.ReadOnlyError):
+        x.append({})
+
+
+# -- operators
+
+
+def test_grpo_is_the_sample_deviation_of_runs_and_drops_small_groups() -> None:
+    x, counts = rr.GroupAdvantage()(batch((1.0, 2.0, 3.0), (5.0,), (float("nan"), 1.0, 0.0)))
+    assert x.advantage[:3].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-4)
+    assert counts == {"no_reward": 1.0, "small_group": 1.0} and len(x) == 5
+    raw, _ = rr.GroupAdvantage(scale=False)(batch((1.0, 2.0, 3.0)))
+    assert raw.advantage.tolist() == [-1.0, 0.0, 1.0]
+
+
+def test_all_steps_of_a_run_get_its_last_rewards_advantage() -> None:
+    runs = [
+        rr.decode(rr.encode([experience(9.0), experience(last)], group_id=1, run_id=i))
+        for i, last in enumerate((0.0, 2.0))
+    ]
+    x, _ = rr.GroupAdvantage(scale=False)(rr.Experiences.concat(runs))
+    assert x.advantage.tolist() == [-1.0, -1.0, 1.0, 1.0]
+
+
+def test_filters() -> None:
+    x = batch((1.0, 1.0), (1.0, 2.0))
+    assert len(rr.DropUniformGroups()(x)[0]) == 2
+    assert rr.RewardFilter(low=1.5)(x)[0].reward.tolist() == [2.0]
+    assert len(rr.LengthFilter(high=2)(x)) == 0 and len(rr.LengthFilter(high=3)(x)) == 4
+    assert len(rr.StalenessFilter(1).at(2)(x)) == 0
+    shaped, _ = rr.ShapeReward(fn=lambda x: x.reward * 2, clip=(0, 3))(x)
+    assert shaped.reward.tolist() == [2.0, 2.0, 2.0, 3.0]
+
+
+def test_dedupe_remembers_only_what_was_committed() -> None:
+    x, once = batch((1.0, 1.0)), rr.Dedupe()
+    assert len(once(x)) == 1 and len(once(x)) == 1  # tried again, nothing was delivered
+    once.commit()
+    assert len(once(x)) == 0
+    assert len(rr.Dedupe("uid")(x)) == 2
+
+
+# -- sinks
+
+
+class TestFileSink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.FileSink(tmp_path / "out", "jsonl")
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        lines = [
+            json.loads(line) for f in sorted(sink.path.glob("*.jsonl")) for line in f.read_text().splitlines()
+        ]
+        return [(line["group_id"], line["run_id"], line["step"]) for line in lines]
+
+
+class TestReplaySink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.ReplaySink(rr.experience_buffer("memory", capacity=100, max_tokens=4096), owned=True)
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        x = sink.buffer[:]
+        return list(zip(x["group_id"].tolist(), x["run_id"].tolist(), x["step"].tolist()))
+
+
+class TestQueueSink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.QueueSink()
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        return [uid for part in sink._parts for uid in part.uids.tolist()]
+
+
+def test_parquet_keeps_ids_and_info(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    payload = rr.encode([experience(info={"a": 1})], batch_id=3, task_id="t", group_id=9, run_id=0)
+    rr.FileSink(tmp_path).write(rr.decode(payload), "c-1")
+    table = parquet.read_table(tmp_path / "c-1.parquet").to_pydict()
+    assert (
+        table["batch_id"] == ["3"] and table["task_id"] == ["t"] and json.loads(table["info"][0]) == {"a": 1}
+    )
+    assert table["tokens"] == [[0, 1, 2, 3]] and [p.name for p in tmp_path.iterdir()] == ["c-1.parquet"]
+
+
+def test_one_run_is_one_segment_of_the_buffer() -> None:
+    async def two_steps(task: Any, models: Any) -> Any:
+        return [experience(0.0), experience(1.0)]
+
+    async def main() -> None:
+        buf = rr.experience_buffer("memory", capacity=50, max_tokens=16)
+        made = rr.Config(space=buf.single_space, sink=buf, operators=("grpo",))
+        async with rr.RolloutCoordinator(made, []) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(two_steps, repeat_times=2)], batch_type="train")
+            assert (await c.finalize_train_batch(1))["experience_count"] == 4
+            assert c.sink is buf
+        assert (
+            buf.get_segments() == [(0, 2), (2, 4)]
+            and len(rc.StepSampler(buf, 3, seed=0).sample()["reward"]) == 3
+        )
+        buf.close()
+
+    run(main())
+
+
+def test_the_queue_gives_exactly_n_or_nothing() -> None:
+    async def main() -> None:
+        sink = rr.QueueSink(4)
+        sink.write(batch((1.0, 2.0, 3.0)), "a")
+        assert (await sink.get(2)).reward.tolist() == [1.0, 2.0]
+        with pytest.raises(DeadlineError, match="2 rows"):
+            await sink.get(2, timeout=0)
+        assert len(sink) == 1
+        full = threading.Thread(target=sink.write, args=(batch((4.0, 5.0, 6.0, 7.0)), "b"))
+        full.start()  # waits: 1 + 4 > 4
+        first = await sink.get(1)
+        more = await sink.get(4, timeout=10)
+        full.join(10)
+        assert first.reward.tolist() == [3.0] and more.reward.tolist() == [4.0, 5.0, 6.0, 7.0]
+        waiting = asyncio.create_task(sink.get(1, timeout=10))
+        await asyncio.sleep(0)
+        sink.close()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            sink.write(batch((1.0,)), "c")
+
+    run(main())
+
+
+def test_the_queue_drops_what_is_too_old_and_counts_it() -> None:
+    async def main() -> None:
+        sink = rr.QueueSink()
+        for version in (1, 2, 3):
+            sink.write(
+                rr.decode(rr.encode([experience()], group_id=version, run_id=0, model_version=version)),
+                str(version),
+            )
+        assert (await sink.get(2, min_version=2)).model_version.tolist() == [2, 3]
+        assert sink.dropped_stale == 1
+
+    run(main())

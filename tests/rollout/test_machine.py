@@ -1,0 +1,295 @@
+"""Any interleaving of events moves batches only as the table says, and delivers each payload once or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from tests.rollout.make import Gates, ListSink, check_doors, config, settle
+
+import recollect.rollout as rr
+from recollect.errors import BatchAborted, BatchFailed, ClosedError, DeadlineError, PipelineError
+from recollect.rollout.state import MOVES, BatchLifecycleState
+from recollect.testing import FakeClock
+
+S = BatchLifecycleState
+IDS = st.sampled_from([1, 2, "3/copy", "x"])
+
+
+def reachable(start: S) -> set[S]:
+    """Where some moves of the table lead; staying is no move."""
+    found = {start}
+    while more := {to for state in found for to in MOVES[state]} - found:
+        found |= more
+    return found
+
+
+class Plain:
+    """What the table says of one batch, in as few words as possible."""
+
+    def __init__(self, kind: str, n_tasks: int, repeats: int, least: int | None) -> None:
+        self.kind, self.least = kind, least
+        self.tasks = [dict.fromkeys(range(repeats), "live") for _ in range(n_tasks)]
+        self.state = S.RUNNING if n_tasks else S.PENDING
+        self.cut = False  # a pass was tried
+        self.good_since: float | None = None
+
+    def end(self, task: int, run: int, how: str, now: float) -> None:
+        if self.state is S.RUNNING and not self.cut:
+            self.tasks[task][run] = how
+            if self.least and self.n_good == self.least and self.good_since is None:
+                self.good_since = now
+
+    @property
+    def n_ended(self) -> int:
+        return sum("live" not in task.values() for task in self.tasks)
+
+    @property
+    def n_good(self) -> int:
+        return sum(set(task.values()) == {"good"} for task in self.tasks)
+
+    def verdict(self, now: float, deadline: float, wait: float) -> str:
+        """cut, failed, late or wait."""
+        if self.cut:
+            return "cut"
+        n, need = len(self.tasks), self.least or min(1, len(self.tasks))
+        if self.n_ended == n:
+            return "cut" if self.n_good >= need else "failed"
+        enough = self.least is not None and self.n_good >= self.least and self.good_since is not None
+        if enough and (now >= self.good_since + wait or now >= deadline):
+            return "cut"
+        return "late" if now >= deadline else "wait"
+
+
+class Machine(RuleBasedStateMachine):
+    """One coordinator and one plain model of it through the same events."""
+
+    wait_after_min_s = 5.0
+
+    @initialize(stragglers=st.sampled_from(["cancel", "carry"]), runners=st.integers(1, 4))
+    def start(self, stragglers: str, runners: int) -> None:
+        self.loop = asyncio.new_event_loop()
+        self.clock, self.sink, self.gates = FakeClock(), ListSink(), Gates()
+        self.live: dict[Any, Plain] = {}
+        self.ended: dict[Any, S] = {}
+        self.waiting: list[tuple[asyncio.Task[Any], Any, Plain, float]] = []
+        self.seen: dict[int, S] = {}
+        self.carries = stragglers == "carry"
+        self.n_delivered = 0
+        self.c: Any = rr.RolloutCoordinator(
+            config(
+                sink=self.sink, runners=runners, wait_after_min_s=self.wait_after_min_s, attempt_timeout_s=50.0,
+                cancel_grace_s=1.0, stragglers=stragglers,
+            ),
+            [],
+            clock=self.clock,
+        )  # fmt: skip
+        self.do(self.c.prepare())
+
+    def teardown(self) -> None:
+        if hasattr(self, "c"):
+            for task, *_ in self.waiting:
+                task.cancel()
+            self.do(self.c.shutdown())
+            self.loop.close()
+
+    def do(self, work: Any) -> Any:
+        async def then_settle() -> Any:
+            result = await asyncio.wait_for(work, 10)
+            if self.c._is_open:
+                await settle(self.c)
+            return result
+
+        result = self.loop.run_until_complete(then_settle())
+        self.time_out()
+        self.reap()
+        return result
+
+    def pause(self) -> None:
+        self.do(asyncio.sleep(0))
+
+    # -- what waits comes to its end as the model says
+
+    def reap(self) -> None:
+        """Compare every finalize that returned with the model, and move the model on."""
+        for item in list(self.waiting):
+            task, ident, plain, deadline = item
+            if not task.done():
+                continue
+            self.waiting.remove(item)
+            error = None if task.cancelled() else task.exception()
+            said = plain.verdict(self.clock.now, deadline, self.wait_after_min_s)
+            if task.cancelled():
+                continue
+            if error is None:
+                result = task.result()
+                assert plain.state in (S.RUNNING, S.PENDING, S.FINALIZED)
+                if plain.state is not S.FINALIZED:
+                    assert said == "cut", said
+                    self.finish(ident, plain, S.FINALIZED)
+                assert result["batch_id"] == ident and result["expected_task_count"] == len(plain.tasks)
+                total = sum(
+                    result[f"{k}_task_count"] for k in ("ok", "partial", "failed", "cancelled", "carried")
+                )
+                assert total == len(plain.tasks)
+            elif isinstance(error, PipelineError):
+                assert self.sink.fail is not None
+                plain.cut = True
+            elif isinstance(error, BatchAborted):
+                assert plain.state is S.ABORTED
+            elif isinstance(error, DeadlineError):
+                assert said == "late", said
+            elif isinstance(error, BatchFailed):
+                assert said == "failed", said
+            else:
+                assert isinstance(error, ClosedError), error
+
+    def finish(self, ident: Any, plain: Plain, state: S) -> None:
+        plain.state = state
+        if self.live.get(ident) is plain:
+            del self.live[ident]
+        self.ended[ident] = state
+        result = self.c.batch_state(ident).final_result if self.c._is_open else None
+        if result is not None:
+            good = [task for task in plain.tasks if set(task.values()) == {"good"}]
+            if plain.kind == "eval":
+                self.n_delivered += sum(map(len, good))
+            else:
+                self.n_delivered += result["experience_count"]
+                carried = result["metrics"].get("rollout/carried_in_count", 0)
+                assert result["experience_count"] >= sum(map(len, good))
+                assert carried or result["experience_count"] == sum(map(len, good))
+
+    # -- events
+
+    @rule(ident=IDS, kind=st.sampled_from(["train", "eval"]), n=st.integers(0, 3), repeats=st.integers(1, 2),
+          least=st.none() | st.integers(1, 3))  # fmt: skip
+    def submit(self, ident: Any, kind: str, n: int, repeats: int, least: int | None) -> None:
+        tasks = [rr.Task(self.gates, repeat_times=repeats) for _ in range(n)]
+        work = self.c.submit_batch(batch_id=ident, tasks=tasks, batch_type=kind, min_wait_num=least)
+        if ident in self.live or (least is not None and least > n):
+            before = self.c.stats()
+            try:
+                self.do(work)
+            except ValueError:
+                assert self.c.stats().runs == before.runs
+                return
+            raise AssertionError("must be refused")
+        self.do(work)
+        self.ended.pop(ident, None)
+        self.live[ident] = Plain(kind, n, repeats, least)
+
+    def gate(self, data: Any) -> Any:
+        return data.draw(st.sampled_from(sorted(self.gates.waiting, key=repr)), label="run")
+
+    @precondition(lambda self: self.gates.waiting)
+    @rule(data=st.data(), how=st.sampled_from(["good", "failed"]))
+    def end_run(self, data: Any, how: str) -> None:
+        key = self.gate(data)
+        plain = self.live.get(key[0])
+        self.gates.end(key, None if how == "good" else ValueError("no"))
+        if plain is not None and self.is_current(key):
+            plain.end(key[1], key[2], how, self.clock.now)
+        self.pause()
+
+    def is_current(self, key: Any) -> bool:
+        """Whether a run is of the live batch of that id, not one that an earlier batch of the id left behind."""
+        batch = self.c._batches.get(key[0])
+        return batch is not None and any(
+            a.unit.task.task_id == key[1] and key[2] in a.unit.run_ids and a.is_live for a in batch.running
+        )
+
+    @rule(seconds=st.sampled_from([0.5, 2.0, 10.0, 60.0]))
+    def pass_time(self, seconds: float) -> None:
+        end = self.clock.now + seconds
+        while self.clock.now < end:
+            self.clock.advance(0.25)
+            self.pause()
+
+    def time_out(self) -> None:
+        """The model's tasks fail where attempts were stopped at their limit."""
+        for ident, plain in self.live.items():
+            for task_id, status in self.c.batch_state(ident).statuses.items() if self.c._is_open else ():
+                for run, how in plain.tasks[task_id].items():
+                    if how == "live":
+                        assert "limit of 50 s" in status.error
+                        plain.end(task_id, run, "failed", self.clock.now)
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), timeout=st.sampled_from([0.0, 3.0, 100.0]))
+    def finalize(self, data: Any, timeout: float) -> None:
+        ident = data.draw(st.sampled_from(sorted(self.live, key=repr)), label="batch")
+        plain = self.live[ident]
+        call = self.c.finalize_train_batch if plain.kind == "train" else self.c.finalize_eval_batch
+        task = self.loop.create_task(call(ident, timeout=timeout))
+        self.waiting.append((task, ident, plain, self.clock.now + timeout))
+        self.pause()
+
+    @precondition(lambda self: self.live)
+    @rule(data=st.data(), keep=st.booleans())
+    def abort(self, data: Any, keep: bool) -> None:
+        ident = data.draw(st.sampled_from(sorted(self.live, key=repr)), label="batch")
+        plain = self.live[ident]
+        keeps = keep and bool(plain.tasks)
+        was, plain.state = plain.state, S.ABORTED
+        try:
+            self.do(self.c.abort_batch(ident, reason="told to", keep_partial_results=keep))
+        except PipelineError:
+            assert keeps and self.sink.fail is not None
+            plain.state, plain.cut = was, True
+            return
+        self.finish(ident, plain, S.ABORTED)
+
+    @rule(fail=st.sampled_from([None, "before", "after"]))
+    def break_sink(self, fail: str | None) -> None:
+        self.sink.fail = fail
+
+    @precondition(lambda self: self.waiting)
+    @rule(data=st.data())
+    def cancel_a_waiter(self, data: Any) -> None:
+        data.draw(st.sampled_from(self.waiting), label="waiter")[0].cancel()
+        self.pause()
+
+    @rule()
+    def restart(self) -> None:
+        for ident, plain in list(self.live.items()):
+            self.finish(ident, plain, S.ABORTED)
+        self.do(self.c.shutdown())
+        self.do(self.c.prepare())
+
+    # -- what always holds
+
+    @invariant()
+    def states_agree(self) -> None:
+        if not hasattr(self, "c"):
+            return
+        for ident, plain in self.live.items():
+            assert self.c.batch_state(ident).state is plain.state, ident
+        for ident, state in self.ended.items():
+            assert self.c.batch_state(ident).state is state, ident
+        for batch in self.c._batches.values():
+            assert batch.state.state in reachable(self.seen.get(batch.serial, S.PENDING))
+            self.seen[batch.serial] = batch.state.state
+
+    @invariant()
+    def nothing_is_lost_or_doubled(self) -> None:
+        if not hasattr(self, "c"):
+            return
+        check_doors(self.c)
+        uids = self.sink.uids
+        assert len(uids) == len(set(uids))
+        assert self.c.stats().runs.delivered == self.n_delivered  # one row per run here
+
+    @invariant()
+    def waiters_wait_for_a_reason(self) -> None:
+        if not hasattr(self, "c"):
+            return
+        for task, ident, plain, deadline in self.waiting:
+            if not task.done() and self.live.get(ident) is plain:
+                assert plain.verdict(self.clock.now, deadline, self.wait_after_min_s) == "wait"
+                assert self.c.why_waiting(ident) is not None
+
+
+TestMachine = Machine.TestCase
