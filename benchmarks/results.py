@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from adapters import C_GATHERS, ENTRIES
+from prioritized import Growth
 from works import Work
 
 OURS = "recollect"
@@ -62,9 +63,9 @@ class Outcome:
         return [name for name in self.timings if ENTRIES[name].role == "peer"]
 
     def reference_us(self, against: str) -> float | None:
-        """The time that a goal or a column compares with: fastest peer, memcpy, or the faster C gather."""
-        names = {"peers": self.peers, "C": C_GATHERS, "memcpy": ("memcpy",)}
-        return self.fastest(names[against])
+        """The time that a goal or a column compares with: fastest peer, the faster C gather, or one by name."""
+        names = {"peers": self.peers, "C": C_GATHERS}
+        return self.fastest(names.get(against, (against,)))
 
 
 @dataclass(slots=True)
@@ -93,14 +94,15 @@ class Goal:
 
     work: str
     rule: Literal["faster", "within"]
-    against: Literal["peers", "C", "memcpy", "size"]
+    against: Literal["peers", "C", "memcpy", "size", "torchrl", "1M rows", "gather"]
     factor: float
 
     @property
     def text(self) -> str:
         if self.rule == "within":
             return f"within {self.factor:g}x of {'its size' if self.against == 'size' else self.against}"
-        return "ahead of every peer" if self.factor == 1 else f"at least {self.factor:g}x the fastest peer"
+        who = "the fastest peer" if self.against == "peers" else self.against
+        return "ahead of every peer" if self.factor == 1 else f"at least {self.factor:g}x {who}"
 
     def measured(self, results: Results) -> float | None:
         if self.against == "size":
@@ -119,7 +121,7 @@ class Goal:
         return "PASS" if (value >= self.factor if self.rule == "faster" else value <= self.factor) else "MISS"
 
 
-GOALS: tuple[Goal, ...] = (
+GOALS: tuple[Goal | Growth, ...] = (
     Goal("uniform-256", "faster", "peers", 10),
     Goal("uniform-256", "within", "C", 1.3),
     Goal("uniform-4096", "faster", "peers", 4),
@@ -132,7 +134,13 @@ GOALS: tuple[Goal, ...] = (
     Goal("add-4096", "within", "memcpy", 1.5),
     Goal("image-32", "faster", "peers", 1),
     Goal("image-32", "within", "memcpy", 1.2),
+    Goal("sequences", "faster", "torchrl", 5),
+    Goal("sequences", "faster", "peers", 1),
+    Goal("sequences-flat", "within", "1M rows", 1.15),
+    Goal("stack-8x256", "within", "gather", 2),
     Goal("peak-memory", "within", "size", 1.05),
+    Goal("prioritized-256", "faster", "peers", 5),
+    Growth(),
 )
 
 

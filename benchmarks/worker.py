@@ -17,8 +17,10 @@ from pathlib import Path
 from typing import Any
 
 from adapters import ENTRIES, Adapter, Turn, load
+from prioritized import WORKS as PRIORITIZED
 from works import WORKS, Work, blocks, check_added, check_batch
 
+WORKS |= {work.name: work for work in PRIORITIZED}
 Reply = dict[str, Any]
 WARM_SHARE = 20
 CHECK_ROWS = 2048
@@ -44,7 +46,7 @@ class Session:
         return {"version": version_of(ENTRIES[self.name].package)}
 
     def open(self, work: Work, turn_s: float) -> Reply:
-        self.adapter, self.work, self.n_calls = load(self.name), work, 0
+        self.adapter, self.work, self.n_calls = load(self.name, work.kind), work, 0
         start = getattr(self.adapter, work.kind, None)
         if start is None:
             raise Skip(f"has no {work.kind}")

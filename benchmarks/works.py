@@ -76,7 +76,14 @@ class Work:
 
     @property
     def title(self) -> str:
-        verbs = {"draw": f"draw {self.batch} of", "add": f"add {self.batch} to a full buffer of"}
+        verbs = {
+            "draw": f"draw {self.batch} of",
+            "add": f"add {self.batch} to a full buffer of",
+            "prioritized": f"draw and update {self.batch} of",
+            "prioritized_many": f"draw and update {self.batch} of",
+        }
+        verbs |= dict.fromkeys(("sequence", "flat"), f"draw {self.batch // 50} sequences of 50 of")
+        verbs["stack"] = f"draw {self.batch // 8} stacks of 8 of"
         verb = verbs.get(self.kind, f"{self.kind} of")
         return f"{verb} {self.rows:,} rows of {self.payload_nbytes:,} B"
 
@@ -117,6 +124,9 @@ WORKS: dict[str, Work] = {
         Work("add-256", "add", 256, MILLION, transition(17, 6)),
         Work("add-4096", "add", 4096, MILLION, transition(17, 6)),
         Work("image-32", "draw", 32, 20_000, IMAGE),
+        Work("sequences", "sequence", 64 * 50, MILLION, transition(17, 6)),
+        Work("sequences-flat", "flat", 64 * 50, 100 * MILLION, transition(17, 6)),
+        Work("stack-8x256", "stack", 256 * 8, MILLION, transition(17, 6)),
         Work("peak-memory", "memory", 1, MILLION, transition(17, 6)),
     )
 }
@@ -130,7 +140,9 @@ def quick(work: Work) -> Work:
 
 
 def rows_that_fit(work: Work, budget_nbytes: float) -> Work:
-    """The same work with fewer rows if the budget for one buffer asks for it."""
+    """The same work with fewer rows if the budget for one buffer asks for it (a sparse one needs little)."""
+    if work.kind == "flat":
+        return work
     return work.resized(min(work.rows, max(work.batch, int(budget_nbytes // work.row_nbytes))))
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
+from typing import Any
 
 import hypothesis
 import pytest
@@ -10,6 +12,10 @@ import pytest
 from recollect.testing import leftovers
 
 pytest_plugins = ["pytester"]
+
+# A shell that starts a run in the background lets it ignore Ctrl-C, which some tests press.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # No deadline per example: a busy machine is not a bug. pytest's own timeout bounds the whole test.
 hypothesis.settings.register_profile("small", max_examples=50, stateful_step_count=30, deadline=None)
@@ -22,6 +28,15 @@ def leaves_nothing() -> Iterator[None]:
     """Fails the test if it leaves a child process, a descriptor or shared memory behind."""
     with leftovers.leaves_nothing():
         yield
+
+
+@pytest.fixture(scope="session")
+def ray_cluster() -> Iterator[Any]:
+    """One Ray for the whole session: it takes 10 s to start, on a busy machine 40."""
+    ray = pytest.importorskip("ray")
+    ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
+    yield ray
+    ray.shutdown()
 
 
 @pytest.fixture(autouse=True)

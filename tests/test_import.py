@@ -35,12 +35,15 @@ def fresh(statement: str, **env: str) -> tuple[float, set[str]]:
     return seconds, set(modules)
 
 
-@pytest.mark.parametrize("statement", ["import recollect", EVERY_NAME], ids=["package", "every name"])
-def test_import_is_cheap(statement: str, tmp_path: Path) -> None:
+# The names are loaded when they are first used; all of them together may cost a little more than the package.
+@pytest.mark.parametrize(
+    ("statement", "limit"), [("import recollect", 0.35), (EVERY_NAME, 0.6)], ids=["package", "every name"]
+)
+def test_import_is_cheap(statement: str, limit: float, tmp_path: Path) -> None:
     # As users have it: the modules are compiled already. The first of five compiles them, and the best counts,
     # since the machine may be busy with others. (An empty PYTHONDONTWRITEBYTECODE is as good as none.)
     compiled = {"PYTHONPYCACHEPREFIX": str(tmp_path), "PYTHONDONTWRITEBYTECODE": ""}
-    assert min(fresh(statement, **compiled)[0] for _ in range(5)) < 0.35
+    assert min(fresh(statement, **compiled)[0] for _ in range(5)) < limit
 
 
 @pytest.mark.parametrize("statement", ["import recollect", EVERY_NAME], ids=["package", "every name"])

@@ -10,12 +10,17 @@ import pytest
 import recollect
 
 PUBLIC = """
-AttachError BatchBase BatchSampler BudgetError ClosedError CombinedBatch ContentionError DataTransformation
-DeadlineError DtypeError EmptyError FormatError FrameStackedBatch LaneBusyError Layout Location MemmapStorage
-MemoryStorage MissingExtraError MissingLeafError PeerDiedError ReadOnlyError RecollectError ReplayBuffer
-SchemaError SegmentOpenError SharedMemoryStorage SliceStackedBatch SpaceStorage StepSampler SubIndexedBatch
-SubItemBatch ToBackendOrDeviceBatch TransformedBatch WorkerDiedError WorkerError __version__ as_space
-compile_layout register_storage transition_space
+AttachError AuthError BatchAborted BatchBase BatchFailed BatchLifecycleState BatchSampler BatchState
+BudgetError ClosedError CollectorDiedError CollectorError CombinedBatch ContentionError DataTransformation
+DeadlineError DictStorage DtypeError EmptyError EnvContractError Finding FlattenedStorage FormatError
+FrameError FrameStackedBatch HDF5Storage HindsightSampler ImageStorage LaneBusyError Layout Location
+MemmapStorage MemoryStorage MissingExtraError MissingLeafError ModelError MultiprocessingSampler NStepBatch
+ParquetStorage PeerDiedError PipelineError PrepareError PrioritizedSampler RateLimiter ReadOnlyError
+RecollectError RemoteError ReplayBuffer ReplayBufferCollectionWrapper ResetNeeded RolloutCoordinator
+SchemaError ScoringError SegmentOpenError SequenceSampler SharedMemoryStorage SliceStackedBatch SpaceStorage
+StepSampler SubIndexedBatch SubItemBatch ToBackendOrDeviceBatch ToBackendOrDeviceStorage TransformedBatch
+TransformedStorage VideoStorage WorkerDiedError WorkerError WrongTickError __version__ as_space
+check_env_pipeline compile_layout register_storage transition_space
 """.split()
 
 
@@ -53,3 +58,8 @@ def test_every_error_is_public() -> None:
         n for n, v in vars(errors).items() if isinstance(v, type) and issubclass(v, errors.RecollectError)
     }
     assert ours <= set(PUBLIC)
+
+
+@pytest.mark.parametrize("name", ["ipc", "learners", "observe"])
+def test_packages_are_reached_by_attribute(name: str) -> None:
+    assert getattr(recollect, name).__name__ == f"recollect.{name}"

@@ -17,10 +17,28 @@ def run(args: list[str] | None = None) -> None:
         raise MissingExtraError(
             'the command line needs tyro and rich; run pip install "recollect[cli]"'
         ) from error
+    from recollect.cli.convert import Convert
     from recollect.cli.demo import Demo
+    from recollect.cli.doctor import Doctor
+    from recollect.cli.inspect import Inspect
+    from recollect.cli.serve import Serve
+    from recollect.cli.train import Train
+    from recollect.cli.verify import Verify
 
+    commands = {
+        "convert": Convert,
+        "demo": Demo,
+        "doctor": Doctor,
+        "inspect": Inspect,
+        "serve": Serve,
+        "train": Train,
+        "verify": Verify,
+    }
     command: Any = tyro.extras.subcommand_cli_from_dict(
-        {"demo": Demo}, prog="recollect", description="Experience for reinforcement learning.", args=args
+        commands,
+        prog="recollect",
+        description="Experience for reinforcement learning.",
+        args=args,
     )
     try:
         command.run()

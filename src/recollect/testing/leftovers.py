@@ -36,7 +36,8 @@ class Holdings:
 
 def leftovers(before: Holdings, after: Holdings) -> list[str]:
     """One sentence for each thing that `after` holds and `before` did not."""
-    shm_names = (name for name in sorted(after.shm_names - before.shm_names) if not _held_elsewhere(name))
+    new = sorted(after.shm_names - before.shm_names)
+    shm_names = (name for name in new if not _held_elsewhere(name) and (SHM / name).exists())
     return [
         *(f"child process {pid} ({_command(pid)})" for pid in sorted(after.children - before.children)),
         *(f"descriptor {descriptor}" for descriptor in sorted(after.descriptors - before.descriptors)),

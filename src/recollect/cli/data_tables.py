@@ -1,0 +1,67 @@
+"""The reports of `inspect` and `verify` as tables in the terminal."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from recollect.memory.limits import human_nbytes
+
+
+def show_inspection(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print what a directory holds."""
+    console = console or Console()
+    storage = f", storage {report['storage']}" if report["storage"] else ""
+    console.print(
+        f"\n[bold]{report['path']}[/]: {report['kind']}{storage}, {report['samples']:,} samples, "
+        f"{report['files']['count']:,} files of {human_nbytes(report['files']['bytes'])}"
+    )
+    segments = report["segments"]
+    if segments is None:
+        console.print("Segments: not known")
+    elif segments["count"]:
+        console.print(
+            f"Segments: {segments['count']:,}, of {segments['min']:,} to {segments['max']:,} samples, "
+            f"mean {segments['mean']:.1f}"
+        )
+    table = Table()
+    for name in ("leaf", "kind", "dtype", "shape", "min", "max", "NaN"):
+        table.add_column(name, justify="left" if name in ("leaf", "kind", "dtype") else "right")
+    for leaf in report["leaves"]:
+        shape = "×".join(map(str, leaf["shape"] or ())) or "scalar"
+        low, high = (leaf.get(side, leaf.get(f"length_{side}", "")) for side in ("min", "max"))
+        table.add_row(
+            leaf["name"],
+            leaf["kind"],
+            leaf["dtype"],
+            shape,
+            _short(low),
+            _short(high),
+            str(leaf.get("nan", "")),
+        )
+    console.print(table)
+    for name, why in report["left_out"].items():
+        console.print(f"Left out: {name}, which {why}")
+
+
+def show_verification(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print what is damaged and what can still be read."""
+    console = console or Console()
+    if report["ok"]:
+        console.print(f"{report['path']}: whole, {report['samples']:,} samples")
+        return
+    console.print(f"[bold red]{report['path']}: damaged[/]")
+    for found in report["damaged"]:
+        console.print(f"  {found['problem']}", soft_wrap=True)
+    total = sum(b - a for a, b in report["readable"])
+    if not total:
+        console.print("Nothing of it can be read.")
+        return
+    runs = ", ".join(f"{a}..{b - 1}" for a, b in report["readable"][:20])
+    console.print(f"Still readable: {total:,} of {report['samples']:,} samples, at {runs}")
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

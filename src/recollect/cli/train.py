@@ -1,0 +1,127 @@
+"""`recollect train`: a reference learner on a gymnasium environment, watched live, resumable."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import gymnasium
+import tyro
+
+from recollect.errors import RecollectError
+from recollect.learners.config import APPOConfig, SACConfig
+
+
+@dataclass
+class Options:
+    """What both algorithms are told."""
+
+    env: str
+    """A gymnasium environment id, as my_module:MyEnv-v0 too."""
+    iterations: int = 8000
+    """Learner iterations in all, those of a resumed run included."""
+    num_envs: int = 16
+    """Environments in all collectors together; divides by the collectors."""
+    collectors: int = 1
+    """Collector processes."""
+    log_dir: Path = Path("runs/train")
+    """Where metrics.jsonl and the checkpoints model_N go."""
+    save_interval: int = 1000
+    """Iterations between checkpoints; 0: only the last."""
+    resume: Path | None = None
+    """A checkpoint to go on from, such as runs/train/model_1000."""
+    logger: Literal["none", "tensorboard", "wandb"] = "none"
+    """Where metrics go besides metrics.jsonl."""
+    restart: Literal["never", "on_death"] = "never"
+    """What happens when a collector dies."""
+    device: str | None = None
+    """The learner's torch device; without one the best there is."""
+    seed: int = 0
+    """Seed of everything."""
+    json: bool = False
+    """Print one JSON object with the summary instead of the live view."""
+
+    def runner(self) -> Any:
+        """Make the runner."""
+        raise NotImplementedError
+
+    def make(self, runner_type: Any, config: Any) -> Any:
+        """Make a runner of this type."""
+        return runner_type(
+            self.env, {}, config, num_envs=self.num_envs, num_collectors=self.collectors, restart=self.restart,
+            device=self.device, seed=self.seed,
+        )  # fmt: skip
+
+    def run(self) -> None:
+        """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C."""
+        from recollect.cli.train_view import TrainView
+
+        try:
+            with self.runner() as runner, TrainView(self.env, self.iterations, quiet=self.json) as view:
+                runner.learn(
+                    self.iterations, self.save_interval, self.log_dir, resume=self.resume,
+                    logger=None if self.logger == "none" else self.logger, on_metrics=view.update,
+                )  # fmt: skip
+        except (gymnasium.error.Error, ValueError, RuntimeError) as error:
+            if isinstance(error, RecollectError):
+                raise
+            sys.exit(f"recollect train: {error}")
+        summary = runner.last_run_summary
+        if self.json:
+            sys.stdout.write(json.dumps({"env": self.env, **summary.to_json()}, indent=2) + "\n")
+        else:
+            view.report(summary, self.log_dir)
+
+
+@dataclass
+class TrainSac(Options):
+    """Train soft actor-critic on continuous actions: replay in shared memory, batches packed one tick ahead.
+
+    Example: recollect train sac --env Pendulum-v1 --num-envs 16 --iterations 8000
+    """
+
+    config: tyro.conf.OmitArgPrefixes[SACConfig] = field(default_factory=SACConfig)
+    """Settings of the algorithm."""
+
+    def runner(self) -> Any:
+        """Make the runner."""
+        from recollect.learners.sac import SACRunner
+
+        return self.make(SACRunner, self.config)
+
+
+@dataclass
+class TrainAppo(Options):
+    """Train asynchronous PPO with V-trace on continuous or discrete actions: rollouts through a shared ring.
+
+    Example: recollect train appo --env CartPole-v1 --num-envs 16 --iterations 800
+    """
+
+    config: tyro.conf.OmitArgPrefixes[APPOConfig] = field(default_factory=APPOConfig)
+    """Settings of the algorithm."""
+
+    def runner(self) -> Any:
+        """Make the runner."""
+        from recollect.learners.appo import APPORunner
+
+        return self.make(APPORunner, self.config)
+
+
+@dataclass
+class Train:
+    """Train a reference learner on a gymnasium environment.
+
+    Example: recollect train sac --env Pendulum-v1
+    """
+
+    algorithm: tyro.conf.OmitArgPrefixes[
+        Annotated[TrainSac, tyro.conf.subcommand("sac", prefix_name=False)]
+        | Annotated[TrainAppo, tyro.conf.subcommand("appo", prefix_name=False)]
+    ]
+
+    def run(self) -> None:
+        """Train."""
+        self.algorithm.run()
