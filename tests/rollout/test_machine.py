@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
     def do(self, work: Any) -> Any:
         async def then_settle() -> Any:
             result = await asyncio.wait_for(work, 10)
-            if self.c._is_open:
+            if self.c._desk.is_open:
                 await settle(self.c)
             return result
 
@@ -151,7 +151,7 @@ class Machine(RuleBasedStateMachine):
         if self.live.get(ident) is plain:
             del self.live[ident]
         self.ended[ident] = state
-        result = self.c.batch_state(ident).final_result if self.c._is_open else None
+        result = self.c.batch_state(ident).final_result if self.c._desk.is_open else None
         if result is not None:
             good = [task for task in plain.tasks if set(task.values()) == {"good"}]
             if plain.kind == "eval":
@@ -196,7 +196,7 @@ class Machine(RuleBasedStateMachine):
 
     def is_current(self, key: Any) -> bool:
         """Whether a run is of the live batch of that id, not one that an earlier batch of the id left behind."""
-        batch = self.c._batches.get(key[0])
+        batch = self.c._desk.batches.get(key[0])
         return batch is not None and any(
             a.unit.task.task_id == key[1] and key[2] in a.unit.run_ids and a.is_live for a in batch.running
         )
@@ -211,7 +211,7 @@ class Machine(RuleBasedStateMachine):
     def time_out(self) -> None:
         """The model's tasks fail where attempts were stopped at their limit."""
         for ident, plain in self.live.items():
-            for task_id, status in self.c.batch_state(ident).statuses.items() if self.c._is_open else ():
+            for task_id, status in self.c.batch_state(ident).statuses.items() if self.c._desk.is_open else ():
                 for run, how in plain.tasks[task_id].items():
                     if how == "live":
                         assert "limit of 50 s" in status.error
@@ -269,7 +269,7 @@ class Machine(RuleBasedStateMachine):
             assert self.c.batch_state(ident).state is plain.state, ident
         for ident, state in self.ended.items():
             assert self.c.batch_state(ident).state is state, ident
-        for batch in self.c._batches.values():
+        for batch in self.c._desk.batches.values():
             assert batch.state.state in reachable(self.seen.get(batch.serial, S.PENDING))
             self.seen[batch.serial] = batch.state.state
 

@@ -28,7 +28,7 @@ class TestProcess(RunnerContract):
     def test_an_idle_runner_that_dies_is_seen_within_a_second(self) -> None:
         async def work(c: Any) -> None:
             stream = c.events()
-            victim = next(r for r in c._scheduler.pool.runners.values() if r.is_ready)
+            victim = next(r for r in c._desk.scheduler.pool.runners.values() if r.is_ready)
             os.kill(victim.process.pid, signal.SIGKILL)
             async with asyncio.timeout(1.0):
                 assert (await anext(stream)).kind == "runner_died"

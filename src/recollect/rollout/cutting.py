@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 from recollect.rollout.config import Config
-from recollect.rollout.finalize import error_of
 from recollect.rollout.metrics import counts, eval_metrics, eval_name, train_metrics
 from recollect.rollout.observe import RunDoors
 from recollect.rollout.pipeline import Delivery
@@ -91,7 +90,7 @@ def train_result(batch: BatchRecord, cut: Cut, delivery: Delivery, version: int)
 
 def _result(batch: BatchRecord, cut: Cut, n_experiences: int) -> dict[str, Any]:
     state, by = batch.state, batch.counts
-    errors = [(task.task_id, error) for task in batch.tasks if (error := error_of(task))]
+    errors = [(task.task_id, error) for task in batch.tasks if (error := task.error)]
     return {
         "batch_id": state.batch_id,
         "batch_type": state.batch_type,

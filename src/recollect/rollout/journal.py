@@ -20,11 +20,10 @@ from typing import Any
 import msgspec
 
 from recollect.errors import FormatError, LaneBusyError
-from recollect.rollout.ending import Ending
+from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
 from recollect.rollout.records import BatchRecord, TaskRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
-from recollect.rollout.threads import Threads
 
 FORMAT = 1
 GROUP_S = 0.010
@@ -130,7 +129,7 @@ class Journal:
         self._opened: asyncio.Future[Restored] = loop.create_future()
 
     @classmethod
-    async def open(cls, path: str, config: Any, layout: str, threads: Threads) -> Journal:
+    async def open(cls, path: str, config: Any, layout: str) -> Journal:
         """Open or make a journal; LaneBusyError if it is held, FormatError if it is another's."""
         journal = cls(path, config, layout, asyncio.get_running_loop())
         journal._thread.start()

@@ -47,6 +47,11 @@ class TaskRecord:
         self.status: TaskStatus | None = None
 
     @property
+    def error(self) -> str | None:
+        """How its first failed run failed."""
+        return next(iter(self.failed.values()), None)
+
+    @property
     def is_fine(self) -> bool:
         """Whether it ended with all runs good."""
         return self.status is not None and self.status.state == "ok"

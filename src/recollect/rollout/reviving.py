@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 from recollect.rollout.config import Config
+from recollect.rollout.desk import Desk
 from recollect.rollout.journal import Journal, Kept
 from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.tasks import Task, find_workflow, task_key
+
+
+def restore(desk: Desk, journal: Journal) -> None:
+    """Bring back what the journal holds: live batches with their finished runs, history, and counters."""
+    kept = journal.restored
+    desk.next_group = max(desk.next_group, kept.next_group)
+    desk.k = max(desk.k, kept.k)
+    if kept.first_version is not None:
+        desk.first_version = kept.first_version
+    for batch_id, ending in kept.history.items():
+        desk.history.setdefault(batch_id, ending)
+    for kept_batch in kept.batches:
+        desk.n_batches += 1
+        batch = revive(kept_batch, desk.n_batches, desk.config, desk.scheduler, journal)
+        batch.submitted_at = desk.clock.time()
+        desk.batches[batch.id] = batch
+        desk.doors.submitted += batch.n_runs
+        if batch.cut is None and batch.tasks:
+            desk.scheduler.add(batch)
 
 
 def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journal: Journal) -> BatchRecord:

@@ -32,7 +32,7 @@ class Owner(Protocol):
 
     def task_ended(self, task: TaskRecord) -> None: ...
     def run_staged(self, task: TaskRecord, outcome: Outcome) -> None: ...
-    def queue_shrank(self) -> None: ...
+    def room_made(self) -> None: ...
     def runners_broken(self, why: str) -> None: ...
 
 
@@ -106,7 +106,7 @@ class Scheduler:
                 break
             self._start(batch.next_unit(), batch)
         if self.n_queued < before:
-            self.owner.queue_shrank()
+            self.owner.room_made()
 
     def _pick(self) -> BatchRecord | None:
         full = self.staged_nbytes > self.config.max_staged_nbytes
@@ -373,8 +373,7 @@ class Scheduler:
         """Set the status of a task and count it in its batch."""
         n_good = len(task.good)
         state = "ok" if not task.failed else "partial" if n_good else "failed"
-        error = next(iter(task.failed.values()), None)
-        task.status = TaskStatus(state, n_good, task.n_runs, task.attempts, task_means(task), error)  # type: ignore[arg-type]
+        task.status = TaskStatus(state, n_good, task.n_runs, task.attempts, task_means(task), task.error)  # type: ignore[arg-type]
         batch = task.batch
         batch.state.statuses[task.task_id] = task.status
         batch.counts[state] += 1

@@ -1,0 +1,173 @@
+"""The cut and the pass: which results count is fixed, and they go through the operators into the sink."""
+
+from __future__ import annotations
+
+import asyncio
+from copy import deepcopy
+from typing import Any
+
+from recollect.errors import ClosedError, PipelineError
+from recollect.rollout import cutting
+from recollect.rollout.desk import Desk
+from recollect.rollout.ending import end
+from recollect.rollout.records import BatchRecord, TaskRecord
+from recollect.rollout.state import BatchLifecycleState, move
+
+S = BatchLifecycleState
+
+
+def pass_of(desk: Desk, batch: BatchRecord, reason: str | None = None) -> asyncio.Future[Any]:
+    """Return the outcome of the batch's pass, starting one if none is under way.
+
+    With a `reason` the batch is being aborted: it ends there, and its finalizers were told already.
+    """
+    if batch.passing is None:
+        if batch.cut is None:
+            _cut(desk, batch, carries=reason is None)
+        move(batch.state, S.FINALIZING)
+        batch.outcome = desk.loop.create_future()
+        batch.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
+        batch.passing = desk.loop.create_task(_run(desk, batch, batch.outcome, reason))
+    outcome = batch.outcome
+    if outcome is None:
+        raise RuntimeError(f"batch {batch.id!r}: a pass without an outcome")
+    if reason is None:
+        for finalizer in batch.finalizers:
+            if not finalizer.future.done():
+                finalizer.future.set_result(outcome)
+    return outcome
+
+
+async def joined(outcome: asyncio.Future[Any]) -> dict[str, Any]:
+    """Wait for a pass that others wait for too; being cancelled here does not stop it."""
+    try:
+        result: dict[str, Any] = deepcopy(await asyncio.shield(outcome))
+    except PipelineError as error:
+        raise PipelineError(str(error)) from error.__cause__
+    return result
+
+
+# -- the cut
+
+
+def _cut(desk: Desk, batch: BatchRecord, carries: bool) -> None:
+    """Fix which results count; stragglers are cancelled, or carried if they have started."""
+    scheduler = desk.scheduler
+    batch.cut = cutting.cut_of(batch, desk.config, carries)
+    carrier = cutting.carrier_of(batch, desk.config) if batch.cut.carried else None
+    scheduler.remove(batch)
+    if carrier is not None:
+        scheduler.n_queued -= carrier.n_queued  # add counts them again
+        desk.carriers.append(carrier)
+    scheduler.drop_work(batch)
+    if carrier is not None:
+        scheduler.add(carrier)
+    if not batch.is_eval:
+        for other in list(desk.carriers):
+            _take_carried(desk, batch, other)
+    desk.observer.event_of("cut", batch.id, detail=f"{len(batch.cut.tasks)} tasks")
+    if desk.journal is not None:
+        desk.journal.cut(batch)
+
+
+def _take_carried(desk: Desk, batch: BatchRecord, carrier: BatchRecord) -> None:
+    """Tasks of an earlier batch that have ended since join this one."""
+    for task in [task for task in carrier.tasks if task.status is not None]:
+        carrier.tasks.remove(task)
+        carrier.next_task = len(carrier.tasks)
+        carrier.n_runs -= task.n_runs
+        nbytes = sum(len(outcome.payload or b"") for outcome in task.good.values())
+        desk.scheduler.stage_bytes(carrier, -nbytes)
+        _join(desk, batch, task, nbytes)
+    if not carrier.tasks:
+        desk.carriers.remove(carrier)
+        desk.scheduler.remove(carrier)
+
+
+def _join(desk: Desk, batch: BatchRecord, task: TaskRecord, nbytes: int) -> None:
+    if batch.cut is not None and task.is_good(desk.config.partial_results, desk.config.min_group_size):
+        batch.cut.carried_in.append(task)
+        batch.n_runs += task.n_runs
+        desk.scheduler.stage_bytes(batch, nbytes)
+    else:
+        desk.doors.failed += len(task.failed)
+        desk.doors.unused += len(task.good)
+
+
+# -- the pass
+
+
+async def _run(desk: Desk, batch: BatchRecord, outcome: asyncio.Future[Any], reason: str | None) -> None:
+    start = desk.clock.time()
+    try:
+        result = await _deliver(desk, batch)
+    except asyncio.CancelledError:
+        _back(batch)
+        if not outcome.done():
+            outcome.set_exception(ClosedError("coordinator: the pass was stopped by abort or shutdown"))
+        raise
+    except BaseException as error:
+        failure = _pipeline_error(error)
+        batch.last_failure = str(failure)
+        _back(batch)
+        if not outcome.done():
+            outcome.set_exception(failure)
+        return
+    desk.observer.slice("pass", start, batch=str(batch.id))
+    batch.passing = None
+    batch.committing = False
+    desk.observer.event_of("delivered", batch.id, detail=f"{result['experience_count']} experiences")
+    end(desk, batch, S.FINALIZED if reason is None else S.ABORTED, result, reason)
+    if not outcome.done():
+        outcome.set_result(result)
+
+
+def _pipeline_error(error: BaseException) -> PipelineError:
+    if isinstance(error, PipelineError):
+        return error
+    failure = PipelineError(f"pass: failed with {error!r}")
+    failure.__cause__ = error
+    return failure
+
+
+def _back(batch: BatchRecord) -> None:
+    batch.passing = None
+    batch.committing = False
+    move(batch.state, S.RUNNING if batch.tasks else S.PENDING)
+
+
+async def _deliver(desk: Desk, batch: BatchRecord) -> dict[str, Any]:
+    cut = batch.cut
+    if cut is None:
+        raise RuntimeError(f"batch {batch.id!r}: has no cut")
+    if batch.is_eval:
+        return cutting.eval_result(batch, cut)
+    if desk.journal is not None:
+        await desk.journal.flush()  # what is not recorded is not delivered
+
+    def begin() -> None:
+        batch.committing = batch.write_tried = True
+
+    delivery = await desk.pipeline.run(
+        cutting.payloads_of(cut), batch.commit_id, desk.version, maybe_written=batch.write_tried,
+        begin_commit=begin,
+    )  # fmt: skip
+    desk.stale_dropped += delivery.stale
+    batch.delivery = delivery
+    return cutting.train_result(batch, cut, delivery, desk.version)
+
+
+async def stop_passes(desk: Desk) -> None:
+    """A commit that has begun is finished; any other pass is stopped."""
+    tasks = []
+    for batch in desk.batches.values():
+        if batch.passing is not None:
+            if not batch.committing:
+                batch.passing.cancel()
+            tasks.append(batch.passing)
+    if tasks:
+        _, late = await asyncio.wait(tasks, timeout=2.0)
+        for task in late:
+            task.cancel()
+        if late:
+            await asyncio.wait(late, timeout=0.5)

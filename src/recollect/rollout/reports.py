@@ -1,0 +1,39 @@
+"""What the scheduler reports, and whom it concerns."""
+
+from __future__ import annotations
+
+from recollect.errors import WorkerDiedError
+from recollect.rollout.admission import admit
+from recollect.rollout.desk import Desk
+from recollect.rollout.ending import raise_in
+from recollect.rollout.execute import Outcome
+from recollect.rollout.finalize import look
+from recollect.rollout.records import TaskRecord
+
+
+class Reports:
+    """The scheduler's owner: it passes on what finalizers, submitters and the journal must know."""
+
+    def __init__(self, desk: Desk) -> None:
+        self.desk = desk
+
+    def task_ended(self, task: TaskRecord) -> None:
+        if self.desk.journal is not None and task.failed:
+            self.desk.journal.failed(task)
+        batch, state = task.batch, task.batch.state
+        if batch.finalizers and (
+            len(state.statuses) == state.expected_task_count or state.min_wait_num or not task.is_fine
+        ):
+            look(self.desk, batch)
+
+    def run_staged(self, task: TaskRecord, outcome: Outcome) -> None:
+        if self.desk.journal is not None:
+            self.desk.journal.run(task, outcome)
+
+    def room_made(self) -> None:
+        if self.desk.waiting and self.desk.is_open:
+            admit(self.desk)
+
+    def runners_broken(self, why: str) -> None:
+        for batch in self.desk.batches.values():
+            raise_in(batch, WorkerDiedError(f"runners: none could be started; {why}"))
