@@ -70,7 +70,7 @@ $(BENCH)/peers.stamp: benchmarks/setup.sh benchmarks/constraints.txt
 
 # These depend on the core only by order: after a change of C++ it is built once, not once per set of extras.
 $(VENV)/test.stamp: $(PINS) | $(VENV)/core.stamp
-	$(call install_with,test+torch+jax+cli+progress+hdf5+parquet+video+images+mpi+http+ray+tensorboard)
+	$(call install_with,test+torch+jax+cli+progress+hdf5+parquet+video+images+mpi+http+ray+tensorboard+web+plot)
 	touch $@
 
 $(VENV)/lint.stamp: $(PINS) | $(VENV)/core.stamp

@@ -21,7 +21,7 @@ def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
 @pytest.mark.process
 def test_demo_records_kills_samples_and_saves(tmp_path: Path) -> None:
     done = run_demo(
-        "demo", "--json", "--seconds", "1", "--capacity", "20000", "--out", str(tmp_path / "dump")
+        "demo", "rates", "--json", "--seconds", "1", "--capacity", "20000", "--out", str(tmp_path / "dump")
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(done.stdout)
@@ -40,13 +40,13 @@ def test_demo_records_kills_samples_and_saves(tmp_path: Path) -> None:
 
 
 def test_demo_help_has_an_example() -> None:
-    done = run_demo("demo", "--help")
+    done = run_demo("demo", "rates", "--help")
     assert done.returncode == 0
-    assert "Example: recollect demo" in done.stdout
+    assert "Example: recollect demo rates" in done.stdout
 
 
 def test_demo_of_an_unknown_environment_is_one_line() -> None:
-    done = run_demo("demo", "--env", "NoSuch-v9")
+    done = run_demo("demo", "rates", "--env", "NoSuch-v9")
     assert done.returncode == 1
     assert "NoSuch" in done.stderr
     assert "Traceback" not in done.stderr

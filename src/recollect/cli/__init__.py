@@ -12,11 +12,36 @@ def run(args: list[str] | None = None) -> None:
     """Run the command that `args` (or the process's own) name; errors end with one line and status 1."""
     try:
         import rich  # noqa: F401
-        import tyro
+        import tyro  # noqa: F401
     except ImportError as error:
         raise MissingExtraError(
             'the command line needs tyro and rich; run pip install "recollect[cli]"'
         ) from error
+    command = _chosen(sys.argv[1:] if args is None else args)
+    try:
+        command.run()
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except RecollectError as error:
+        sys.exit(f"recollect: {error}")
+
+
+def _chosen(args: list[str]) -> Any:
+    import tyro
+
+    from recollect.cli.demo import demos, with_default
+
+    if args[:1] == ["demo"]:
+        about = "See Recollect at work. Without a name, the first of these runs."
+        return tyro.extras.subcommand_cli_from_dict(
+            demos(), prog="recollect demo", description=about, args=with_default(args[1:])
+        )
+    return tyro.extras.subcommand_cli_from_dict(
+        _commands(), prog="recollect", description="Experience for reinforcement learning.", args=args
+    )
+
+
+def _commands() -> dict[str, Any]:
     from recollect.cli.convert import Convert
     from recollect.cli.demo import Demo
     from recollect.cli.doctor import Doctor
@@ -25,7 +50,7 @@ def run(args: list[str] | None = None) -> None:
     from recollect.cli.train import Train
     from recollect.cli.verify import Verify
 
-    commands = {
+    return {
         "convert": Convert,
         "demo": Demo,
         "doctor": Doctor,
@@ -34,15 +59,3 @@ def run(args: list[str] | None = None) -> None:
         "train": Train,
         "verify": Verify,
     }
-    command: Any = tyro.extras.subcommand_cli_from_dict(
-        commands,
-        prog="recollect",
-        description="Experience for reinforcement learning.",
-        args=args,
-    )
-    try:
-        command.run()
-    except KeyboardInterrupt:
-        sys.exit(130)
-    except RecollectError as error:
-        sys.exit(f"recollect: {error}")

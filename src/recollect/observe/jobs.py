@@ -1,0 +1,212 @@
+"""The running jobs of this user: where they register, how another process finds them and reads their newest state.
+
+There is no server. A job keeps its state in shared memory (`Latest`) and puts one small file into a directory that
+only this user can enter; the file says which process it is and where the memory is. The memory goes with the process.
+The file of a process that was killed stays, names a process (pid and start time) that is dead, and is removed by
+whoever looks next.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import time
+from typing import Any, Self
+
+import msgspec
+import numpy as np
+
+from recollect import _core
+from recollect.errors import AttachError, RecollectError
+from recollect.memory.latest import Latest
+
+STARTING, RUNNING = "starting", "running"
+COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
+LOST = "lost"  # what a reader says of a job that was killed
+ENDED = (COMPLETED, INTERRUPTED, FAILED, LOST)
+Cell = str | float | int | bool | None
+Table = list[dict[str, Cell]]
+
+
+class History(msgspec.Struct, frozen=True):
+    """Figures over time: `values[name][k]` is what `name` was `at[k]` seconds after the start, None: nothing."""
+
+    at: list[float] = []
+    values: dict[str, list[float | None]] = {}
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    """The state of a job at one moment, as it published it.
+
+    `figures` are its numbers by name, in groups (`reward/mean`, `time/learner_wait_ms`). `tables` are rows of cells,
+    such as one for each collector. `charts` says which figures belong together, the most telling chart first.
+    """
+
+    kind: str
+    title: str
+    pid: int
+    started: float
+    elapsed_s: float
+    state: str
+    figures: dict[str, float] = {}
+    tables: dict[str, Table] = {}
+    charts: dict[str, list[str]] = {}
+    facts: dict[str, Cell] = {}
+    history: History = History()
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the job has ended, well or not."""
+        return self.state in ENDED
+
+    @property
+    def age_s(self) -> float:
+        """Seconds since it was published, by the clock on the wall."""
+        return max(0.0, time() - self.started - self.elapsed_s)
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """What the file of a job says."""
+
+    kind: str
+    title: str
+    pid: int
+    started: float
+    process: int  # pid and start time in one word: a reused pid is another process
+    pid_space: str  # a container's pids mean nothing outside of it
+    box: str
+    release: int = 1
+
+
+class Job:
+    """A running job as others see it.
+
+    Ownership: attaches to the job's memory, and keeps it until `close`, also when the job has ended.
+    Concurrency: one thread at a time; the job never waits for a reader.
+    """
+
+    def __init__(self, entry: Entry) -> None:
+        """AttachError if the job is gone."""
+        self.entry = entry
+        self._box = Latest.attach(entry.box)
+        self._bytes = np.empty(self._box.sizes[0], np.uint8)
+        self.version = 0
+
+    kind = property(lambda self: self.entry.kind)
+    title = property(lambda self: self.entry.title)
+    pid = property(lambda self: self.entry.pid)
+    started = property(lambda self: self.entry.started)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether its process lives; a zombie does not."""
+        return _core.is_alive(self.entry.process)
+
+    def snapshot(self) -> Snapshot | None:
+        """Return the newest state, None before the first; of a job that was killed, its last one as `lost`."""
+        was_alive = self.is_alive
+        self.version = self._box.latest([self._bytes])
+        if not self.version:
+            return None
+        nbytes = int(self._bytes[:8].view(np.uint64)[0])
+        found: Snapshot = _decoder().decode(self._bytes[8 : 8 + nbytes].data)
+        return found if was_alive or found.is_over else msgspec.structs.replace(found, state=LOST)
+
+    def wait_newer(self, timeout: float) -> bool:
+        """Wait for a state newer than the one last read; False after `timeout` seconds or when the job is gone."""
+        try:
+            return self._box.wait_newer(self.version, timeout)
+        except RecollectError:
+            return False
+
+    def close(self) -> None:
+        """Detach."""
+        self._box.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+
+def find_jobs(kind: str | None = None) -> list[Job]:
+    """Return the running jobs of this user, oldest first; close each. Files that dead jobs left are removed."""
+    return [job for job in map(_attached, _living()) if job is not None and kind in (None, job.kind)]
+
+
+def _attached(entry: Entry) -> Job | None:
+    try:
+        return Job(entry)
+    except AttachError:  # it ended just now
+        return None
+
+
+def _living() -> list[Entry]:
+    found = []
+    for path in runtime_dir().glob("*.json"):
+        entry = _read(path)
+        if entry is None or entry.pid_space != _pid_space():
+            continue
+        if _core.is_alive(entry.process):
+            found.append(entry)
+        else:
+            path.unlink(missing_ok=True)
+    return sorted(found, key=lambda entry: (entry.started, entry.pid))
+
+
+def _read(path: Path) -> Entry | None:
+    """Read a job's file; None if it has just gone, or is of another release."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=Entry)
+    except (OSError, msgspec.DecodeError):
+        return None
+
+
+def register(kind: str, title: str, started: float, box: str) -> Path:
+    """Let other processes of this user find the job whose `Latest` is named `box`; return the file to remove."""
+    _living()  # a killed job's file must not outlive the next job
+    pid = os.getpid()
+    entry = Entry(kind, title, pid, started, _core.process_word(pid), _pid_space(), box)
+    path = runtime_dir() / f"{pid}-{secrets.token_hex(4)}.json"
+    hidden = path.with_suffix(".new")
+    hidden.write_bytes(msgspec.json.encode(entry))
+    hidden.replace(path)
+    return path
+
+
+def runtime_dir() -> Path:
+    """Return the directory where this user's jobs register, made if it is not there and for nobody else.
+
+    RECOLLECT_RUNTIME_DIR if it is set, else in the user's XDG_RUNTIME_DIR, else in /tmp.
+    """
+    chosen = os.environ.get("RECOLLECT_RUNTIME_DIR")
+    session = os.environ.get("XDG_RUNTIME_DIR")
+    if chosen:
+        path = Path(chosen)
+    elif session and os.access(session, os.W_OK):
+        path = Path(session) / "recollect"
+    else:
+        path = Path("/tmp") / f"recollect-{os.getuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700, parents=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
+        raise PermissionError(
+            f"{path}: must be a directory that only this user can write to; remove it or set RECOLLECT_RUNTIME_DIR"
+        )
+    return path
+
+
+@cache
+def _pid_space() -> str:
+    return os.readlink("/proc/self/ns/pid")
+
+
+@cache
+def _decoder() -> Any:
+    return msgspec.msgpack.Decoder(Snapshot)
