@@ -26,7 +26,7 @@ help:  ## show this list
 install: $(VENV)/core.stamp  ## build the core and install the package, editable, into .venv
 
 test: $(VENV)/test.stamp $(VENV)/core.stamp  ## run the tests (ARGS="-k ring" to choose)
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 demo: $(VENV)/core.stamp  ## record an environment into a shared buffer, sample it, show the rates
 	$(BIN)/python -m recollect demo $(ARGS)

@@ -23,6 +23,21 @@ hypothesis.settings.register_profile("soak", max_examples=2_000, stateful_step_c
 hypothesis.settings.load_profile("small")
 
 
+# Directories whose tests start processes or threads that must answer in time, marked or not.
+TIMED = {"cli", "ipc", "learners", "observe", "process", "remote", "rollout"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """With `-n 2`, one worker runs all files that start processes, one by one; the other runs the rest.
+
+    So no two of them ever compete for the cores, which their deadlines assume, and Ray is started once.
+    """
+    alone = {item.path for item in items if item.get_closest_marker("process")}
+    for item in items:
+        is_alone = item.path in alone or item.path.parent.name in TIMED
+        item.add_marker(pytest.mark.xdist_group("processes" if is_alone else item.path.as_posix()))
+
+
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fails the test if it leaves a child process, a descriptor or shared memory behind."""
