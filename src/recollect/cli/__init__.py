@@ -46,6 +46,7 @@ def _commands() -> dict[str, Any]:
     from recollect.cli.demo import Demo
     from recollect.cli.doctor import Doctor
     from recollect.cli.inspect import Inspect
+    from recollect.cli.rollout import Rollout
     from recollect.cli.serve import Serve
     from recollect.cli.train import Train
     from recollect.cli.verify import Verify
@@ -55,6 +56,7 @@ def _commands() -> dict[str, Any]:
         "demo": Demo,
         "doctor": Doctor,
         "inspect": Inspect,
+        "rollout": Rollout,
         "serve": Serve,
         "train": Train,
         "verify": Verify,

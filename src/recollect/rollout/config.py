@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -123,7 +124,12 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         """Read a TOML file whose keys are fields; `overrides` win."""
         import tomllib
 
-        fields = tomllib.loads(Path(path).read_text()) | overrides
+        return cls.from_fields(tomllib.loads(Path(path).read_text()) | overrides)
+
+    @classmethod
+    def from_fields(cls, given: Mapping[str, Any]) -> Config:
+        """Make one of plain values, as they come out of a file."""
+        fields = dict(given)
         for name in ("auxiliary_names", "workflow_modules", "operators"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
