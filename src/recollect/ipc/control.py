@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import ClosedError, DeadlineError
+from recollect.ipc.mailbox import Mailbox
 from recollect.memory import shared
 from recollect.memory.latest import Latest
 from recollect.memory.shared import WORDS_AT, SharedSegment
@@ -204,10 +205,10 @@ class _Nothing:
         """There is no native object behind these words."""
 
 
-class Counters:
+class Counters(Mailbox):
     """Running totals of one lane, in a Latest: a slow reader loses none, and a restarted collector goes on from them.
 
-    >>> counters = Counters.create()
+    >>> counters = Counters()
     >>> counters.add({"env_steps": 16}, "env_step"); counters.add({"env_steps": 16})
     >>> reader = Counters.attach(counters.name)
     >>> reader.read().totals, reader.read().phase
@@ -215,25 +216,15 @@ class Counters:
     >>> reader.close(); counters.cleanup()
     """
 
-    def __init__(self, box: Latest) -> None:
-        self._box = box
+    def _setup(self, box: Latest) -> None:
+        super()._setup(box)
         self._head, self._values, self._names = _value()
         self._index: dict[str, int] = {}
         self._phase = ""
         self._loaded = False
 
-    @classmethod
-    def create(cls) -> Counters:
-        return cls(Latest.create([piece.nbytes for piece in _value()]))
-
-    @classmethod
-    def attach(cls, name: str) -> Counters:
-        return cls(Latest.attach(name))
-
-    @property
-    def name(self) -> str:
-        """The handle as text."""
-        return self._box.name
+    def __init__(self) -> None:
+        self._setup(Latest.create([piece.nbytes for piece in _value()]))
 
     def add(self, counters: Mapping[str, Any], phase: str | None = None) -> None:
         """Add to the totals and publish them; ValueError for what is no number, TypeError for no name."""
@@ -278,15 +269,6 @@ class Counters:
         phase, *keys = _names_in(names)
         totals = {key: _plain(x) for key, x in zip(keys, values.tolist())}
         return Counted(totals, phase, *(int(n) for n in head[:3]))
-
-    def release_lane(self) -> None:
-        self._box.release_lane()
-
-    def close(self) -> None:
-        self._box.close()
-
-    def cleanup(self) -> None:
-        self._box.cleanup()
 
 
 @dataclass(frozen=True, slots=True)

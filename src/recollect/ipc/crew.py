@@ -140,7 +140,7 @@ class Crew:
         self._lock = threading.RLock()
         self._is_closed = False
         self.control = Control.create(n)
-        self.members = [Member(k, Counters.create()) for k in range(n)]
+        self.members = [Member(k, Counters()) for k in range(n)]
 
     # -- starting
 

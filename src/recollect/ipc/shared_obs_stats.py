@@ -5,11 +5,12 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 
 from recollect.errors import DtypeError, SchemaError
+from recollect.ipc.mailbox import Mailbox
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import Latest
 from recollect.spaces.arrays import as_numpy
@@ -36,7 +37,7 @@ class ObsNormStats:
     reads: int
 
 
-class SharedObsNormStats:
+class SharedObsNormStats(Mailbox):
     """Pairs (mean, std) from the learner to the collectors; only the newest is kept, nobody waits.
 
     Ownership: `put` copies in; what `get` and `latest` return is the caller's.
@@ -57,25 +58,11 @@ class SharedObsNormStats:
         self._setup(Latest.create([_HEAD_NBYTES + max_bytes]))
 
     def _setup(self, box: Latest) -> None:
-        self._box, self._returned = box, 0
+        super()._setup(box)
+        self._returned = 0
         self._form: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype, once known
         self._block: _Block | None = None
         self._lock = threading.Lock()
-
-    @property
-    def name(self) -> str:
-        """The handle as text."""
-        return self._box.name
-
-    @property
-    def version(self) -> int:
-        """How many pairs were put so far."""
-        return self._box.version
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the segment; untouched pages cost nothing."""
-        return self._box.nbytes
 
     def stats(self) -> ObsNormStats:
         """Return a frozen record of what was put, and of this process's reads."""
@@ -141,35 +128,6 @@ class SharedObsNormStats:
         if form is not None:
             raise DtypeError(f"mean: dtype must be {form[1]}, as in the first put, got {mean.dtype}")
         return mean, std
-
-    # -- life
-
-    def release_lane(self) -> None:
-        """Let another process put."""
-        self._box.release_lane()
-
-    def close(self) -> None:
-        """Detach this object; may be called twice."""
-        self._box.close()
-
-    def cleanup(self) -> None:
-        """Close; in the process that made it, for everybody."""
-        self._box.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (type(self), self.name)
-
-
-def _attach(cls: type[SharedObsNormStats], name: str) -> SharedObsNormStats:
-    stats = cls.__new__(cls)
-    stats._setup(Latest.attach(name))
-    return stats
 
 
 class _Block:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Self
@@ -11,6 +11,7 @@ import numpy as np
 
 from recollect.errors import MissingLeafError, SchemaError
 from recollect.ipc import parameters as params
+from recollect.ipc.mailbox import Mailbox
 from recollect.ipc.parameters import Array, Parameter
 from recollect.memory.latest import Latest, latest_nbytes
 
@@ -28,7 +29,7 @@ class WeightStats:
     overtaken: int
 
 
-class SharedWeightSync:
+class SharedWeightSync(Mailbox):
     """A learner's weights in shared memory: it writes, collectors read the newest whole version.
 
     Ownership: both ways are copies. The memory goes with its last user; there is no name to unlink.
@@ -80,11 +81,15 @@ class SharedWeightSync:
 
     _exclude: tuple[str, ...]
 
-    def _setup(self, box: Latest, strict: bool, cast: bool) -> None:
-        self._box, self._strict, self._cast = box, strict, cast
+    def _setup(self, box: Latest, strict: bool = True, cast: bool = False) -> None:
+        super()._setup(box)
+        self._strict, self._cast = strict, cast
         self._params = [Parameter.from_json(p) for p in box.schema["params"]]
         self._exclude = tuple(box.schema["exclude"])
         self._usual = [(p.name, p.shape, p.usual_dtype, p.dtype) for p in self._params]
+
+    def _options(self) -> tuple[bool, bool]:
+        return self._strict, self._cast
 
     @classmethod
     def from_state_dict(cls, state_dict: Mapping[str, Any], **kwargs: Any) -> Self:
@@ -107,21 +112,6 @@ class SharedWeightSync:
         return sync
 
     # -- what it is
-
-    @property
-    def name(self) -> str:
-        """The handle as text; pass it as `shm_name` with `create=False`."""
-        return self._box.name
-
-    @property
-    def version(self) -> int:
-        """How often weights were written; 0 before the first time."""
-        return self._box.version
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of the segment."""
-        return self._box.nbytes
 
     def stats(self) -> WeightStats:
         """Return a frozen record of what was written, and of this process's reads."""
@@ -161,14 +151,6 @@ class SharedWeightSync:
         if version:
             _from_host(self._params, targets, values)
         return version
-
-    def wait_newer(self, version: int, timeout: float | None = None) -> bool:
-        """Wait until there is a version above `version`; False if `timeout` seconds (None: 60) passed."""
-        return self._box.wait_newer(version, timeout)
-
-    def watch(self, look: Callable[[], object] | None) -> None:
-        """Have `look()` called in waits, every 100 ms; it may raise."""
-        self._box.watch(look)
 
     def _ready(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
         """What the core can copy as it is: exact arrays, and addresses of exact tensors; None if any is not.
@@ -220,35 +202,6 @@ class SharedWeightSync:
                     raise SchemaError(
                         f"{name}: is not declared; exclude it, or pass strict=False to ignore it"
                     )
-
-    # -- life
-
-    def release_lane(self) -> None:
-        """Let another process write."""
-        self._box.release_lane()
-
-    def close(self) -> None:
-        """Detach this object; may be called twice."""
-        self._box.close()
-
-    def cleanup(self) -> None:
-        """Close; in the process that made it, for everybody."""
-        self._box.cleanup()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (type(self), self.name, self._strict, self._cast)
-
-
-def _attach(cls: type[SharedWeightSync], name: str, strict: bool, cast: bool) -> SharedWeightSync:
-    sync = cls.__new__(cls)
-    sync._setup(Latest.attach(name), strict, cast)
-    return sync
 
 
 def _plan(wanted: Sequence[Parameter], exclude: Sequence[str]) -> tuple[list[int], dict[str, Any]]:

@@ -107,15 +107,13 @@ class OffPolicyRunner(ReferenceRunner):
             pack = make_collector_pack(self._replay, self._n_samples)
             names = ("request_queue", "ready_queue", "shared_slots")
             queues = {f"collector_pack_{name}": x for name, x in zip(names, pack)}
-            for x in pack:
-                if hasattr(x, "cleanup") or hasattr(x, "close"):
-                    self.own(_Closing(x))
-        self._pipe = CPUPinnedDoubleBufferReplayPipeline(
-            self._replay, device=self.device, sample_count=self._n_samples, base_seed=self.seed % 2**32,
-            deadline=self.deadline, **queues,
+            self.own(pack[-1])  # the slots; the bells are words of theirs
+        self._pipe = self.own(
+            CPUPinnedDoubleBufferReplayPipeline(
+                self._replay, device=self.device, sample_count=self._n_samples, base_seed=self.seed % 2**32,
+                deadline=self.deadline, **queues,
+            )
         )  # fmt: skip
-        self.own(_Closing(self._pipe))
-        self._pipe.watch = self._look
         return pack
 
     def _begin(self, first: int, resumed: bool) -> None:
@@ -273,16 +271,6 @@ def _sac_learner(spaces: EnvSpaces, config: SACConfig, device: str, seed: int) -
     from recollect.learners.sac_learner import SACLearner
 
     return SACLearner(spaces, config, device, seed)
-
-
-class _Closing:
-    """Closes another object with the runner, and is nothing else to it."""
-
-    def __init__(self, of: Any) -> None:
-        self._of = of
-
-    def close(self) -> None:
-        (self._of.cleanup if hasattr(self._of, "cleanup") else self._of.close)()
 
 
 def _nothing_kept(deadline: float) -> DeadlineError:

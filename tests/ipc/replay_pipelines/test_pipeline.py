@@ -519,10 +519,10 @@ def test_a_forgotten_pipeline_ends_its_thread() -> None:
 def test_a_watch_is_called_while_a_call_waits_and_may_end_it() -> None:
     with buffer(4) as buf, pipeline(buf) as pipe:
         pipe.start_prepare(0, N, 5)
-        pipe.watch = lambda: 1 / 0
+        pipe.watch(lambda: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             pipe.wait_ready()
-        pipe.watch = lambda: add(buf, 1)
+        pipe.watch(lambda: add(buf, 1))
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
 
 

@@ -98,7 +98,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         self._cold: Job | None = None
         self._last_slot = 1
         self._closed = False
-        self._watch: Callable[[], object] | None = None
+        self._look: Callable[[], object] | None = None
         self._started, self._hits, self._misses, self._wait_us = 0, 0, 0, 0.0
         self._packer = Packer(replay_buffer, self._slots, self._transfer, queues, self._trace, self._log)
         self._lock = threading.RLock()
@@ -122,14 +122,9 @@ class CPUPinnedDoubleBufferReplayPipeline:
         hot = self._hot
         return None if hot is None else hot.metadata
 
-    @property
-    def watch(self) -> Callable[[], object] | None:
-        """Called every 100 ms while a call waits; may raise. It then decides what a dead collector means."""
-        return self._watch
-
-    @watch.setter
-    def watch(self, check: Callable[[], object] | None) -> None:
-        self._watch, self._packer.watched = check, check is not None
+    def watch(self, look: Callable[[], object] | None) -> None:
+        """Have `look()` called in waits, every 100 ms; it may raise, and decides what a dead collector means."""
+        self._look, self._packer.watched = look, look is not None
 
     def stats(self) -> PipelineStats:
         """Return a frozen record of counts and times."""
@@ -304,9 +299,9 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._lock.release()
             try:
                 with suppress(queue.Empty):
-                    job.done.get(timeout=left if self._watch is None else min(left, SLICE_S))
-                if self._watch is not None and job.state == PENDING:
-                    self._watch()
+                    job.done.get(timeout=left if self._look is None else min(left, SLICE_S))
+                if self._look is not None and job.state == PENDING:
+                    self._look()
             finally:
                 self._lock.acquire()
             self._check_open()
