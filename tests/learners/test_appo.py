@@ -23,7 +23,14 @@ SAME = {"autoreset_mode": AutoresetMode.SAME_STEP}
 
 
 def runner(cfg: Any = None, env: Any = None, **kwargs: Any) -> Any:
-    given = {"num_envs": 4, "device": "cpu", "seed": 3, "deadline": 20.0, **kwargs}
+    given = {
+        "num_envs": 4,
+        "device": "cpu",
+        "seed": 3,
+        "deadline": 20.0,
+        "start_method": "forkserver",
+        **kwargs,
+    }
     return APPORunner(reach, env or {}, {**SMALL, **(cfg or {})}, **given)
 
 

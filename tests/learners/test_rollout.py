@@ -169,3 +169,28 @@ def test_going_on_from_a_saved_state_is_bit_exact() -> None:
     two.train(slot)
     assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters()))
     assert torch.equal(one.generator.get_state(), two.generator.get_state())
+
+
+def stale_rollout(learner: PPOLearner, T: int = 16, n: int = 8) -> dict[str, Any]:
+    """A rollout by the learner's policy of now, in which the first of two actions pays and the second costs."""
+    g = torch.Generator().manual_seed(1)
+    obs = torch.randn((T, n, 2), generator=g)
+    actions, log_probs = learner.network.act(obs, g)
+    none = torch.zeros((T, n))
+    return {
+        "obs": obs, "actions": actions, "log_probs": log_probs, "rewards": 1 - 2 * actions[..., 0], "dones": none + 1,
+        "truncated": none, "valid": none == 0, "last_obs": torch.randn((n, 2), generator=g),
+    }  # fmt: skip
+
+
+def test_rollouts_of_old_weights_do_not_push_the_policy_on_and_on() -> None:
+    """Clipping against the newest weights lets every late rollout push again, until the policy is certain."""
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    learner = PPOLearner(spec, APPOConfig(hidden=(8,), lr=3e-3), "cpu", 0)
+    rollout = stale_rollout(learner)
+    for _ in range(20):
+        learner.train(rollout)
+    logp, entropy = learner.network.evaluate(rollout["obs"], rollout["actions"])
+    ratio = torch.exp(logp - rollout["log_probs"])
+    assert 1.1 < ratio.max() < 1.6  # it went where the advantages said, and stayed where the clip is
+    assert entropy.mean() > 0.5

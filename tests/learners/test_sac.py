@@ -23,7 +23,14 @@ SMALL = {"batch_size": 16, "hidden": (8,), "learning_starts": 40, "replay_buffer
 
 
 def runner(cls: Any = SACRunner, cfg: Any = None, env: Any = None, **kwargs: Any) -> Any:
-    given = {"num_envs": 4, "device": "cpu", "seed": 3, "deadline": 20.0, **kwargs}
+    given = {
+        "num_envs": 4,
+        "device": "cpu",
+        "seed": 3,
+        "deadline": 20.0,
+        "start_method": "forkserver",
+        **kwargs,
+    }
     return cls(reach, env or {}, {**SMALL, **(cfg or {})}, **given)
 
 

@@ -27,15 +27,15 @@ def reference(x: dict[str, Any], n: int, gamma: float, lam: float, rho_bar: floa
         while True:
             rho = min(rho_bar, x["ratios"][k, n])
             v_next = 0.0 if x["terminated"][k, n] else x["next_values"][k, n]
-            delta = rho * (x["rewards"][k, n] + gamma * v_next - x["values"][k, n])
-            target += weight_t * delta
-            advantage += weight_a * delta
+            surprise = x["rewards"][k, n] + gamma * v_next - x["values"][k, n]
+            target += weight_t * rho * surprise
+            advantage += weight_a * (1.0 if k == t else rho) * surprise
             ends = x["terminated"][k, n] or x["truncated"][k, n]
             if ends or k + 1 == T or not x["valid"][k + 1, n]:
                 break
             c = gamma * lam * min(c_bar, x["ratios"][k, n])
             weight_t *= c
-            weight_a *= gamma * lam * min(rho_bar, x["ratios"][k, n]) if k == t else c
+            weight_a *= gamma * lam if k == t else c
             k += 1
         out.append((target, advantage))
     return np.array(out)

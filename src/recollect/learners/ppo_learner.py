@@ -63,7 +63,7 @@ class PPOLearner:
         targets, advantages = self.targets(rollout, logp)
         columns = {
             "obs": rollout["obs"], "critic": rollout.get("critic", rollout["obs"]), "actions": rollout["actions"],
-            "log_probs": logp, "targets": targets, "advantages": advantages,
+            "log_probs": rollout["log_probs"], "targets": targets, "advantages": advantages,
         }  # fmt: skip
         data = {name: x[valid] for name, x in columns.items()}
         a = data["advantages"]

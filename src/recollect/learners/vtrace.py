@@ -6,11 +6,11 @@ ratio w of today's probability of its action to that at the time of acting:
     rho = min(rho_bar, w)      c = lam · min(c_bar, w)
     delta  = rho · (r + gamma · v' - v)
     target = v + delta + gamma · c · (target⁺ - v⁺)               where the next cell goes on, else v + delta
-    advantage = delta + gamma · lam · rho · (target⁺ - v⁺)        the same
+    advantage = r + gamma · v' - v + gamma · lam · (target⁺ - v⁺)  the same
 
 ⁺ is the next cell. A cell goes on unless its episode ended there or the next cell is invalid. With w = 1 the
-advantage is GAE(lam) and the target is advantage + v. The advantage has today's policy as its base: PPO's own ratio
-starts at 1, so no probability is counted twice.
+advantage is GAE(lam) and the target is advantage + v. The advantage is that of the action itself, without rho: PPO's
+ratio is against the policy that acted, so w is counted there, once, and clipped there.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def vtrace(
     trace = lam * ratios.clamp(max=c_bar)
     zero = torch.zeros_like(values)
     bootstrap = torch.where(terminated, zero, next_values)
-    delta = rho * (rewards + gamma * bootstrap - values)
+    surprise = rewards + gamma * bootstrap - values
+    delta = rho * surprise
     targets, advantages = torch.empty_like(values), torch.empty_like(values)
     later = zero[0]
     for t in range(values.shape[0] - 1, -1, -1):
         carried = torch.where(goes_on[t], later, zero[0])
-        advantages[t] = delta[t] + gamma * lam * rho[t] * carried
+        advantages[t] = surprise[t] + gamma * lam * carried
         later = delta[t] + gamma * trace[t] * carried
         targets[t] = values[t] + later
     return targets, advantages
