@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import signal
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +13,12 @@ import pytest
 from recollect.testing import leftovers
 
 pytest_plugins = ["pytester"]
+
+# Children of the fork server begin with all this imported; a spawned one spends seconds on it.
+multiprocessing.set_forkserver_preload(
+    ["pytest", "gymnasium", "torch.optim", "recollect.ipc.collector", "recollect.learners.sac_learner",
+     "recollect.learners.collectors"]
+)  # fmt: skip
 
 # A shell that starts a run in the background lets it ignore Ctrl-C, which some tests press.
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:

@@ -36,7 +36,8 @@ class Told(rc.ipc.AsyncRunner):
 
 
 def runner(**kwargs: Any) -> Told:
-    given = {"device": "cpu", "num_envs": 4, **kwargs}
+    """A runner whose collectors start quickly; `start_method="spawn"` is the product's own default."""
+    given = {"device": "cpu", "num_envs": 4, "start_method": "forkserver", **kwargs}
     return Told("CartPole-v1", {}, {}, **given)
 
 
@@ -74,11 +75,11 @@ class Say:
 
 def wait_until(ready: Callable[[], bool], timeout_s: float, look: Callable[[], Any] = lambda: None) -> float:
     """Seconds until `ready()`; what cannot wake us (the end of somebody else's process) is looked at by turns."""
-    start = monotonic()
+    start, never = monotonic(), threading.Event()
     while not ready():
         look()
         assert monotonic() - start < timeout_s, f"not within {timeout_s} s"
-        os.sched_yield()
+        never.wait(0.002)  # the processors are for those we wait for
     return monotonic() - start
 
 
@@ -221,9 +222,10 @@ def _fail() -> None:
     raise ImportError("this cannot be loaded")
 
 
-def be_learner(collector: str) -> None:
+def be_learner(collector: str, orphan_grace_s: float = 5.0) -> None:
     """The main of a learner that a test kills: prints what its collectors say, then does nothing."""
-    with runner(num_collectors=2) as learner:
+    with runner(num_collectors=2, start_method="spawn") as learner:
+        learner.orphan_grace_s = orphan_grace_s
         say = learner.own(Say.create(2))
         learner.start_collectors(globals()[collector], {"say": say})
         while True:

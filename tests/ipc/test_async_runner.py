@@ -20,6 +20,8 @@ from tests.ipc import crews
 from tests.ipc.crews import Say, is_gone, runner, wait_until
 
 import recollect as rc
+from recollect.ipc import collector as collector_module
+from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
 from recollect.ipc.control import Control, Counters
 from recollect.memory.ring import Ring
@@ -102,8 +104,9 @@ class TestStarting:
             Mine("CartPole-v1", {}, {"batchsize": 3}, device="cpu")
         assert Mine("CartPole-v1", {}, {"batch_size": 3}, device="cpu").rl_cfg == self.Config(3)
 
-    def test_forkserver_works_too(self) -> None:
-        with runner(start_method="forkserver") as it:
+    def test_spawned_collectors_are_the_default(self) -> None:
+        with crews.Told("CartPole-v1", {}, {}, device="cpu", num_envs=2) as it:
+            assert it.start_method == "spawn"
             say = it.own(Say.create())
             it.start_collectors(crews.die_by, {"number": signal.SIGSEGV})
             with pytest.raises(rc.CollectorDiedError) as caught:
@@ -160,6 +163,17 @@ class TestDeath:
                 look(it)
             wait_until(lambda: is_gone(worker), 2.0)
 
+    def test_one_that_returns_takes_what_it_started_with_it(self) -> None:
+        """Whoever told it to stop may be dead before it has stopped."""
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.with_children, {"say": say})
+            pids = say.hear(), say.hear()
+            assert it._crew is not None
+            it._crew.control.stop()
+            wait_until(lambda: all(map(is_gone, pids)), 30.0)
+            assert it.stats().deaths == 0
+
     def test_one_that_reported_but_cannot_exit_is_ended(self) -> None:
         with runner() as it:
             it.start_collectors(crews.raise_but_linger, {})
@@ -183,14 +197,22 @@ class TestRestart:
             wait_until(lambda: counted() > 20, 30, it.check_collectors)  # 10 of the first life, and on
             assert {lane_seed(0, dead.lane, 0), lane_seed(0, dead.lane, 1)} <= {say.hear() for _ in range(3)}
 
-    def test_it_waits_half_a_second_then_twice_as_long(self) -> None:
+    def test_it_waits_half_a_second_then_twice_as_long(
+        self, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        monkeypatch.setattr(crew, "monotonic", lambda: 10 * monotonic())  # a clock in a hurry
         with runner(restart="on_death", max_restarts=2) as it:
             say = it.own(Say.create())
             it.start_collectors(crews.raise_after_rows, {"say": say})
             start = monotonic()
-            with pytest.raises(rc.CollectorDiedError, match="2 times") as caught:
+            with (
+                caplog.at_level(logging.WARNING, "recollect"),
+                pytest.raises(rc.CollectorDiedError, match="2 times") as caught,
+            ):
                 look(it)
-            assert monotonic() - start > 1.5
+            assert monotonic() - start > 0.15
+            delays = [r.getMessage().partition(" died and ")[2].partition(":")[0] for r in caplog.records]
+            assert delays == ["starts again in 0.5 s", "starts again in 1 s"]
             assert type(caught.value.__cause__) is ValueError
             assert len({say.hear(1.0) for _ in range(3)}) == 3
             assert (it.stats().restarts, it.stats().deaths, it.stats().counters) == (2, 3, {"env_steps": 3})
@@ -221,14 +243,14 @@ class TestStuck:
             os.kill(pid, signal.SIGKILL)
 
     def test_before_its_first_step_it_has_ten_times_as_long(self) -> None:
-        with runner(deadline=0.5) as it:
+        with runner(deadline=0.2) as it:
             say = it.own(Say.create())
+            start = monotonic()
             it.start_collectors(crews.ignore_everything, {"say": say})
             pid = say.hear()
-            start = monotonic()
-            with pytest.raises(rc.DeadlineError, match="within 5 s"):
+            with pytest.raises(rc.DeadlineError, match="within 2 s"):
                 look(it)
-            assert monotonic() - start > 1.0
+            assert monotonic() - start > 2.0
             os.kill(pid, signal.SIGKILL)
 
     def test_one_that_waits_for_the_learner_is_not_stuck(self) -> None:
@@ -352,8 +374,6 @@ class TestClose:
         assert order == ["c", "b", "a"]
 
     def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        from recollect.ipc import crew
-
         monkeypatch.setattr(crew, "JOIN_S", 0.2)
         monkeypatch.setattr(crew, "TERM_S", 0.2)
         with runner() as it:
@@ -391,36 +411,48 @@ class TestClose:
         with pytest.raises(rc.ClosedError):
             it.check_collectors()
 
-    def test_dropped_without_close_its_collectors_end_by_themselves(self) -> None:
+    def test_dropped_without_close_its_collectors_end_by_themselves_with_what_they_started(self) -> None:
         it = runner()
         say = Say.create()
-        it.start_collectors(crews.step_until_stopped, {"say": say})
-        pid = say.hear()
+        it.start_collectors(crews.with_children, {"say": say})
+        pids = say.hear(), say.hear()
         start = monotonic()
         del it
         gc.collect()
         assert monotonic() - start < 1.0  # no finaliser blocks
-        wait_until(lambda: is_gone(pid), 6.0)
+        wait_until(lambda: all(map(is_gone, pids)), 20.0)
         wait_until(
-            lambda: not multiprocessing.active_children(), 6.0
+            lambda: not multiprocessing.active_children(), 20.0
         )  # reaps, once its last thread has ended
         say.cleanup()
 
 
 class TestLearnerKilled:
+    """Collectors stop at their next step; one that cannot is killed with its group when its grace is over."""
+
     @pytest.mark.parametrize("collector", ["with_children", "never_return"])
     def test_nothing_stays(self, collector: str) -> None:
-        code = f"from tests.ipc import crews; crews.be_learner({collector!r})"
+        grace_s = 0.5
+        took = self.seconds_until_gone(collector, grace_s)
+        assert collector == "with_children" or took >= grace_s
+        # One second beside the grace is promised of a machine that has it to give; a busy one gets three goes.
+        assert took < grace_s + 1 or min(self.seconds_until_gone(collector, grace_s) for _ in range(2)) < 1.5
+
+    @pytest.mark.soak
+    def test_nothing_stays_for_six_seconds(self) -> None:
+        assert collector_module.ORPHAN_GRACE_S == 5.0
+        assert 5.0 <= min(self.seconds_until_gone("never_return", 5.0) for _ in range(3)) < 6.0
+
+    def seconds_until_gone(self, collector: str, grace_s: float) -> float:
+        code = f"from tests.ipc import crews; crews.be_learner({collector!r}, {grace_s})"
         learner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert learner.stdout is not None
         pids = [int(learner.stdout.readline()) for _ in range(4 if collector == "with_children" else 2)]
         learner.kill()
-        start = monotonic()
-        learner.wait(10)
+        learner.wait(20)
         learner.stdout.close()
         try:
-            wait_until(lambda: all(map(is_gone, pids)), 15.0)
-            assert monotonic() - start < 15.0  # 5 s of grace and 1 s; the rest is for a busy machine
+            return wait_until(lambda: all(map(is_gone, pids)), 40.0)
         finally:
             for pid in pids:
                 if not is_gone(pid):
@@ -453,7 +485,7 @@ class TestLearnerKilled:
 
 class TestCounters:
     def test_totals_over_lives(self) -> None:
-        first = Counters.create()
+        first = Counters()
         first.add({"env_steps": 5, "reward": 0.5}, "step")
         first.release_lane()
         second = Counters.attach(first.name)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from recollect import _core
 from recollect.errors import ClosedError
-from recollect.ipc.collector import Call, CollectorContext, EnvSpec, Job
+from recollect.ipc.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
 from recollect.ipc.control import Control, Counters
 from recollect.ipc.crew import Crew, Member
 from recollect.ipc.shared_buffer import check_count
@@ -80,6 +80,9 @@ class AsyncRunner(ABC):
     """
 
     config_type: ClassVar[Any] = None  # a dataclass that `rl_cfg` is read into, if a subclass has one
+    orphan_grace_s: float = (
+        ORPHAN_GRACE_S  # after the learner's death a collector has this long to end by itself
+    )
 
     def __init__(
         self,
@@ -195,7 +198,7 @@ class AsyncRunner(ABC):
             return Job(
                 lane, self.envs_per_collector, lane_seed(self.seed, lane, restarts), self.collector_device,
                 self.collector_threads, self.deadline, control.name, counters.name,
-                _core.process_word(os.getpid()), call,
+                _core.process_word(os.getpid()), call, self.orphan_grace_s,
             ), bound  # fmt: skip
 
         crew = Crew(

@@ -52,6 +52,7 @@ class Job:
     counters: str
     learner: int  # process_word
     call: Call
+    orphan_grace_s: float = ORPHAN_GRACE_S
 
 
 class Call:
@@ -123,7 +124,7 @@ class CollectorContext:
 
 def run_collector(job: Job, alive: Any, errors: ErrorSender) -> None:
     """Be the process of a collector. `alive` is a pipe that ends with the learner."""
-    _lead_own_group()
+    group_before = _lead_own_group()
     _set_threads(job.threads)
     control = None
     try:
@@ -132,8 +133,7 @@ def run_collector(job: Job, alive: Any, errors: ErrorSender) -> None:
             if control is not None:
                 _work(job, control)
     finally:
-        if control is not None and not _core.is_alive(job.learner):
-            os.killpg(0, signal.SIGKILL)  # nobody is left who would end what the environments started
+        _end_own_group(group_before, job.learner)
 
 
 def _joined(job: Job, alive: Any) -> Control | None:
@@ -150,7 +150,7 @@ def _joined(job: Job, alive: Any) -> Control | None:
     if not _core.is_alive(job.learner):
         control.close()
         return None
-    _core.watch_orphan(fds, control.mapping, control.stop_at, control.wake_at, ORPHAN_GRACE_S)
+    _core.watch_orphan(fds, control.mapping, control.stop_at, control.wake_at, job.orphan_grace_s)
     return control
 
 
@@ -178,12 +178,31 @@ def _watchable(value: Any) -> list[Any]:
     return [value] if hasattr(value, "watch") and not isinstance(value, type) else []
 
 
-def _lead_own_group() -> None:
+def _lead_own_group() -> int:
     """Ctrl-C in the terminal is for the learner. Until here SIGINT was blocked; what came meanwhile is dropped."""
+    before = os.getpgrp()
     os.setpgid(0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    return before
+
+
+def _end_own_group(group_before: int, learner: int) -> None:
+    """End what the environments started and left.
+
+    Not the learner's work alone: it may die at any moment, also between telling this process to stop and its end. To
+    stay out of it, this process goes back to the group it came from; if that is gone, so is the learner.
+    """
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        os.setpgid(0, group_before)
+    except OSError:
+        if not _core.is_alive(learner):
+            os.killpg(0, signal.SIGKILL)
+        return
+    with suppress(ProcessLookupError):
+        os.killpg(os.getpid(), signal.SIGKILL)
 
 
 def _set_threads(n: int) -> None:
