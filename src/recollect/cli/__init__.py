@@ -50,6 +50,7 @@ def _commands() -> dict[str, Any]:
     from recollect.cli.serve import Serve
     from recollect.cli.train import Train
     from recollect.cli.verify import Verify
+    from recollect.cli.view import View
 
     return {
         "convert": Convert,
@@ -60,4 +61,5 @@ def _commands() -> dict[str, Any]:
         "serve": Serve,
         "train": Train,
         "verify": Verify,
+        "view": View,
     }

@@ -7,6 +7,7 @@ from typing import Any, Literal
 
 import numpy as np
 
+from recollect.errors import MissingLeafError
 from recollect.spaces.tree import Path, has_no_array, leaf_paths, node_kind, path_name
 
 Shown = Literal["curves", "picture", "text"]
@@ -91,7 +92,7 @@ def reward_of(leaves: list[Leaf], name: str | None = None) -> Leaf | None:
             if leaf.name == name and leaf.shown == "curves" and leaf.n_values == 1:
                 return leaf
         there = [leaf.name for leaf in leaves if leaf.shown == "curves" and leaf.n_values == 1]
-        raise ValueError(f"reward: must be a leaf of one number, one of {there}, got {name!r}")
+        raise MissingLeafError(f"reward: must be a leaf of one number, one of {there}, got {name!r}")
     return named(leaves, "reward", "rewards")
 
 

@@ -58,7 +58,10 @@ def _chunk(name: bytes, data: bytes) -> bytes:
 
 def film_strip(values: Array, height: int = 72) -> bytes:
     """Some samples `[n, ...]` of a picture leaf side by side as one PNG, each about `height` pixels high."""
-    return encode(np.concatenate([_shrunk(as_pixels(value), height) for value in values], axis=1))
+    frames = [_shrunk(as_pixels(value), height) for value in values]
+    gap = np.full_like(frames[0][:, :2], 128)
+    parts = [part for frame in frames for part in (frame, gap)][:-1]
+    return encode(np.concatenate(parts, axis=1))
 
 
 def _shrunk(pixels: Array, height: int) -> Array:

@@ -1,0 +1,57 @@
+"""`recollect view`: look at the episodes of a dump or data set in the browser."""
+
+from __future__ import annotations
+
+import json
+import sys
+import webbrowser
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated
+
+import tyro
+
+
+@dataclass
+class View:
+    """Show what is at a path in the browser: its episodes, curves of every number, pictures as film, two side by side.
+
+    The path is a dump or live directory of Recollect, or a data set of LeRobot, Minari or Hugging Face. The page is
+    served to this computer alone, at an address with a secret in it, until Ctrl-C; it needs no internet.
+
+    Example: recollect view runs/demo
+    """
+
+    path: Annotated[Path, tyro.conf.Positional]
+    """The directory to look at."""
+    reward: str | None = None
+    """The leaf whose sum over an episode is its return; without one, the leaf called reward."""
+    port: int = 0
+    """The port of the page; 0 takes any that is free."""
+    browser: bool = True
+    """Open the browser; --no-browser only prints the address."""
+    split: str | None = None
+    """Which split of a Hugging Face data set."""
+    json: bool = False
+    """Print one JSON object with the address and what was found, and open no browser."""
+
+    def run(self) -> None:
+        """Open, serve, and wait for Ctrl-C."""
+        from recollect.observe.view.catalogue import open_catalogue
+        from recollect.observe.view.site import site_routes
+        from recollect.observe.web import WebServer, make_app
+
+        with (
+            open_catalogue(self.path, split=self.split, reward=self.reward) as catalogue,
+            WebServer(make_app(site_routes(catalogue)), self.port) as server,
+        ):
+            about = catalogue.about()
+            if self.json:
+                sys.stdout.write(json.dumps({"url": server.url, **about}) + "\n")
+            else:
+                print(f"{self.path}: {about['samples']:,} samples in {about['episodes']:,} episodes")
+                print(f"{server.url}   (Ctrl-C ends it)")
+            sys.stdout.flush()
+            if self.browser and not self.json:
+                webbrowser.open(server.url)
+            server.wait()

@@ -1,0 +1,46 @@
+"""`recollect view` as a user starts and stops it."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import recollect as rc
+from recollect.cli import run
+
+httpx = pytest.importorskip("httpx")
+
+
+@pytest.mark.process
+def test_it_serves_a_set_until_interrupted(tmp_path: Path) -> None:
+    buf = rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=3, maintain_segment_metadata=True)
+    buf.extend({"x": np.arange(3)})
+    buf.dumps(tmp_path / "run")
+    command = [sys.executable, "-m", "recollect", "view", str(tmp_path / "run"), "--json", "--reward", "x"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        try:
+            assert process.stdout is not None
+            told = json.loads(process.stdout.readline())
+            assert told["episodes"] == 1 and told["samples"] == 3 and told["reward"] == "x"
+            with httpx.Client(trust_env=False, verify=False) as client:
+                assert client.get(told["url"] + "about").json()["name"] == "run"
+                assert client.get(told["url"].rstrip("/")[:-1] + "/about").status_code == 403
+            process.send_signal(signal.SIGINT)
+            assert process.wait(timeout=30) == 130
+        finally:
+            process.kill()
+
+
+def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(SystemExit, match=r"recollect: .*must hold manifest.json"):
+        run(["view", str(tmp_path)])
+    buf = rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=3)
+    buf.dumps(tmp_path / "run")
+    with pytest.raises(SystemExit, match=r"reward: must be a leaf of one number, one of \['x'\], got 'y'"):
+        run(["view", str(tmp_path / "run"), "--reward", "y"])

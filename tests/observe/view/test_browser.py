@@ -1,0 +1,106 @@
+"""The viewer in a real browser: the list, curves, frames, keys, filters, two episodes, dark."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.observe.browser import chromium
+from tests.observe.view.test_catalogue import recorded
+from tests.observe.view.test_site import pictured
+
+from recollect.observe.view.catalogue import Catalogue
+from recollect.observe.view.site import site_routes
+from recollect.observe.web import WebServer, make_app
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as started:
+        yield started
+
+
+@pytest.fixture
+def opened(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+    """The page of a set, ready; whatever goes wrong in it fails the test."""
+    buf, scheme = request.param
+    with Catalogue(buf(), name="set") as catalogue, WebServer(make_app(site_routes(catalogue))) as server:
+        page = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 800})
+        wrong: list[str] = []
+        page.on("pageerror", lambda error: wrong.append(str(error)))
+        page.on("response", lambda found: found.ok or wrong.append(found.url))
+        page.on("request", lambda asked: asked.url.startswith(server.url) or wrong.append(asked.url))
+        page.goto(server.url)
+        page.wait_for_selector(".leaf[data-ready='0']")
+        yield page
+        page.close()
+    assert not wrong
+
+
+numbers = pytest.mark.parametrize("opened", [(recorded, "light")], indirect=True)
+pictures = pytest.mark.parametrize("opened", [(pictured, "dark")], indirect=True)
+
+
+def listed(page: Any) -> list[str]:
+    return [line.split("\t")[0] for line in page.locator("#list tbody tr").all_inner_texts()]
+
+
+@numbers
+def test_list_keys_filters_and_two_side_by_side(opened: Any) -> None:
+    page = opened
+    assert "13 steps in 4 episodes" in page.inner_text("#summary")
+    page.locator("#list tbody tr", has_text="15").wait_for()
+    assert page.inner_text("#heads").startswith("Episode 0 · 3 steps")
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("#now table[data-step='1']")
+    assert "[3, 4, 5]" in page.inner_text("#now")
+    page.keyboard.press("ArrowDown")
+    page.wait_for_selector("[data-leaf=obs][data-ready='1']")
+    page.keyboard.press("c")
+    page.wait_for_selector("[data-leaf=obs][data-ready='1 2']")
+    assert page.locator("[data-leaf=obs] .uplot").count() == 2
+    page.keyboard.press("Escape")
+    page.wait_for_selector("[data-leaf=obs][data-ready='1']")
+    page.fill("[name=min_return]", "10")
+    page.locator("#more", has_text="2 of 2 listed").wait_for()
+    page.click("[data-sort=return]")
+    page.wait_for_selector("[data-sort=return][data-way=down]")
+    assert listed(page) == ["3", "2"]
+    page.fill("#leaves", "rew")
+    assert page.locator(".leaf:visible").count() == 1
+
+
+@numbers
+def test_a_click_goes_to_a_step_and_a_drag_zooms(opened: Any) -> None:
+    page = opened
+    page.click("#list tbody tr:nth-child(3)")
+    page.wait_for_selector("[data-leaf=obs][data-ready='2']")
+    box = page.locator("[data-leaf=obs] .u-over").bounding_box()
+    y = box["y"] + 50
+    page.mouse.click(box["x"] + box["width"] / 2, y)
+    assert page.inner_text("#at") == "step 2 / 4"
+    page.mouse.move(box["x"] + box["width"] * 0.25, y)
+    page.mouse.down()
+    page.mouse.move(box["x"] + box["width"] * 0.75, y, steps=3)
+    page.mouse.up()
+    page.wait_for_selector("#unzoom", state="visible")
+    assert page.evaluate("view.state.zoom") == [1, 3]
+
+
+@pictures
+def test_frames_are_shown_exactly_and_play(opened: Any) -> None:
+    page = opened
+    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    page.click("#list tbody tr:nth-child(2)")
+    page.wait_for_selector("canvas[aria-label*='episode 1'][data-step='0']")
+    pixel = "[...document.querySelector('canvas').getContext('2d').getImageData(3, 3, 1, 1).data].slice(0, 3)"
+    assert page.evaluate(pixel) == [80, 80, 80]
+    page.select_option("#speed", "60")
+    page.keyboard.press("Escape")
+    page.evaluate("document.activeElement.blur()")
+    page.keyboard.press(" ")
+    page.wait_for_selector("canvas[data-step='5']")
+    assert page.evaluate(pixel) == [180, 180, 180]
+    page.click("#theme")
+    assert page.evaluate("document.documentElement.dataset.theme") == "light"
