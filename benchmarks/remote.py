@@ -23,8 +23,9 @@ import numpy as np
 from gymnasium import spaces
 
 import recollect as rc
-from recollect.remote.items import Packed, item_space
+from recollect.remote.items import item_space
 from recollect.remote.messages import Data
+from recollect.remote.packed import Packed
 from recollect.remote.wire import cut_items, decode, encode, joined
 
 HERE = Path(__file__)

@@ -17,7 +17,7 @@ from tests.remote.make import PLAIN, assert_doors, samples
 
 from recollect.remote import Checkpoint, ReplayBufferManager
 from recollect.remote.items import item_space
-from recollect.remote.manager import Received
+from recollect.remote.serving import Received
 from recollect.remote.session import Session
 from recollect.remote.wire import decode, joined
 
@@ -54,7 +54,7 @@ class Network(RuleBasedStateMachine):
         message, _, body = decode(data)
         if dest == MANAGER:
             received = Received(message, body, memoryview(data))
-            replies = self.manager._handle(source, received)
+            replies = self.manager._serving.handle(source, received)
             self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
         else:
             client = self.clients[dest]
@@ -113,14 +113,14 @@ class Network(RuleBasedStateMachine):
     @rule()
     def kill_and_restart_the_manager(self) -> None:
         """As SIGKILL does: nothing is closed in order; frames in flight survive or not, as they please."""
-        if self.manager._desk.log is not None:
-            self.manager._desk.log.close()
+        if self.manager._desk.saving.log is not None:
+            self.manager._desk.saving.log.close()
         self.manager.buffer.close()
         self.manager = self._made(resume=True)
 
     @rule()
     def dump(self) -> None:
-        self.manager._desk.dump()
+        self.manager._desk.saving.dump()
 
     def _stored(self) -> list[list[int]]:
         ids = self.manager.buffer[:]["id"].tolist()
@@ -181,6 +181,6 @@ def talk(manager: ReplayBufferManager, session: Session, frames: list[Any]) -> N
     while frames:
         data = joined(frames.pop(0))
         message, _, body = decode(data)
-        for reply in manager._handle(session.rank, Received(message, body, memoryview(data))):
+        for reply in manager._serving.handle(session.rank, Received(message, body, memoryview(data))):
             answer, _, rest = decode(joined(reply.parts))
             frames += session.hear(answer, rest)

@@ -697,10 +697,10 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     for i in range(6):
         scores = a.add(paths([2 * i, 2 * i + 1], [float(i), -float(i)]))
         if i == 2:
-            a._desk.dump()
+            a._desk.saving.dump()
     before = a.stats()
     held = a.buffer[:]
-    a._desk.log.close()
+    a._desk.saving.log.close()
     with pytest.raises(FileExistsError, match="resume"):
         made()
     b = made(resume=True)
@@ -718,14 +718,14 @@ def test_a_torn_record_was_never_acknowledged(tmp_path: Path, cut: int) -> None:
     a = manager(checkpoint=Checkpoint(tmp_path))
     for i in range(3):
         a.add(samples([i], [0.0]))
-    log = a._desk.log.path
+    log = a._desk.saving.log.path
     data = log.read_bytes()
     log.write_bytes(data[: len(data) - cut])
     b = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     n = len(b.buffer)
     assert b.buffer[:]["id"].tolist() == list(range(n)) and n == (2 if cut < 150 else n)
     b.add(samples([9], [0.0]))
-    b._desk.log.close()
+    b._desk.saving.log.close()
     c = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert c.buffer[:]["id"].tolist() == [*range(n), 9]
 

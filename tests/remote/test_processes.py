@@ -252,7 +252,9 @@ def test_training_goes_on_without_a_manager() -> None:
         raising.add(samples([1], [0.0]))
     assert caught.value.accepted in (True, False)
     assert_doors(raising.stats())
-    raising._exit()
+    with pytest.raises(PeerDiedError):
+        raising.close()
+    assert raising.stats().lost + raising.stats().kept == raising.stats().offered
     dropping = RemoteReplay(SAMPLE, 9, carrier, reconnect_s=0.2, deadline=5.0, when_down="drop")
     start = monotonic()
     assert [dropping.add(samples([i], [0.0])) for i in range(20)] == [None] * 20

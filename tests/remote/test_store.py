@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recollect import _core
-from recollect.remote.items import Rows, item_space
+from recollect.remote.items import item_space
+from recollect.remote.packed import Rows
 from recollect.remote.store import Store, item_plan, make_buffer
 from recollect.remote.trajectories import Trajectories
 from recollect.spaces import as_space, compile_layout

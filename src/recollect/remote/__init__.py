@@ -23,7 +23,7 @@ _HOME = {
     "RayCarrier": "recollect.remote.carriers.ray",
     "RemoteReplay": "recollect.remote.client",
     "ReplayBufferManager": "recollect.remote.manager",
-    "ClientStats": "recollect.remote.client",
+    "ClientStats": "recollect.remote.records",
     "Shards": "recollect.remote.records",
     "TcpCarrier": "recollect.remote.carriers.tcp",
     "TorchCarrier": "recollect.remote.carriers.torch",

@@ -9,8 +9,10 @@ from time import monotonic
 from typing import Any
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote.items import ItemSpace, Packed
+from recollect.remote.carriers.base import is_over
+from recollect.remote.items import ItemSpace
 from recollect.remote.messages import DATA_TAG, AnyMessage
+from recollect.remote.packed import Packed
 from recollect.remote.session import Session
 from recollect.remote.wire import decode
 
@@ -84,7 +86,7 @@ class Forwarder:
                 self._due = now + _RETRY_S
             except FrameError:
                 session.doors.lost += packed.n
-        self._handles = [handle for handle in self._handles if not _is_over(handle)]
+        self._handles = [handle for handle in self._handles if not is_over(handle)]
         while self._outbox:
             try:
                 self._handles.append(carrier.isend(self.dest, DATA_TAG, self._outbox.popleft()))
@@ -127,10 +129,3 @@ class Forwarder:
         doors = self._session.doors
         pending = self._session.n_pending + sum(packed.n for packed in self._queue)
         return ForwardStats(doors.offered, doors.kept, doors.rejected, doors.passed, doors.lost, pending)
-
-
-def _is_over(handle: Any) -> bool:
-    try:
-        return bool(handle.is_complete())
-    except (PeerDiedError, ClosedError, DeadlineError):
-        return True

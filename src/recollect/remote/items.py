@@ -4,145 +4,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from hashlib import blake2b
-from json import loads
-from math import prod
 from typing import Any
 
 import gymnasium
 import numpy as np
 from gymnasium import Space, spaces
 
-from recollect import _core
 from recollect.batch import BatchBase
 from recollect.errors import SchemaError
-from recollect.memory.rows import codec_of
-from recollect.remote.trajectories import LOG_REWARD, Array, Trajectories, joined, ranges
+from recollect.remote.packed import Packed, Rows
+from recollect.remote.trajectories import LOG_REWARD, Array, Trajectories
 from recollect.remote.wire import Shapes
 from recollect.spaces import (
-    Field,
     Layout,
     as_space,
     canonical,
     compile_layout,
-    space_from_json,
     space_to_json,
     transition_space,
 )
 from recollect.spaces.tree import make_dict
-
-MOST_LEAF_NBYTES = 1 << 30
-
-
-@dataclass(slots=True)
-class Packed:
-    """Items as they travel: packed rows, and of trajectories lengths (int32) and packed rows of fields.
-
-    Ownership: the arrays are this object's own and do not change.
-    """
-
-    n: int
-    rows: Array
-    lengths: Array | None = None
-    fields: Array | None = None
-    log_rewards: Array | None = None  # float64, the finite ones and -inf
-    scoring_only: bool = False
-    rows_crc: int | None = None  # crc32c of the rows, if it is known
-
-    def take(self, index: Array) -> Packed:
-        """The items at these places, as a copy."""
-        rewards = None if self.log_rewards is None else self.log_rewards[index]
-        if self.fields is None:
-            return Packed(len(index), self.rows[index], log_rewards=rewards, scoring_only=self.scoring_only)
-        lengths, rows = self.lengths, self.rows
-        if lengths is not None:
-            starts = np.cumsum(lengths, dtype=np.int64) - lengths
-            lengths = lengths[index]
-            rows = rows[ranges(starts[index], lengths.astype(np.int64))]
-        return Packed(len(index), rows, lengths, self.fields[index], rewards, self.scoring_only)
-
-    def without_steps(self) -> Packed:
-        """The fields alone, to be scored."""
-        if self.fields is None:
-            return Packed(self.n, self.rows, log_rewards=self.log_rewards, scoring_only=True)
-        return Packed(self.n, self.rows[:0], None, self.fields, self.log_rewards, True)
-
-    def blocks(self) -> list[Array]:
-        """What follows the head of a frame."""
-        if self.fields is None:
-            return [self.rows]
-        return [self.rows, self.lengths, self.fields] if self.lengths is not None else [self.fields]
-
-    @property
-    def first_crc(self) -> int | None:
-        """The crc32c of the first block, None if it is not known."""
-        return self.rows_crc if self.fields is None or self.lengths is not None else None
-
-    @property
-    def nbytes(self) -> int:
-        return sum(block.nbytes for block in self.blocks())
-
-    @staticmethod
-    def concat(parts: list[Packed]) -> Packed:
-        """All items of all parts, in order."""
-        if len(parts) == 1:
-            return parts[0]
-        first = parts[0]
-
-        def all_of(name: str) -> Any:
-            return None if getattr(first, name) is None else joined([getattr(part, name) for part in parts])
-
-        return Packed(
-            sum(part.n for part in parts), all_of("rows"), all_of("lengths"), all_of("fields"),
-            all_of("log_rewards"), first.scoring_only,
-        )  # fmt: skip
-
-
-class Rows:
-    """A layout as strided views: between arrays per field and packed rows."""
-
-    def __init__(self, layout: Layout) -> None:
-        self.layout = layout
-        self._codec = codec_of(layout)
-        self._fields = [(f.dtype, f.shape, f.offset, _strides(f)) for f in layout.fields]
-
-    def _view(self, rows: Array, number: int) -> Array:
-        """One field of packed rows, where it lies."""
-        dtype, shape, offset, strides = self._fields[number]
-        return np.ndarray(
-            (len(rows), *shape), dtype, rows, offset=offset, strides=(self.layout.row_nbytes, *strides)
-        )
-
-    def pack(self, n: int, arrays: list[Array]) -> tuple[Array, int]:
-        """Return rows (n, row_nbytes), the bytes between fields zero, and their crc32c."""
-        if not n:
-            return np.empty((0, self.layout.row_nbytes), np.uint8), 0
-        exact = [np.ascontiguousarray(a, f[0]) for a, f in zip(arrays, self._fields, strict=True)]
-        return _core.pack_fields(self._codec, exact, n)
-
-    def pack_block(self, block: Any) -> tuple[Array, int]:
-        """The same of a block as a user gives it; SchemaError names the leaf that does not fit."""
-        return _core.pack_batch(self._codec, block) or self.pack(*self.layout.encode_batch(block))
-
-    def columns(self, rows: Array) -> list[Array]:
-        """Return contiguous arrays [n, *shape] per field, as copies."""
-        return [self.column(rows, number) for number in range(len(self._fields))]
-
-    def column(self, rows: Array, number: int) -> Array:
-        """Return one field of packed rows, as a copy."""
-        if not len(rows):
-            return np.empty((0, *self._fields[number][1]), self._fields[number][0])
-        return self._view(np.ascontiguousarray(rows), number).copy()
-
-    def numbers(self, rows: Array, number: int) -> Array:
-        """Return one field of packed rows as float64, as a copy."""
-        if not len(rows):
-            return np.empty(0)
-        return self._view(np.ascontiguousarray(rows), number).astype(np.float64)
-
-
-def _strides(f: Field) -> tuple[int, ...]:
-    """The bytes between neighbours along each axis of a field."""
-    return tuple(f.dtype.itemsize * prod(f.shape[i + 1 :]) for i in range(len(f.shape)))
 
 
 @dataclass(slots=True)
@@ -374,87 +255,3 @@ def _has_log_reward(space: Space[Any]) -> bool:
             f"log_reward: must be a scalar float leaf, got {leaf}; rename it or change its space"
         )
     return True
-
-
-# -- spaces that came from a peer
-
-
-def space_of_text(text: str) -> Space[Any]:
-    """The space that a manager described; SchemaError if it is none, or beyond reason."""
-    try:
-        obj = loads(text)
-        _check_sizes(obj)
-        return space_from_json(obj)
-    except SchemaError:
-        raise
-    except Exception as error:
-        raise SchemaError(f"space: must be what the manager wrote, got an error: {error!r}") from None
-
-
-def _check_sizes(obj: Any) -> None:
-    """Refuse shapes that would take memory before anything is made of them."""
-    if isinstance(obj, dict):
-        for key in ("shape", "n", "nvec"):
-            shape = obj.get(key)
-            if isinstance(shape, list) and all(isinstance(d, int) for d in shape):
-                if key != "nvec" and prod(shape) * 8 > MOST_LEAF_NBYTES:
-                    raise SchemaError(
-                        f"space: a leaf must have at most {MOST_LEAF_NBYTES} bytes, got {shape}"
-                    )
-            elif (
-                key == "n" and obj.get("type") == "multibinary" and isinstance(shape, int) and shape > 1 << 27
-            ):
-                raise SchemaError(f"space: a leaf must have at most {MOST_LEAF_NBYTES} bytes, got {shape}")
-        for child in obj.values():
-            _check_sizes(child)
-    elif isinstance(obj, list):
-        for child in obj:
-            _check_sizes(child)
-
-
-def text_difference(mine: str, theirs: str) -> str | None:
-    """The first leaf in which two described spaces differ, without making the other one; None if they are equal."""
-    if mine == theirs:
-        return None
-    try:
-        return _difference(loads(mine), loads(theirs), "")
-    except (ValueError, RecursionError):
-        return "the whole: it is no JSON"
-
-
-def _difference(a: Any, b: Any, path: str) -> str | None:
-    here = path or "the whole"
-    if not isinstance(a, dict) or not isinstance(b, dict) or a.get("type") != b.get("type"):
-        return None if a == b else f"{here}: {_short(a)} here, {_short(b)} there"
-    if a["type"] in ("dict", "tuple"):
-        ours, others = _named(a), _named(b)
-        for name in [*ours, *(n for n in others if n not in ours)]:
-            inner = f"{path}/{name}" if path else str(name)
-            if name not in ours or name not in others:
-                return f"{inner}: only {'here' if name in ours else 'there'}"
-            if found := _difference(ours[name], others[name], inner):
-                return found
-        return None if a == b else f"{here}: another order of keys"
-    if a["type"] == "sequence":
-        return _difference(a.get("feature"), b.get("feature"), here) or (None if a == b else f"{here}: stack")
-    return None if a == b else f"{here}: {_short(a)} here, {_short(b)} there"
-
-
-def _named(obj: dict[str, Any]) -> dict[Any, Any]:
-    items = obj.get("items")
-    if not isinstance(items, list):
-        return {}
-    if obj["type"] == "tuple":
-        return dict(enumerate(items))
-    return {str(pair[0]): pair[1] for pair in items if isinstance(pair, list) and len(pair) == 2}
-
-
-def _short(obj: Any) -> str:
-    if isinstance(obj, dict):
-        return " ".join(str(obj[key])[:60] for key in ("type", "dtype", "shape", "n") if key in obj)
-    return repr(obj)[:60]
-
-
-def rewards_ok(log_rewards: Array) -> Array:
-    """Which log rewards may be stored: not NaN, not +inf."""
-    return np.asarray(log_rewards < np.inf)

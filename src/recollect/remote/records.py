@@ -127,6 +127,31 @@ class ManagerStats:
         return sum(self.rejected.values())
 
 
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """Items: offered = kept + rejected + passed + filtered + dropped + lost + pending. Sends, bytes and seconds."""
+
+    offered: int
+    kept: int
+    rejected: int
+    passed: int
+    filtered: int
+    dropped: int
+    lost: int
+    pending: int
+    forgotten: int
+    reasons: dict[str, int]
+    sent: int
+    skipped: int
+    forced: int
+    retried: int
+    stray: int
+    nbytes: int
+    encode_s: float
+    send_s: float
+    wait_s: float
+
+
 def _check_seconds(name: str, value: Any, *, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
         raise ValueError(f"{name}: must be a finite number of seconds, got {value!r}")

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import ScoringError
-from recollect.remote.items import ItemSpace, Packed
+from recollect.remote.items import ItemSpace
+from recollect.remote.packed import Packed
 from recollect.remote.trajectories import Array
 
 Scoring = Callable[..., Mapping[str, float]]

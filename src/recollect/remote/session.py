@@ -15,7 +15,8 @@ from typing import Any
 
 from recollect import _core, errors
 from recollect.errors import FrameError, RemoteError, SchemaError, ScoringError
-from recollect.remote.items import ItemSpace, Packed, item_space, space_of_text
+from recollect.remote.described import space_of_text
+from recollect.remote.items import ItemSpace, item_space
 from recollect.remote.messages import (
     PROTOCOL,
     AnyMessage,
@@ -29,6 +30,7 @@ from recollect.remote.messages import (
     Scores,
     Welcome,
 )
+from recollect.remote.packed import Packed
 from recollect.remote.ranks import HOST
 from recollect.remote.wire import MAX_FRAME, encode
 
@@ -45,6 +47,10 @@ class Entry:
     parts: Parts
     n: int
     answer: dict[str, float] | Exception | None = None
+
+    def has_answer(self) -> bool | None:
+        """True once there is one, None before: what a wait asks."""
+        return True if self.answer is not None else None
 
 
 @dataclass(slots=True)

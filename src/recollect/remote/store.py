@@ -13,7 +13,8 @@ import numpy as np
 from recollect import _core
 from recollect.memory.rows import packed_codec
 from recollect.remote.diversity import Diversity, crowding
-from recollect.remote.items import ItemSpace, Packed, rewards_ok, stored_places
+from recollect.remote.items import ItemSpace, stored_places
+from recollect.remote.packed import Packed, rewards_ok
 from recollect.remote.ranking import Ranking
 from recollect.remote.trajectories import LOG_REWARD, Array
 from recollect.replay import ReplayBuffer

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from math import isfinite
 from typing import Any, Protocol, runtime_checkable
 
+from recollect.errors import ClosedError, DeadlineError, PeerDiedError
+
 ANY = -1
 """Any source, or any tag."""
 TIMEOUT = 30.0
@@ -57,6 +59,14 @@ class Done:
         check_timeout(timeout)
 
 
+def is_over(handle: SendHandle) -> bool:
+    """Whether a send is complete, or never can be."""
+    try:
+        return handle.is_complete()
+    except (PeerDiedError, ClosedError, DeadlineError):
+        return True
+
+
 def check_timeout(timeout: Any) -> float:
     """Return the seconds if they are finite and not negative; ValueError otherwise."""
     if (
@@ -89,3 +99,13 @@ def check_rank(rank: Any, size: int | None, name: str = "rank", *, any_allowed: 
 def named(what: int, word: str) -> str:
     """`rank 3`, or `any rank`."""
     return f"any {word}" if what == ANY else f"{word} {what}"
+
+
+def awaited(source: int, tag: int) -> str:
+    """What a receive waits for, as an error says it."""
+    return f"recv of {named(tag, 'tag')} from {named(source, 'rank')}"
+
+
+def too_late(what: str, timeout: float) -> DeadlineError:
+    """The error of a wait whose time is up."""
+    return DeadlineError(f"{what}: nothing within {timeout:g} s; is the peer alive and at work?")

@@ -22,6 +22,7 @@ from typing import Any
 
 from recollect.errors import PeerDiedError
 from recollect.remote.carriers.base import check_timeout
+from recollect.remote.carriers.inbox import Frame
 from recollect.remote.carriers.link import Link, Outgoing
 from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
 from recollect.remote.wire import MAX_FRAME
@@ -165,12 +166,12 @@ class LocalCarrier(StreamCarrier):
                 return False
             other._known.add(self.rank)
             other._gone.discard(self.rank)
-            is_full = other._queued.get(self.rank, 0) > _IN_PROCESS_NBYTES or other._overflow
+            is_full = other._inbox.nbytes(self.rank) > _IN_PROCESS_NBYTES or other._overflow
             if is_full:
                 other._overflow.append((outgoing, self, tag, frame))
             else:
-                other._queue(self.rank, tag, frame)
-            is_led = other._is_led
+                other._inbox.put(self.rank, tag, frame)
+            is_led = other._turns.is_led
             other._cond.notify_all()
         if is_led and not is_full:
             other._wake()
@@ -179,12 +180,12 @@ class LocalCarrier(StreamCarrier):
             outgoing.finish()
         return True
 
-    def _taken(self, found: tuple[int, int, memoryview]) -> None:
-        super()._taken(found)
-        while self._overflow and self._queued.get(self._overflow[0][1].rank, 0) <= _IN_PROCESS_NBYTES // 2:
+    def _taken(self, rank: int) -> None:
+        super()._taken(rank)
+        while self._overflow and self._inbox.nbytes(self._overflow[0][1].rank) <= _IN_PROCESS_NBYTES // 2:
             outgoing, sender, tag, frame = self._overflow.popleft()
             if outgoing.error is None:
-                self._queue(sender.rank, tag, frame)
+                self._inbox.put(sender.rank, tag, frame)
                 outgoing.finish()
                 sender._wake()
 
@@ -193,7 +194,7 @@ class LocalCarrier(StreamCarrier):
         if not outgoing.is_done and outgoing.error is None:
             outgoing.finish(PeerDiedError(f"send to rank {outgoing.dest}: was given up"))
 
-    def _matching(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
+    def _matching(self, source: int, tag: int) -> Frame | None:
         if source in self._gone and self._neighbour(source) is not None:
             self._gone.discard(source)
         return super()._matching(source, tag)

@@ -15,8 +15,17 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect.errors import ClosedError, DeadlineError, FrameError, MissingExtraError
-from recollect.remote.carriers.base import ANY, TIMEOUT, check_rank, check_tag, check_timeout, named
+from recollect.errors import ClosedError, FrameError, MissingExtraError
+from recollect.remote.carriers.base import (
+    ANY,
+    TIMEOUT,
+    awaited,
+    check_rank,
+    check_tag,
+    check_timeout,
+    too_late,
+)
+from recollect.remote.carriers.inbox import Frame
 from recollect.remote.wire import MAX_FRAME, check_max_frame
 
 _SPIN_S = 0.002
@@ -108,7 +117,7 @@ class MpiCarrier:
                 return found
             now = monotonic()
             if now >= end:
-                raise DeadlineError(f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?")
+                raise too_late(what(), timeout)
             sleep(0.0 if now - start < _SPIN_S else min(_NAP_S, end - now))
 
     # -- sending
@@ -174,14 +183,10 @@ class MpiCarrier:
         check_tag(tag, any_allowed=True)
         check_rank(source, self.size, "source", any_allowed=True)
         self._check_open()
-        found: tuple[int, int, memoryview] = self._wait(
-            lambda: self._probe(source, tag),
-            timeout,
-            lambda: f"recv of {named(tag, 'tag')} from {named(source, 'rank')}",
-        )
+        found: Frame = self._wait(lambda: self._probe(source, tag), timeout, lambda: awaited(source, tag))
         return found
 
-    def _probe(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
+    def _probe(self, source: int, tag: int) -> Frame | None:
         mpi = self._mpi
         with self._lock:
             if self.is_closed:

@@ -1,9 +1,7 @@
 """StreamCarrier: what carriers over stream sockets have in common.
 
-Whoever waits does the work: the thread that waits in `recv`, `send` or `wait` leads, that is, it polls all sockets,
-reads and writes, and wakes the others that wait; when it has what it wanted, another takes over. So a frame costs no
-change of threads. Only what `isend` could not send at once is finished by a thread of its own, which ends when there
-is nothing left to do.
+The thread that waits in `recv`, `send` or `wait` does the work of all (see `turns`). Only what `isend` could not send
+at once is finished by a thread of its own, which ends when there is nothing left to do.
 """
 
 from __future__ import annotations
@@ -13,25 +11,19 @@ import os
 import select
 import threading
 import weakref
-from collections import deque
 from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Self
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote.carriers.base import (
-    ANY,
-    TIMEOUT,
-    check_rank,
-    check_tag,
-    check_timeout,
-    named,
-)
+from recollect.remote.carriers.absent import Absent
+from recollect.remote.carriers.base import ANY, TIMEOUT, awaited, check_rank, check_tag, check_timeout
+from recollect.remote.carriers.inbox import Frame, Inbox
 from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.turns import Turns
 from recollect.remote.wire import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
-_KEPT_NBYTES = 4 << 20  # for a peer that has not come yet
 _NAP_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
@@ -53,13 +45,11 @@ class StreamCarrier:
         self._reset()
 
     def _reset(self) -> None:
-        self._cond = threading.Condition(threading.Lock())
-        self._is_led = False
-        self._inbox: deque[tuple[int, int, memoryview]] = deque()
-        self._queued: dict[int, int] = {}  # bytes in the inbox, by source
+        self._turns = Turns(self._work, self._check_waiting)
+        self._cond = self._turns.cond
+        self._inbox, self._absent = Inbox(), Absent(self._cond)
         self._links: dict[int, Link] = {}  # by descriptor
         self._outward: dict[int, Link] = {}  # by rank
-        self._waiting: dict[int, deque[Outgoing]] = {}  # for peers that are not there yet
         self._known: set[int] = set()
         self._gone: set[int] = set()
         self._flusher: threading.Thread | None = None
@@ -119,61 +109,20 @@ class StreamCarrier:
 
     # -- waiting
 
-    def _wait(self, ready: Callable[[], Any], timeout: float, what: Callable[[], str]) -> Any:
-        """Wait until `ready()` is not None; lead the work meanwhile, or let another thread do so."""
-        end = monotonic() + timeout
-        while True:
-            with self._cond:
-                while True:
-                    if self.is_closed:
-                        raise ClosedError(f"{type(self).__name__}: was closed while waiting for {what()}")
-                    found = ready()
-                    if found is not None:
-                        return found
-                    left = end - monotonic()
-                    if not self._is_led:
-                        self._is_led = True
-                        break
-                    if left <= 0:
-                        raise DeadlineError(
-                            f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?"
-                        )
-                    self._cond.wait(left)
-            try:
-                self._work(max(left, 0.0))
-            finally:
-                with self._cond:
-                    self._is_led = False
-                    self._cond.notify_all()
-            if left <= 0:
-                with self._cond:
-                    closed = bool(self.is_closed)
-                    found = None if closed else ready()
-                if found is None and not closed:
-                    raise DeadlineError(
-                        f"{what()}: nothing within {timeout:g} s; is the peer alive and at work?"
-                    )
-                if found is not None:
-                    return found
+    def _check_waiting(self, what: Callable[[], str]) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{type(self).__name__}: was closed while waiting for {what()}")
 
     def _glance(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
-        with self._cond:
-            if self._is_led or self._epoll is None or self.is_closed:
-                return
-            self._is_led = True
-        try:
-            self._work(0.0)
-        finally:
-            with self._cond:
-                self._is_led = False
-                self._cond.notify_all()
+        if self._epoll is not None and not self.is_closed:
+            self._turns.glance()
 
     def _work(self, timeout: float) -> None:
         """Poll once; read and write what is possible. By the leader alone."""
-        if self._waiting:
-            self._connect_waiting()
-            timeout = min(timeout, _NAP_S) if self._waiting else 0.0
+        if self._absent:
+            self._reach_absent()
+            timeout = min(timeout, _NAP_S) if self._absent else 0.0
         epoll = self._epoll
         if epoll is None:
             return
@@ -200,14 +149,10 @@ class StreamCarrier:
         frames = link.read()
         with self._cond:
             for tag, frame in frames:
-                self._queue(link.rank, tag, frame)
-            if self._queued.get(link.rank, 0) > self.max_frame and not link.is_paused:
+                self._inbox.put(link.rank, tag, frame)
+            if self._inbox.nbytes(link.rank) > self.max_frame and not link.is_paused:
                 link.is_paused = True
                 self._watch(link)
-
-    def _queue(self, source: int, tag: int, frame: memoryview) -> None:
-        self._inbox.append((source, tag, frame))
-        self._queued[source] = self._queued.get(source, 0) + frame.nbytes + 64
 
     def _watch(self, link: Link) -> None:
         if self._epoll is not None and link.is_open:
@@ -232,19 +177,10 @@ class StreamCarrier:
         outgoing = self._start(dest, tag, parts)
         if outgoing.is_done:
             return
-        if dest in self._waiting and self._keep(outgoing):
+        if self._absent.keep(outgoing):
             self._ensure_flusher()
             return
         self._wait_sent(outgoing, timeout)
-
-    def _keep(self, outgoing: Outgoing) -> bool:
-        """Copy a frame that waits for its peer, so that its sender need not; False if too much waits already."""
-        with self._cond:
-            waiting = self._waiting.get(outgoing.dest)
-            if waiting is None or outgoing not in waiting or sum(o.nbytes for o in waiting) > _KEPT_NBYTES:
-                return False
-            outgoing.own()
-            return True
 
     def isend(self, dest: int, tag: int, parts: Sequence[Any]) -> Outgoing:
         """Begin to send a frame, and never wait; the handle completes by itself."""
@@ -258,16 +194,13 @@ class StreamCarrier:
         check_rank(dest, self.size, "dest")
         check_tag(tag)
         outgoing = Outgoing(self, dest, tag, parts)
-        if dest not in self._waiting and self._deliver(outgoing, tag, parts):
+        if dest not in self._absent and self._deliver(outgoing, tag, parts):
             return outgoing
-        with self._cond:
-            if dest in self._waiting:
-                self._waiting[dest].append(outgoing)
-                return outgoing
+        if self._absent.add(outgoing, only_behind=True):
+            return outgoing
         link = self._link_to(dest)
         if link is None:
-            with self._cond:
-                self._waiting.setdefault(dest, deque()).append(outgoing)
+            self._absent.add(outgoing)
             self._wake()
             return outgoing
         self._put(link, outgoing)
@@ -292,28 +225,20 @@ class StreamCarrier:
         """The link to send by; None to wait for the peer; PeerDiedError if it is gone."""
         raise NotImplementedError
 
-    def _connect_waiting(self) -> None:
-        for dest in list(self._waiting):
+    def _reach_absent(self) -> None:
+        for dest in self._absent.peers():
             is_near = self._is_near(dest)
             try:
                 link = None if is_near else self._link_to(dest)
             except (PeerDiedError, OSError) as error:
-                with self._cond:
-                    for outgoing in self._waiting.pop(dest, ()):
-                        outgoing.finish(PeerDiedError(f"rank {dest}: is gone ({error})"))
+                self._absent.fail(dest, PeerDiedError(f"rank {dest}: is gone ({error})"))
                 continue
             if link is not None or is_near:
-                self._send_waiting(dest, link)
+                self._send_absent(dest, link)
 
-    def _send_waiting(self, dest: int, link: Link | None) -> None:
+    def _send_absent(self, dest: int, link: Link | None) -> None:
         """Send what waited for a peer, in order; what is sent meanwhile queues up behind it."""
-        while True:
-            with self._cond:
-                waiting = self._waiting.get(dest)
-                if not waiting:
-                    self._waiting.pop(dest, None)
-                    return
-                outgoing = waiting[0]
+        while (outgoing := self._absent.first(dest)) is not None:
             try:
                 if link is not None:
                     self._put(link, outgoing)
@@ -321,9 +246,7 @@ class StreamCarrier:
                     return
             except PeerDiedError as error:
                 outgoing.finish(error)
-            with self._cond:
-                if waiting and waiting[0] is outgoing:
-                    waiting.popleft()
+            self._absent.sent(outgoing)
 
     def _is_near(self, dest: int) -> bool:
         """Whether the peer is an end in this process."""
@@ -338,7 +261,7 @@ class StreamCarrier:
         check_timeout(timeout)
         self._ensure_open()
         try:
-            self._wait(sent, timeout, lambda: f"send to rank {outgoing.dest}")
+            self._turns.wait(sent, timeout, lambda: f"send to rank {outgoing.dest}")
         except DeadlineError:
             self._give_up(outgoing)
             raise
@@ -354,16 +277,10 @@ class StreamCarrier:
                     return
             if outgoing in link.out:
                 self._drop(link)
-        waiting = self._waiting.get(outgoing.dest)
-        if waiting is not None and outgoing in waiting:
-            with self._cond:
-                waiting.remove(outgoing)
-                if not waiting:
-                    self._waiting.pop(outgoing.dest, None)
-            outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+        self._absent.give_up(outgoing)
 
     def _has_unsent(self) -> bool:
-        return bool(self._waiting) or any(link.out for link in self._links.values())
+        return bool(self._absent) or any(link.out for link in self._links.values())
 
     def _ensure_flusher(self) -> None:
         with self._cond:
@@ -375,7 +292,9 @@ class StreamCarrier:
         try:
             while True:
                 try:
-                    self._wait(lambda: None if self._has_unsent() else True, 1.0, lambda: "unsent frames")
+                    self._turns.wait(
+                        lambda: None if self._has_unsent() else True, 1.0, lambda: "unsent frames"
+                    )
                 except DeadlineError:
                     continue
                 with self._cond:
@@ -395,31 +314,24 @@ class StreamCarrier:
         check_tag(tag, any_allowed=True)
         check_rank(source, self.size, "source", any_allowed=True)
         self._ensure_open()
-        found: tuple[int, int, memoryview] = self._wait(
-            lambda: self._matching(source, tag),
-            timeout,
-            lambda: f"recv of {named(tag, 'tag')} from {named(source, 'rank')}",
+        found: Frame = self._turns.wait(
+            lambda: self._matching(source, tag), timeout, lambda: awaited(source, tag)
         )
         return found
 
-    def _matching(self, source: int, tag: int) -> tuple[int, int, memoryview] | None:
-        inbox = self._inbox
-        for i, (rank, its_tag, _) in enumerate(inbox):
-            if source in (ANY, rank) and tag in (ANY, its_tag):
-                found = inbox[i]
-                del inbox[i]
-                self._taken(found)
-                return found
-        if source != ANY and source in self._gone:
+    def _matching(self, source: int, tag: int) -> Frame | None:
+        found = self._inbox.take(source, tag)
+        if found is not None:
+            self._taken(found[0])
+        elif source != ANY and source in self._gone:
             raise PeerDiedError(f"rank {source}: is gone; nothing more will come from it")
-        return None
+        return found
 
-    def _taken(self, found: tuple[int, int, memoryview]) -> None:
-        rank = found[0]
-        left = self._queued[rank] = self._queued[rank] - found[2].nbytes - 64
-        if left <= self.max_frame // 2:
+    def _taken(self, rank: int) -> None:
+        """Room was made: a peer that had to pause may go on."""
+        if self._inbox.nbytes(rank) <= self.max_frame // 2:
             for link in self._links.values():
-                if link.rank == rank and link.is_paused:
+                if link.is_paused and link.rank == rank:
                     link.is_paused = False
                     self._watch(link)
 
@@ -447,7 +359,7 @@ class StreamCarrier:
         self._wake()
         self._stop_listening()
         with self._cond:
-            self._cond.wait_for(lambda: not self._is_led, 5.0)
+            self._cond.wait_for(lambda: not self._turns.is_led, 5.0)
             flusher = self._flusher
         if flusher is not None and flusher is not threading.current_thread():
             flusher.join(5.0)
@@ -460,12 +372,10 @@ class StreamCarrier:
         for link in list(self._links.values()):
             self._finish_sending(link)
             link.close(True)
-        for waiting in self._waiting.values():
-            for outgoing in waiting:
-                outgoing.finish(ClosedError(f"rank {outgoing.dest}: this carrier was closed"))
+        for dest in self._absent.peers():
+            self._absent.fail(dest, ClosedError(f"rank {dest}: this carrier was closed"))
         self._links.clear()
         self._outward.clear()
-        self._waiting.clear()
         if self._epoll is not None:
             self._epoll.close()
             self._epoll = None

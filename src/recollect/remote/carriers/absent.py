@@ -1,0 +1,79 @@
+"""Absent: frames for peers that have not come yet, in order, until they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from threading import Condition
+
+from recollect.errors import DeadlineError
+from recollect.remote.carriers.link import Outgoing
+
+_KEPT_NBYTES = 4 << 20  # for one peer; beyond that its senders wait themselves
+
+
+class Absent:
+    """What waits for whom. Concurrency: every call takes the carrier's lock itself."""
+
+    def __init__(self, lock: Condition) -> None:
+        self._lock = lock
+        self._waiting: dict[int, deque[Outgoing]] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, dest: int) -> bool:
+        return dest in self._waiting
+
+    def peers(self) -> list[int]:
+        """The ranks that something waits for."""
+        return list(self._waiting)
+
+    def add(self, outgoing: Outgoing, *, only_behind: bool = False) -> bool:
+        """Let a frame wait for its peer; `only_behind`: only if others do already."""
+        with self._lock:
+            if only_behind and outgoing.dest not in self._waiting:
+                return False
+            self._waiting.setdefault(outgoing.dest, deque()).append(outgoing)
+            return True
+
+    def keep(self, outgoing: Outgoing) -> bool:
+        """Copy a frame that waits, so that its sender need not; False if too much waits already."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting is None or outgoing not in waiting or sum(o.nbytes for o in waiting) > _KEPT_NBYTES:
+                return False
+            outgoing.own()
+            return True
+
+    def first(self, dest: int) -> Outgoing | None:
+        """What is to be sent first to a peer that came; None, once nothing waits for it any more."""
+        with self._lock:
+            waiting = self._waiting.get(dest)
+            if not waiting:
+                self._waiting.pop(dest, None)
+                return None
+            return waiting[0]
+
+    def sent(self, outgoing: Outgoing) -> None:
+        """The first frame has left."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting and waiting[0] is outgoing:
+                waiting.popleft()
+
+    def give_up(self, outgoing: Outgoing) -> None:
+        """Take back a frame whose sender will not wait any longer."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting is None or outgoing not in waiting:
+                return
+            waiting.remove(outgoing)
+            if not waiting:
+                self._waiting.pop(outgoing.dest, None)
+        outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+
+    def fail(self, dest: int, error: Exception) -> None:
+        """A peer will never come."""
+        with self._lock:
+            for outgoing in self._waiting.pop(dest, ()):
+                outgoing.finish(error)

@@ -1,0 +1,68 @@
+"""Turns: whoever waits does the work of all, one thread at a time.
+
+The thread that waits leads: it polls, reads and writes for everybody, and wakes the others that wait; when it has what
+it wanted, another takes over. So a frame costs no change of threads.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from time import monotonic
+from typing import Any
+
+from recollect.remote.carriers.base import too_late
+
+
+class Turns:
+    """Who leads. Concurrency: any thread.
+
+    `work(timeout)` polls once, by the leader alone and without the lock; `check(what)` raises once waiting is in vain.
+    """
+
+    def __init__(self, work: Callable[[float], None], check: Callable[[Callable[[], str]], None]) -> None:
+        self.cond = threading.Condition(threading.Lock())
+        self.is_led = False
+        self._work, self._check = work, check
+
+    def wait(self, ready: Callable[[], Any], timeout: float, what: Callable[[], str]) -> Any:
+        """Wait until `ready()`, called with the lock, is not None; lead the work, or let another thread do so."""
+        end = monotonic() + timeout
+        while True:
+            with self.cond:
+                while True:
+                    self._check(what)
+                    found = ready()
+                    if found is not None:
+                        return found
+                    left = end - monotonic()
+                    if not self.is_led:
+                        self.is_led = True
+                        break
+                    if left <= 0:
+                        raise too_late(what(), timeout)
+                    self.cond.wait(left)
+            self._lead(max(left, 0.0))
+            if left <= 0:  # a last look at what the last poll brought
+                with self.cond:
+                    self._check(what)
+                    found = ready()
+                if found is None:
+                    raise too_late(what(), timeout)
+                return found
+
+    def glance(self) -> None:
+        """Do what is to do now, without waiting, unless another thread does it."""
+        with self.cond:
+            if self.is_led:
+                return
+            self.is_led = True
+        self._lead(0.0)
+
+    def _lead(self, timeout: float) -> None:
+        try:
+            self._work(timeout)
+        finally:
+            with self.cond:
+                self.is_led = False
+                self.cond.notify_all()

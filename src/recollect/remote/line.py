@@ -1,0 +1,205 @@
+"""Line: a session over a carrier. It greets, sends, receives, sends again and connects again, every wait bounded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from time import monotonic, perf_counter
+from typing import Any
+
+from recollect import _core
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote.carriers.base import Carrier, is_over
+from recollect.remote.items import ItemSpace
+from recollect.remote.messages import DATA_TAG, Exit, Failed, Items
+from recollect.remote.ranks import HOST
+from recollect.remote.session import Session, as_error
+from recollect.remote.wire import decode, encode
+
+_LOOK_S = 0.25  # how often a manager's process is looked at where the carrier does not see it die
+Drawn = list[tuple[Items, memoryview]]
+
+
+class Line:
+    """A worker's connection to its manager. Concurrency: one thread at a time."""
+
+    def __init__(
+        self, items: ItemSpace | None, manager_rank: int, *, deadline: float, retry_s: float, reconnect_s: float,
+        gives_up: bool,
+    ) -> None:  # fmt: skip
+        self.session = Session(items, -1)
+        self.manager_rank, self.deadline = manager_rank, deadline
+        self.retry_s, self.reconnect_s = retry_s, reconnect_s
+        self.gives_up = gives_up  # a manager that stayed away is not waited for again
+        self.carrier: Carrier | None = None
+        self.nbytes = 0
+        self.send_s = self.wait_s = 0.0
+        self._handles: list[Any] = []
+        self._down_since: float | None = None
+        self._next_retry = 0.0
+
+    def open(self, carrier: Carrier) -> None:
+        """Use a carrier from now on."""
+        self.carrier = carrier
+        self.session.rank, self.session.max_frame = carrier.rank, carrier.max_frame
+
+    def greet(self) -> None:
+        """Wait until the manager has welcomed this client, if it has not."""
+        if not self.session.is_ready:
+            self.until(lambda: True if self.session.is_ready else None, "its welcome")
+
+    # -- waiting
+
+    def until(self, ready: Callable[[], Any], what: str) -> Any:
+        """Receive until `ready()` is not None; greet, send again and connect again as needed."""
+        start = monotonic()
+        end = start + self.deadline
+        try:
+            while (found := ready()) is None:
+                if self.session.failure is not None:
+                    failure, self.session.failure = self.session.failure, None
+                    raise failure
+                now = monotonic()
+                if now >= end:
+                    raise DeadlineError(
+                        f"rank {self.manager_rank}: waited {self.deadline:g} s for {what}; is the manager running?"
+                    )
+                try:
+                    self._say_what_is_due(now)
+                    self.receive(max(0.0, min(end, self._next_retry) - now))
+                except PeerDiedError as error:
+                    self._reconnect(error)
+            return found
+        finally:
+            self.wait_s += monotonic() - start
+
+    def _say_what_is_due(self, now: float) -> None:
+        if now < self._next_retry:
+            return
+        self._next_retry = now + self.retry_s
+        frames = self.session.unanswered() if self.session.is_ready else [self.session.greet()]
+        for parts in frames:
+            self.send(parts)
+
+    def receive(self, timeout: float) -> None:
+        """Take one message, if one comes in time."""
+        carrier = self._opened()
+        if not getattr(carrier, "sees_death", True):
+            self._look_at_manager()
+            timeout = min(timeout, _LOOK_S)
+        try:
+            _, _, frame = carrier.recv(self.manager_rank, DATA_TAG, timeout)
+        except DeadlineError:
+            return
+        self._down_since = None
+        try:
+            message, _, body = decode(frame, max_frame=carrier.max_frame)
+            frames = self.session.hear(message, body)
+        except FrameError:
+            self.session.malformed += 1
+            return
+        for parts in frames:
+            self.send(parts)
+        if frames:
+            self._next_retry = monotonic() + self.retry_s
+
+    def _opened(self) -> Carrier:
+        if self.carrier is None:
+            raise ClosedError("RemoteReplay: has no carrier yet; add or sample first")
+        return self.carrier
+
+    # -- a manager that is gone
+
+    def _look_at_manager(self) -> None:
+        manager = self.session.manager
+        if manager is not None and manager[0] == HOST and manager[1] and not _core.is_alive(manager[1]):
+            raise PeerDiedError(f"rank {self.manager_rank}: the manager's process is gone")
+
+    def _reconnect(self, error: PeerDiedError) -> None:
+        """Connect again for `reconnect_s`, then raise."""
+        now = monotonic()
+        self._down_since = now if self._down_since is None else self._down_since
+        reconnect = getattr(self.carrier, "reconnect", None)
+        left = self._down_since + self.reconnect_s - now
+        self.session.is_ready = False
+        if reconnect is None or left < 0:
+            if not self.gives_up:
+                self._down_since = None  # the next call tries again
+            n = self.session.n_pending
+            raise PeerDiedError(
+                f"rank {self.manager_rank}: the manager is gone; {n} items wait here"
+            ) from error
+        try:
+            reconnect(self.manager_rank, min(max(left, 0.0), 0.5))
+        except (PeerDiedError, DeadlineError, OSError):
+            return
+        self._next_retry = 0.0
+
+    # -- sending
+
+    def send(self, parts: list[Any], wait: bool = True) -> None:
+        """Send a frame; without `wait` the carrier takes it when it can."""
+        carrier, start = self._opened(), perf_counter()
+        self.nbytes += sum(map(len, parts))  # all of them bytes
+        try:
+            if wait:
+                carrier.send(self.manager_rank, DATA_TAG, parts, self.deadline)
+            else:
+                self._handles = [handle for handle in self._handles if not is_over(handle)]
+                self._handles.append(carrier.isend(self.manager_rank, DATA_TAG, parts))
+        except PeerDiedError as error:
+            self._reconnect(error)
+        finally:
+            self.send_s += perf_counter() - start
+        if self._next_retry < start:
+            self._next_retry = monotonic() + self.retry_s
+
+    def ask(self, make: Callable[[int], list[Any]]) -> Drawn:
+        """Send a request, again with a new number when no answer comes, until all parts of one are here."""
+        session, request, again = self.session, 0, 0.0
+
+        def whole() -> Drawn | None:
+            nonlocal request, again
+            now = monotonic()
+            if session.is_ready and now >= again:
+                session.expected.pop(request, None)
+                request, again = session.new_request(), now + self.retry_s
+                session.expected[request] = []
+                self.send(make(request))
+            self._next_retry = min(self._next_retry, again)
+            return _all_parts(session.expected.get(request, []))
+
+        try:
+            found: Drawn = self.until(whole, "drawn items")
+            return found
+        finally:
+            session.expected.pop(request, None)
+
+    def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:
+        """Say Exit until Goodbye comes, for a moment at most; nothing is raised."""
+        carrier, session = self.carrier, self.session
+        if carrier is None or session.manager is None:
+            return
+        request = session.new_request()
+        reason = "deadline" if undelivered else ""
+        parts = encode(Exit(request, known_as, undelivered, reason))
+        session.expected[request] = []
+        end, again = monotonic() + min(wait_s, max(self.deadline, 1.0)), 0.0
+        try:
+            while not session.expected[request] and (now := monotonic()) < end:
+                if now >= again:
+                    again = now + min(self.retry_s, 1.0)
+                    carrier.send(self.manager_rank, DATA_TAG, parts, max(0.0, end - now))
+                self.receive(max(0.0, min(end, again) - now))
+        except (PeerDiedError, DeadlineError, ClosedError, OSError, ValueError):
+            return
+
+
+def _all_parts(got: list[tuple[Any, memoryview]]) -> Drawn | None:
+    """Drawn items whose parts are all here, in order; raises if the manager answered that it failed."""
+    for message, _ in got:
+        if isinstance(message, Failed):
+            raise as_error(message)
+    items = {m.part: (m, body) for m, body in got if isinstance(m, Items)}
+    if items and len(items) == next(iter(items.values()))[0].n_parts:
+        return [items[part] for part in sorted(items)]
+    return None

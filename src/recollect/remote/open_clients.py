@@ -1,0 +1,53 @@
+"""Open clients: one per carrier end and manager; what is never closed says Exit when its process ends."""
+
+from __future__ import annotations
+
+from multiprocessing import util
+from os import getpid
+from typing import TYPE_CHECKING
+
+from recollect.remote.carriers.base import Carrier
+
+if TYPE_CHECKING:
+    from recollect.remote.client import RemoteReplay
+
+_open: dict[tuple[int, int], RemoteReplay] = {}
+_registered = 0
+
+
+def enter(client: RemoteReplay, carrier: Carrier) -> None:
+    """Note an open client; RuntimeError if its place is taken."""
+    key = (id(carrier), client.manager_rank)
+    if _open.get(key) not in (None, client):
+        raise RuntimeError(
+            f"rank {client.manager_rank}: has a client on this carrier already; close it first"
+        )
+    _open[key] = client
+    _close_at_exit()
+
+
+def leave(client: RemoteReplay, carrier: Carrier) -> None:
+    """Forget a client that was closed."""
+    _open.pop((id(carrier), client.manager_rank), None)
+
+
+def close_open_client(carrier: Carrier, manager_rank: int) -> bool:
+    """Close the client that is open on this carrier for this manager; False if there is none."""
+    client = _open.get((id(carrier), manager_rank))
+    if client is None:
+        return False
+    client.close()
+    return True
+
+
+def _close_at_exit() -> None:
+    """Have what was never closed say Exit when this process ends, forked children included."""
+    global _registered
+    if _registered != getpid():
+        _registered = getpid()
+        util.Finalize(None, _exit_all, exitpriority=100)
+
+
+def _exit_all() -> None:
+    for client in list(_open.values()):
+        client._abandon()

@@ -1,0 +1,153 @@
+"""Saving: a manager's checkpoint. It goes on from what is there, logs every container, and dumps now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from recollect.errors import RemoteError
+from recollect.remote import checkpoint as saved
+from recollect.remote.messages import Data
+from recollect.remote.records import Checkpoint
+from recollect.remote.shelf import Shelf
+from recollect.remote.wire import MOST_FRAME, decode
+from recollect.remote.writers import Writers
+
+Repeat = Callable[[int, Data, memoryview], None]
+
+
+class Saving:
+    """The dump and the log of one manager; without a checkpoint nothing is ever written.
+
+    Ownership: owns the log. Concurrency: the manager's lock is held in every call.
+    """
+
+    def __init__(self, shelf: Shelf, writers: Writers, checkpoint: Checkpoint | None) -> None:
+        self.shelf, self.writers, self.checkpoint = shelf, writers, checkpoint
+        self.config = _config(shelf)
+        self.log: saved.Log | None = None
+        self._dumped_at = 0.0
+
+    def open(self, repeat: Repeat) -> None:
+        """Make the buffer, or take it from the checkpoint and `repeat` the work of its log."""
+        path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        if self.checkpoint is None or path is None or not saved.exists(path):
+            self.shelf.adopt(self.shelf.fresh())
+            self.dump()
+        elif self.checkpoint.resume:
+            self._restore(path, repeat)
+        else:
+            raise FileExistsError(
+                f"{path}: holds a checkpoint; pass resume=True to go on, or choose another path"
+            )
+
+    # -- out
+
+    @property
+    def waits_for_disk(self) -> bool:
+        """Whether what was logged must be on disk before answers leave."""
+        return self.checkpoint is not None and self.checkpoint.power_safe
+
+    def write(self, sender: int, frame: Any) -> None:
+        """Log a container; it outlives this process once this returns. OSError: it is not logged."""
+        if self.log is not None:
+            self.log.write(sender, frame)
+
+    def commit(self) -> None:
+        """What was logged must be on disk before answers leave, if a power loss must not undo it."""
+        if self.log is not None and self.waits_for_disk:
+            self.log.sync()
+
+    def tick(self, now: float) -> None:
+        """Dump, if it is time."""
+        if self.checkpoint is not None and now - self._dumped_at >= self.checkpoint.every_s:
+            self.dump()
+
+    def dump(self) -> None:
+        """Write everything, and begin a new log."""
+        if self.checkpoint is None:
+            return
+        with self.shelf.manager._timing.phase("dump"):
+            path = Path(self.checkpoint.path)
+            old, self.log = self.log, saved.write(self.shelf.buffer, path, self._state())
+        if old is not None:
+            old.close()
+        self._dumped_at = monotonic()
+
+    def _state(self) -> saved.State:
+        shelf, function = self.shelf, self.shelf.manager.scoring_function
+        scoring = function.state_dict() if hasattr(function, "state_dict") else None
+        writers = [
+            (i, w.rank, w.last_seq, list(w.answers.items()), w.has_left)
+            for i, w in self.writers.by_id.items()
+        ]
+        generator = {k: int(v) for k, v in shelf.stream.state_dict().items()}
+        return saved.State(
+            saved.VERSION, self.config, writers, shelf.ema, dict(shelf.counts), dict(shelf.rejected), generator,
+            scoring, {str(rank): dict(about) for rank, about in shelf.senders.items()},
+        )  # fmt: skip
+
+    # -- in
+
+    def _restore(self, path: Path, repeat: Repeat) -> None:
+        buffer, state, log = saved.read(path, self.shelf.items.space, self.shelf.storage)
+        try:
+            self._check_config(path, state.config)
+            self.shelf.adopt(buffer)
+            self._load(state)
+            for sender, frame in log.records():
+                message, _, body = decode(frame, max_frame=MOST_FRAME)
+                if not isinstance(message, Data):
+                    raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
+                repeat(sender, message, body)
+        except BaseException:
+            log.close()
+            buffer.close()
+            raise
+        self.log = log
+        self._dumped_at = monotonic()
+
+    def _check_config(self, path: Path, config: dict[str, Any]) -> None:
+        for name, value in self.config.items():
+            if config.get(name) != value:
+                raise ValueError(
+                    f"{path}: {name} must be as in the checkpoint, {config.get(name)!r}, got {value!r}; "
+                    "choose another path"
+                )
+
+    def _load(self, state: saved.State) -> None:
+        shelf = self.shelf
+        for writer, rank, last_seq, _, has_left in state.writers:
+            record = self.writers.enter(writer, rank)
+            record.last_seq, record.has_left = last_seq, has_left
+        # Entering a writer ends the answers of earlier ones of its rank, so they are put back afterwards.
+        for writer, _, _, answers, _ in state.writers:
+            self.writers.by_id[writer].answers.update(answers)
+        shelf.ema = state.ema
+        shelf.counts.update({k: v for k, v in state.counts.items() if k in shelf.counts})
+        shelf.rejected.update(state.rejected)
+        shelf.senders = {int(rank): dict(about) for rank, about in state.senders.items()}
+        shelf.stream.load_state_dict(state.generator)
+        function = shelf.manager.scoring_function
+        if state.scoring is not None and hasattr(function, "load_state_dict"):
+            function.load_state_dict(state.scoring)
+
+    def close(self) -> None:
+        """Give up the log."""
+        if self.log is not None:
+            self.log.close()
+            self.log = None
+
+
+def _config(shelf: Shelf) -> dict[str, Any]:
+    """What must be the same for a checkpoint to fit."""
+    manager, items, rule = shelf.manager, shelf.items, shelf.diversity
+    diverse = None if rule is None else [rule.key, float(rule.cutoff), float(rule.p)]
+    return {
+        "space": items.text, "max_length": items.max_length, "capacity": int(manager.capacity),
+        "evict": shelf.evict, "store_locally": bool(manager.store_locally),
+        "diverse": diverse, "strategy": manager.baseline_strategy,
+        "percentile": float(manager.baseline_percentile), "alpha": float(manager.baseline_ema_alpha),
+    }  # fmt: skip

@@ -1,0 +1,257 @@
+"""Serving: a manager's loop over a carrier. It receives, lets the desk decide, and sends the answers."""
+
+from __future__ import annotations
+
+import threading
+from contextlib import suppress
+from time import monotonic
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote.backends import carrier_of
+from recollect.remote.carriers.base import Carrier, is_over
+from recollect.remote.desk import Reply
+from recollect.remote.messages import DATA_TAG, AnyMessage, Failed
+from recollect.remote.wire import decode, encode
+
+if TYPE_CHECKING:
+    from recollect.remote.manager import ReplayBufferManager
+
+_TICK_S = 0.1
+_MOST_MALFORMED = 16  # in a row, then a peer is shut out
+_AT_HAND = 64  # messages that one sync of the log may serve
+
+
+class Received(NamedTuple):
+    """What came: the message, the body of its frame, and the frame; or what is wrong with it."""
+
+    message: AnyMessage | None
+    body: memoryview
+    frame: memoryview
+    error: FrameError | None = None
+
+
+class Pending(NamedTuple):
+    """An answer on its way."""
+
+    handle: Any
+    dest: int
+
+
+class Serving:
+    """The loop of one manager. Concurrency: one thread runs it; the manager's lock is held while the desk works."""
+
+    def __init__(self, manager: ReplayBufferManager) -> None:
+        self.manager = manager
+        self.pending: list[Pending] = []
+        self.unsent = 0
+        self._in_a_row: dict[int, int] = {}
+        self._shut_out: set[int] = set()
+        self._next_tick = 0.0
+        self._undertaker: threading.Thread | None = None
+
+    @property
+    def carrier(self) -> Carrier:
+        """The carrier, opened when it is first needed."""
+        manager = self.manager
+        if manager._carrier is None:
+            manager._carrier = carrier_of(manager.communication_backend)
+        return manager._carrier
+
+    # -- one message
+
+    def recv(self) -> tuple[int, Received, int]:
+        """Wait a moment for the next message: (rank, message, bytes); DeadlineError if none came."""
+        left = max(0.0, min(self._next_tick - monotonic(), _TICK_S))
+        with self.manager._timing.phase("recv"):
+            rank, _, frame = self.carrier.recv(timeout=left)
+        return rank, self._opened(frame), frame.nbytes
+
+    def _opened(self, frame: memoryview) -> Received:
+        try:
+            message, _, body = decode(frame, max_frame=self.carrier.max_frame)
+        except FrameError as error:
+            return Received(None, frame[:0], frame, error)
+        return Received(message, body, frame)
+
+    def handle(self, sender: int, received: Received) -> list[Reply]:
+        """Do what a message asks, and return the answers; nothing that a peer sends raises here."""
+        manager = self.manager
+        with manager._lock:
+            if sender in self._shut_out:
+                return []
+            if received.message is None:
+                return self._malformed(sender, received)
+            manager._book.heard(sender, monotonic())
+            try:
+                replies = manager._desk.handle(sender, received.message, received.body, received.frame)
+            except FrameError as error:
+                return self._malformed(sender, received._replace(error=error))
+            self._in_a_row.pop(sender, None)
+            return replies
+
+    def _malformed(self, sender: int, received: Received) -> list[Reply]:
+        self.manager._desk.count_malformed(sender)
+        self._in_a_row[sender] = self._in_a_row.get(sender, 0) + 1
+        for_ever = self._in_a_row[sender] >= _MOST_MALFORMED
+        if for_ever:
+            self._shut_out.add(sender)
+        refuse = getattr(self.manager._carrier, "refuse", None)
+        if refuse is not None:
+            refuse(sender, for_ever)
+        if received.message is None or for_ever:
+            return []
+        text = str(received.error)[:60_000]
+        return [Reply(sender, DATA_TAG, encode(Failed(received.message.request, "FrameError", text)))]
+
+    # -- answers
+
+    def answer(self, replies: list[Reply], is_async: bool) -> None:
+        """Send answers; what cannot be sent is counted, and fetched by the client's retry."""
+        manager, carrier = self.manager, self.carrier
+        manager._desk.saving.commit()
+        self.prune()
+        with manager._timing.phase("send"):
+            for reply in replies:
+                try:
+                    if is_async:
+                        self._answer_soon(carrier, reply)
+                    else:
+                        carrier.send(reply.dest, reply.tag, reply.parts, manager.limits.send_s)
+                except (PeerDiedError, DeadlineError, FrameError, ValueError):
+                    self.unsent += 1
+        self._forward()
+
+    def _answer_soon(self, carrier: Carrier, reply: Reply) -> None:
+        if self.pending and sum(p.dest == reply.dest for p in self.pending) > self.manager.limits.max_window:
+            self.unsent += 1
+            return
+        handle = carrier.isend(reply.dest, reply.tag, reply.parts)
+        if not is_over(handle):
+            self.pending.append(Pending(handle, reply.dest))
+
+    def prune(self) -> None:
+        """Forget answers that are sent, or never can be."""
+        if self.pending:
+            self.pending = [pending for pending in self.pending if not is_over(pending.handle)]
+
+    def _forward(self) -> None:
+        forwarder = self.manager._desk.forwarder
+        if forwarder is not None:
+            forwarder.work(self.carrier)
+
+    # -- the loop
+
+    def run(self, async_send: bool) -> None:
+        """Serve until every worker has left, or the manager is stopped; then let the last answers out."""
+        manager, carrier = self.manager, self.carrier
+        self._stop_answering_late()
+        manager._book.begin(monotonic())
+        manager.is_running = not self._is_over()
+        try:
+            while manager.is_running:
+                self._serve(async_send)
+            self._finish(carrier, async_send)
+        except ClosedError:
+            if not getattr(carrier, "is_closed", False):
+                raise
+        finally:
+            manager.is_running = False
+
+    def _is_over(self) -> bool:
+        return self.manager._book.is_over or self.manager._stopping
+
+    def _serve(self, async_send: bool) -> None:
+        """Handle what comes within a moment, and look after what is due."""
+        manager = self.manager
+        handle = manager._handle_message_async if async_send else manager._handle_message_sync
+        try:
+            first = manager._recv_object()
+        except DeadlineError:
+            pass
+        else:
+            if manager._desk.saving.waits_for_disk:
+                self._serve_together(first, async_send)
+            else:
+                handle(*first)
+        now = monotonic()
+        if now >= self._next_tick:
+            self._next_tick = now + _TICK_S
+            self._tick(now)
+        if self._is_over():
+            manager.is_running = False
+
+    def _serve_together(self, first: tuple[int, Received, int], async_send: bool) -> None:
+        """Handle all messages at hand, sync the log once, then answer."""
+        replies = self.handle(*first[:2])
+        for _ in range(_AT_HAND - 1):
+            try:
+                rank, _, frame = self.carrier.recv(timeout=0.0)
+            except DeadlineError:
+                break
+            replies += self.handle(rank, self._opened(frame))
+        self.answer(replies, async_send)
+
+    def _tick(self, now: float) -> None:
+        manager, carrier = self.manager, self.carrier
+        self.prune()
+        with manager._lock:
+            manager._book.tick(now, carrier.alive(), getattr(carrier, "sees_death", True))
+            replies = manager._desk.tick(now)
+        for reply in replies:  # to other managers, who may not be there
+            with suppress(PeerDiedError, DeadlineError, ValueError):
+                carrier.isend(reply.dest, reply.tag, reply.parts)
+        self._forward()
+
+    # -- the end
+
+    def _finish(self, carrier: Carrier, async_send: bool) -> None:
+        """Let the last answers out, flush what is forwarded, write a checkpoint."""
+        manager = self.manager
+        end = monotonic() + manager.limits.drain_s
+        if manager._desk.forwarder is not None:
+            manager._desk.forwarder.finish(carrier, end)
+        while self.pending and monotonic() < end:
+            with suppress(DeadlineError):
+                rank, _, frame = carrier.recv(timeout=min(0.05, max(0.0, end - monotonic())))
+                self.answer(self._late(rank, frame), async_send)
+            self.prune()
+        with manager._lock:
+            manager._desk.saving.dump()
+        if getattr(carrier, "sees_death", True):
+            self._undertaker = threading.Thread(
+                target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True
+            )
+            self._undertaker.start()
+
+    def _late(self, rank: int, frame: memoryview) -> list[Reply]:
+        """The answer to one who comes too late: duplicates get their answer, all others ClosedError."""
+        received = self._opened(frame)
+        if received.message is None:
+            return []
+        with self.manager._lock:
+            return self.manager._desk.late(rank, received.message)
+
+    def _answer_late(self, carrier: Carrier) -> None:
+        """After the end, while the process lives, this manager's own workers hear that it has ended."""
+        ranks = sorted(self.manager._book.workers)
+        while not self.manager._done.wait(0.05) and not self.manager.is_running:
+            try:
+                for rank in ranks:
+                    with suppress(DeadlineError, PeerDiedError):
+                        _, _, frame = carrier.recv(rank, DATA_TAG, timeout=0.0)
+                        for reply in self._late(rank, frame):
+                            carrier.isend(reply.dest, reply.tag, reply.parts)
+            except (ClosedError, OSError, RuntimeError):
+                return
+
+    def _stop_answering_late(self) -> None:
+        if self._undertaker is not None:
+            self.manager.is_running = True
+            self._undertaker.join(2.0)
+            self._undertaker = None
+
+    def close(self) -> None:
+        """Wait for the thread that answers late."""
+        if self._undertaker is not None and self._undertaker is not threading.current_thread():
+            self._undertaker.join(2.0)
