@@ -86,9 +86,9 @@ class BatchBase(ABC):
         Samples by row and generation. A source whose indices move (a ring) gives all four: `locate` at one
         moment, `relocate` to today's index or -1, `get_located` to `(data, metadata)`, or None if any of them
         is gone. The defaults are right for a source whose samples never move.
-    `_chunks()`
+    `_chunks()`, `_expect(idx, keys)`
         For sources that are read a chunk at a time: the chunk of each index, and how many chunks are kept, so
-        that a shuffled epoch reads each chunk once.
+        that a shuffled epoch reads each chunk once; and the place to be told which samples' chunks come next.
     `_extend_part(block, closes)`
         Used by `extend_from`: append the block to the segment that the previous part left open, else start
         one; then end it if `closes`. An empty block with `closes=True` only ends it. All or nothing. If a
@@ -415,6 +415,9 @@ class BatchBase(ABC):
         """The chunk that each index lies in, and how many can be held; None where samples are read one by one."""
         return None
 
+    def _expect(self, idx: Ints, keys: Keys = ()) -> None:
+        """Take note that all chunks of these samples, or one nested field of them, are read soon."""
+
     # What the views share
 
     def _sources(self) -> tuple[BatchBase, ...]:
@@ -439,7 +442,7 @@ class BatchBase(ABC):
         order = self._existing()
         if not self._moves or not len(order):
             return order, None
-        return order, self.locate(np.asarray(order, np.int64))
+        return order, self.locate(np.arange(len(order)) if isinstance(order, range) else np.asarray(order))
 
     def _boundaries(self) -> Boundaries:
         """Where the runs of this batch's samples begin and end."""

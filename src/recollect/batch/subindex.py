@@ -150,6 +150,9 @@ class SubIndexedBatch(View):
         inside = self._index < len(chunk)
         return np.where(inside, np.append(chunk, 0)[np.where(inside, self._index, -1)], 0), window
 
+    def _expect(self, idx: Any, keys: Keys = ()) -> None:
+        self.batch._expect(idx if self._index is None else self._index[idx], keys)
+
     # Writes
 
     def set_at(self, idx: Any, value: Any) -> None:

@@ -48,6 +48,9 @@ class SubItemBatch(View):
     def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
         return self.batch._read_frames(ask, self.sub_indexes + keys, flat)
 
+    def _expect(self, idx: Any, keys: Keys = ()) -> None:
+        self.batch._expect(idx, self.sub_indexes + keys)
+
     def draw_at(self, stream: Draws, n: int) -> Any:
         return self.batch.draw_column_at(self.sub_indexes, stream, n)
 

@@ -109,6 +109,9 @@ class View(BatchBase):
     def _chunks(self) -> Any:
         return self.batch._chunks()
 
+    def _expect(self, idx: Ints, keys: Keys = ()) -> None:
+        self.batch._expect(idx)
+
     def locate(self, idx: Any) -> Location:
         return self.batch.locate(idx)
 

@@ -414,6 +414,15 @@ class ReplayBuffer(BatchBase):
     def _chunks(self) -> tuple[Ints, int] | None:
         return self.engine.chunks() if isinstance(self.engine, PlainEngine) else None
 
+    def _expect(self, idx: Ints, keys: Keys = ()) -> None:
+        if isinstance(self.engine, PlainEngine):
+            self.engine.expect(idx, keys)
+
+    @property
+    def _moves(self) -> bool:
+        # What was opened for reading stays as it is; rows in memory may be another process's.
+        return not isinstance(self.engine, PlainEngine) or self.inner_storage.is_mutable
+
     def is_current(self, location: Location) -> Bools:
         """Tell which rows still hold the samples that were located there; False for removed ones."""
         return np.asarray(self.relocate(location) >= 0)

@@ -449,6 +449,11 @@ class PlainEngine:
                 chunk = np.searchsorted(ends, self._rows(rows), side="right")
             return chunk, self.storage.chunk_window()
 
+    def expect(self, index: Ints, keys: Keys = ()) -> None:
+        """Tell the storage that the chunks of these samples are read soon."""
+        with self._lock:
+            self.storage.expect(self._rows(self._low + index[index < self.count()]), keys)
+
     def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
         """Read samples by row and generation at one moment; None if any is gone."""
         with self._lock:

@@ -148,6 +148,9 @@ class SpaceStorage(ABC):
         """How many chunks can be held at once, so that a shuffled pass reads each of them once."""
         return 1
 
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        """Take note that all chunks of these rows, or one nested field of them, are read soon."""
+
     # -- the end of an unbounded storage
 
     def extend_length(self, length: int) -> None:

@@ -1,14 +1,15 @@
 """ChunkCache: decoded chunks of a file in one slab, so that scattered rows are gathered by one copy per column.
 
 Files of columns are read a chunk at a time (a Parquet piece, HDF5 rows, frames of a video). A chunk has a slot in the
-slab; the least recently used gives up its own. Rows of any chunks that are held are one `take` per column.
+slab; the least recently used gives up its own. Rows of any chunks that are held are one `take` per column. Whoever
+knows which chunks come next (a shuffled epoch) says so, and they are decoded beside the reads of those that are held.
 """
 
 from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -40,10 +41,13 @@ class ChunkCache:
         self._pool: ThreadPoolExecutor | None = None
         self._pid = 0
         self.decoded = 0  # chunks read since it was made
+        self._coming: dict[int, Future[int]] = {}  # by slot: chunks that threads are decoding into it
         self.clear()
 
     def clear(self) -> None:
         """Forget all chunks."""
+        for slot in list(self._coming):
+            self._give_up(slot)
         self._slab: list[Array] | None = None
         self._slot = np.full(0, -1, np.int64)  # by chunk
         self._chunk = np.full(self.n_slots, -1, np.int64)  # by slot
@@ -53,14 +57,15 @@ class ChunkCache:
     def forget_from(self, chunk: int) -> None:
         """Forget a chunk and all that follow; their numbers may mean other rows from now on."""
         held = self._chunk >= chunk
+        for slot in [slot for slot in self._coming if held[slot]]:
+            self._give_up(slot)
         self._chunk[held] = -1
         self._used[held] = 0
         self._slot[chunk:] = -1
 
     def gather(self, ends: Ints, rows: Ints) -> tuple[Layout, list[Array]]:
         """Copy rows out; chunk k holds the rows from `ends[k - 1]` up to `ends[k]`."""
-        if len(self._slot) < len(ends):
-            self._slot = np.concatenate([self._slot, np.full(len(ends) - len(self._slot), -1, np.int64)])
+        self._know(len(ends))
         chunk, within = self._chunks_of(ends, rows)
         slot = self._slot[chunk]
         if (slot < 0).any():
@@ -69,11 +74,56 @@ class ChunkCache:
                 return self._gather_in_parts(ends, rows, chunk, needed)
             self._fetch(needed)
             slot = self._slot[chunk]
+        if self._coming:
+            slot = self._arrived(chunk, slot)
         self._now += 1
         self._used[slot] = self._now
         slab = self._slab or [np.empty((0, *f.shape), f.dtype) for f in self.layout.fields]
         at = slot * self.rows + within
         return self.layout, [column.take(at, axis=0) for column in slab]
+
+    def expect(self, ends: Ints, rows: Ints) -> None:
+        """Begin to decode the chunks of these rows, which are all that is read soon; nothing is waited for."""
+        if self.layout.max_lengths or self._workers < 2:
+            return
+        self._know(len(ends))
+        needed = np.unique(self._chunks_of(ends, rows)[0])
+        if len(needed) > self.n_slots:
+            return  # they would push out one another
+        if self._slab is None:
+            self._make_slab()
+        missing, free = self._room_for(needed)
+        for number, slot in zip(missing, free):
+            self._hold(number, slot)
+            self._coming[slot] = self._threads().submit(self._decode, number, slot)
+
+    def _arrived(self, chunk: Ints, slot: Ints) -> Ints:
+        """Wait for those of the chunks that are being decoded; raise what is wrong with one of them."""
+        for coming in sorted(set(slot.tolist()) & self._coming.keys()):
+            if self._pid != os.getpid():  # a forked child: its parent's threads decode for the parent only
+                self._give_up(coming)
+                continue
+            try:
+                self._coming[coming].result()
+            except BaseException:
+                self._give_up(coming)
+                raise
+            del self._coming[coming]
+        if (self._slot[chunk] < 0).any():
+            self._fetch(np.unique(chunk))
+        return self._slot[chunk]
+
+    def _give_up(self, slot: int) -> None:
+        """Free a slot that a thread may be writing to."""
+        future = self._coming.pop(slot)
+        if self._pid == os.getpid() and not future.cancel():
+            future.exception()  # waits: the slot must not change any more
+        self._drop(slot)
+        self._used[slot] = 0
+
+    def _know(self, n_chunks: int) -> None:
+        if len(self._slot) < n_chunks:
+            self._slot = np.concatenate([self._slot, np.full(n_chunks - len(self._slot), -1, np.int64)])
 
     def _chunks_of(self, ends: Ints, rows: Ints) -> tuple[Ints, Ints]:
         """The chunk of each row, and the row within it."""
@@ -106,13 +156,7 @@ class ChunkCache:
 
     def _fetch(self, needed: Ints) -> None:
         """Decode the chunks that are missing, several at a time, into the slots used longest ago."""
-        self._now += 1
-        held = self._slot[needed]
-        self._used[held[held >= 0]] = self._now
-        missing = needed[held < 0].tolist()
-        free = np.argsort(self._used, kind="stable")[: len(missing)].tolist()
-        for slot in free:
-            self._drop(slot)
+        missing, free = self._room_for(needed)
         # The first, and those that may have other widths, one by one; the others side by side, right into their slots.
         alone = len(missing) if self.layout.max_lengths else int(self._slab is None)
         for number, slot in zip(missing[:alone], free):
@@ -120,12 +164,30 @@ class ChunkCache:
         for number, slot in zip(missing[alone:], self._run(missing[alone:], free[alone:])):
             self._hold(number, slot)
 
+    def _room_for(self, needed: Ints) -> tuple[list[int], list[int]]:
+        """Those of some chunks that are not held, and as many slots, used longest ago, taken back from others."""
+        self._now += 1
+        held = self._slot[needed]
+        self._used[held[held >= 0]] = self._now
+        missing: list[int] = needed[held < 0].tolist()
+        free: list[int] = np.argsort(self._used, kind="stable")[: len(missing)].tolist()
+        for slot in free:
+            if slot in self._coming:
+                self._give_up(slot)
+            self._drop(slot)
+        return missing, free
+
     def _run(self, numbers: list[int], slots: list[int]) -> Any:
         if len(numbers) < 2 or self._workers < 2:
             return map(self._decode, numbers, slots)
+        return self._threads().map(self._decode, numbers, slots)
+
+    def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
+            for slot in list(self._coming):
+                self._give_up(slot)
             self._pool, self._pid = ThreadPoolExecutor(self._workers, "recollect-chunks"), os.getpid()
-        return self._pool.map(self._decode, numbers, slots)
+        return self._pool
 
     def _decode(self, number: int, slot: int) -> int:
         self._copy(slot, self._load(number)[1])
@@ -148,11 +210,15 @@ class ChunkCache:
     def _store(self, number: int, slot: int, layout: Layout, columns: list[Array]) -> None:
         if self._slab is None:
             self.layout = layout
-            self._slab = [np.empty((self.n_slots * self.rows, *f.shape), f.dtype) for f in layout.fields]
+            self._make_slab()
         elif layout.hash != self.layout.hash:
             self.layout, columns = self._joined(layout, columns)
         self._copy(slot, columns)
         self._hold(number, slot)
+
+    def _make_slab(self) -> None:
+        n = self.n_slots * self.rows
+        self._slab = [np.empty((n, *f.shape), f.dtype) for f in self.layout.fields]
 
     def _joined(self, layout: Layout, columns: list[Array]) -> tuple[Layout, list[Array]]:
         """Widen the slab and a chunk to the longer of their Sequences."""
@@ -180,5 +246,5 @@ class ChunkCache:
         """End the threads and free the slab."""
         pool, self._pool = self._pool, None
         if pool is not None and self._pid == os.getpid():
-            pool.shutdown()
+            pool.shutdown(cancel_futures=True)
         self.clear()

@@ -419,6 +419,10 @@ class DictStorage(FiledStorage):
         storage = self._coarsest()
         return 1 if storage is None else storage.chunk_window()
 
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        for storage in () if nested_keys else self.storages:
+            storage.expect(rows)
+
     def close(self) -> None:
         if self._closed:
             return

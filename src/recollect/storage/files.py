@@ -279,7 +279,8 @@ class FileStorage(FiledStorage):
     def _decoded(self, index: Any, keys: Keys) -> Any:
         with self._live.lock:
             self._check_open()
-            space_at(self.single_instance_space, keys)  # a KeyError names the keys there are
+            if keys:
+                space_at(self.single_instance_space, keys)  # a KeyError names the keys there are
             found = self._visible(index)
             rows = np.array([found]) if isinstance(found, int) else np.asarray(found)
             layout, columns = self._read(rows, keys)

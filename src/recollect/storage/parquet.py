@@ -10,6 +10,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import FormatError
 from recollect.spaces import Layout
+from recollect.spaces.tree import as_keys
 from recollect.storage.appending import AppendStorage
 from recollect.storage.arrow import from_table, to_table
 from recollect.storage.base import SpaceStorage
@@ -280,6 +281,11 @@ class ParquetStorage(AppendStorage):
 
     def chunk_window(self) -> int:
         return max(1, min(64, self._cache(()).n_slots // 2))
+
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        with self._live.lock:
+            if not (self._closed or self.is_mutable):  # who writes may drop what a thread reads
+                self._cache(as_keys(nested_keys)).expect(self._ends, rows)
 
     def _release(self) -> None:
         for cache in self._caches.values():

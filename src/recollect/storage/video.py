@@ -254,6 +254,11 @@ class VideoStorage(AppendStorage):
     def chunk_window(self) -> int:
         return max(1, min(64, self._cache.n_slots // 2))
 
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        with self._live.lock:
+            if not (self._closed or self.is_mutable):  # who writes may drop what a thread reads
+                self._cache.expect(self._chunk_ends, rows)
+
     def _release(self) -> None:
         self._cache.close()
         self._pending = []

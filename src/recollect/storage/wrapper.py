@@ -309,6 +309,9 @@ class WrapperStorage(FiledStorage):
     def chunk_window(self) -> int:
         return self.inner.chunk_window()
 
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        self.inner.expect(rows)
+
     # -- life
 
     def close(self) -> None:
