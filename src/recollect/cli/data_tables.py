@@ -50,17 +50,27 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
     """Print what is damaged and what can still be read."""
     console = console or Console()
     if report["ok"]:
-        console.print(f"{report['path']}: whole, {report['samples']:,} samples")
+        told = f", {report['files']:,} files with their checksums" if report["files"] else ""
+        console.print(f"{report['path']}: whole, {report['samples']:,} samples{told}")
+        if report["unchecked"]:
+            console.print(f"Files without a checksum: {len(report['unchecked']):,}; their samples were read")
         return
     console.print(f"[bold red]{report['path']}: damaged[/]")
     for found in report["damaged"]:
-        console.print(f"  {found['problem']}", soft_wrap=True)
-    total = sum(b - a for a, b in report["readable"])
-    if not total:
+        console.print(f"  {found['file']}: {found['problem']}", soft_wrap=True)
+    if report["readable"]:
+        console.print(f"Still readable: {_counted(report['readable'])} of {report['samples']:,} samples")
+    if report["unsure"]:
+        console.print(
+            f"Can be read, but some of them may be wrong: {_counted(report['unsure'])} of {report['samples']:,} samples"
+        )
+    if not report["readable"] and not report["unsure"]:
         console.print("Nothing of it can be read.")
-        return
-    runs = ", ".join(f"{a}..{b - 1}" for a, b in report["readable"][:20])
-    console.print(f"Still readable: {total:,} of {report['samples']:,} samples, at {runs}")
+
+
+def _counted(runs: list[list[int]]) -> str:
+    shown = ", ".join(f"{a}..{b - 1}" for a, b in runs[:20])
+    return f"{sum(b - a for a, b in runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"
 
 
 def _short(value: Any) -> str:

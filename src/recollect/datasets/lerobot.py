@@ -13,7 +13,17 @@ from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch, need
 from recollect.datasets.columns import number_space, numbers, pictures, text_space
-from recollect.datasets.lerobot_meta import OWN, Episode, Meta, below, read_meta, read_table
+from recollect.datasets.lerobot_meta import (
+    INFO,
+    OWN,
+    TASKS,
+    Episode,
+    Meta,
+    below,
+    episode_files,
+    read_meta,
+    read_table,
+)
 from recollect.datasets.video import frames_at
 from recollect.errors import FormatError
 from recollect.spaces.tree import make_dict
@@ -60,6 +70,11 @@ class LeRobotBatch(DatasetBatch):
     def tasks(self) -> dict[int, str]:
         """The tasks in words, by `task_index`."""
         return dict(self.meta.tasks)
+
+    def files_of(self) -> list[list[str]]:
+        """The files that each episode is read from, those that tell what is where included."""
+        common = [INFO, TASKS, *(str(f.relative_to(self.meta.path)) for f in episode_files(self.meta.path))]
+        return [[*common, e.data, *(name for name, _ in e.videos.values())] for e in self.meta.episodes]
 
     def _load(self, key: str, episode: int, first: int, end: int) -> Any:
         import pyarrow as pa

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from recollect.errors import FormatError
+from recollect.storage.dump import check_text
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 OWN = (
@@ -22,6 +23,7 @@ OWN = (
     "task_index",
 )  # features that LeRobot fills in itself
 INFO, TASKS, EPISODES = "meta/info.json", "meta/tasks.parquet", "meta/episodes"
+CHECKSUMS = "meta/recollect-checksums.json"  # no part of the layout: other readers pass it over
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -97,6 +99,20 @@ def read_json(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
 
 
+def read_checksums(path: Path) -> dict[str, dict[str, Any]]:
+    """Size and checksum of each file of a data set that we wrote; FormatError if the list itself is damaged."""
+    file = path / CHECKSUMS
+    try:
+        text = file.read_text(encoding="utf-8")
+        record = json.loads(text)
+        check_text(file, text, record)
+        return dict(record["files"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if isinstance(error, FormatError):
+            raise
+        raise FormatError(f"{file}: must be a list of checksums, got {error!r}; it is damaged") from None
+
+
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
         return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
@@ -133,8 +149,13 @@ def _episodes_v2(path: Path, info: dict[str, Any], cameras: list[str]) -> list[E
     return found
 
 
+def episode_files(path: Path) -> list[Path]:
+    """The files of version 3.0 that say where the episodes are."""
+    return sorted((path / EPISODES).glob("*/*.parquet"))
+
+
 def _episodes_v3(path: Path, info: dict[str, Any], cameras: list[str]) -> list[Episode]:
-    files = sorted((path / EPISODES).glob("*/*.parquet"))
+    files = episode_files(path)
     if not files:
         raise FormatError(
             f"{path / EPISODES}: must hold chunk-000/file-000.parquet, got nothing; it is damaged"

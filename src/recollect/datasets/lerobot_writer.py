@@ -19,11 +19,20 @@ import numpy as np
 from recollect.batch import BatchBase
 from recollect.datasets.batch import need
 from recollect.datasets.lerobot_features import OWN_DTYPES, Feature, features_of, schema_metadata, to_column
-from recollect.datasets.lerobot_meta import DATA_PATH, EPISODES_PATH, INFO, TASKS, VIDEO_PATH, read_json
+from recollect.datasets.lerobot_meta import (
+    CHECKSUMS,
+    DATA_PATH,
+    EPISODES_PATH,
+    INFO,
+    TASKS,
+    VIDEO_PATH,
+    read_json,
+)
 from recollect.datasets.lerobot_video import CameraFile
 from recollect.datasets.statistics import Running
 from recollect.errors import FormatError
-from recollect.storage.dump import sync_directory
+from recollect.storage.dump import signed_json, sync_directory
+from recollect.storage.home import seal
 
 JOURNAL = "journal.json"
 CHUNKS_SIZE = 1000
@@ -114,7 +123,7 @@ class LeRobotWriter:
         self._cameras: dict[str, CameraFile] = {}
         self._begin_episode()
         self._saved: dict[str, Any] = {"config": self._config, "episodes": [], "tasks": [], "stats": {},
-                                       "files": {"data": 0}, "video_info": {}}  # fmt: skip
+                                       "files": {"data": 0}, "video_info": {}, "sums": {}}  # fmt: skip
         self._fresh: list[dict[str, Any]] = []  # episodes since the last commit
         self._data_nbytes = self._rows_in_files = 0
         self._resume()
@@ -261,7 +270,7 @@ class LeRobotWriter:
             saved["files"][name] = number + 1
         self._cameras = {}
         for name in names[len(saved.get("names", ())) :]:
-            _sync(self.stage / name)
+            saved["sums"][name] = seal(self.stage / name)
         saved["episodes"] += self._fresh
         saved |= {"names": names, "stats": {name: s.state() for name, s in self._stats.items()}}
         self._fresh, self._data_nbytes, self._rows_in_files = [], 0, 0
@@ -276,6 +285,7 @@ class LeRobotWriter:
         stats = {name: s.record() for name, s in self._stats.items()}
         _replace(self.stage / "meta" / "stats.json", json.dumps(stats, indent=4))
         _replace(self.stage / INFO, json.dumps(self._info(), indent=4, ensure_ascii=False))
+        self._write_checksums()
         os.rename(self.stage, self.path)
         sync_directory(self.path.parent)
         (self.path / JOURNAL).unlink()
@@ -287,7 +297,13 @@ class LeRobotWriter:
         file = self.stage / _numbered(EPISODES_PATH, 0)
         file.parent.mkdir(parents=True, exist_ok=True)
         parquet.write_table(self._pa.Table.from_pylist(rows), str(file), compression="snappy")
-        _sync(file)
+
+    def _write_checksums(self) -> None:
+        sums = dict(self._saved["sums"])
+        for file in sorted((self.stage / "meta").rglob("*")):
+            if file.is_file() and file != self.stage / CHECKSUMS:
+                sums[str(file.relative_to(self.stage))] = seal(file)
+        _replace(self.stage / CHECKSUMS, signed_json({"format": "recollect.checksums", "files": sums}))
 
     def _write_tasks(self) -> None:
         from pyarrow import parquet
@@ -297,7 +313,6 @@ class LeRobotWriter:
                                 "task": self._pa.array(tasks, "string")})  # fmt: skip
         file = self.stage / TASKS
         parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(_PANDAS)}), str(file))
-        _sync(file)
 
     def _info(self) -> dict[str, Any]:
         features = {f.name: f.about() for f in self.features}
@@ -332,11 +347,6 @@ def _numbered(template: str, number: int, **more: str) -> str:
 
 def _place(prefix: str, number: int) -> dict[str, int]:
     return {f"{prefix}/chunk_index": number // CHUNKS_SIZE, f"{prefix}/file_index": number % CHUNKS_SIZE}
-
-
-def _sync(file: Path) -> None:
-    with open(file, "rb+") as f:
-        os.fsync(f.fileno())
 
 
 def _replace(file: Path, text: str) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 
 from recollect.errors import ReadOnlyError, SchemaError
 from recollect.indexing import normalize
-from recollect.storage.files import Array, FileStorage
+from recollect.storage.columnar import Array, FileStorage
 from recollect.storage.live import Live
 
 

@@ -6,11 +6,12 @@ from typing import Any, Self
 
 from recollect.backends import Backend, get_backend, move
 from recollect.spaces import Layout
-from recollect.storage.base import PathName, Segments, SpaceStorage
+from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.forwarding import ForwardingStorage
 from recollect.storage.registry import find_storage
 
 
-class ToBackendOrDeviceStorage(SpaceStorage):
+class ToBackendOrDeviceStorage(ForwardingStorage):
     """Another storage, read as arrays of a backend on a device; arrays of any backend are written.
 
     Ownership: owns `inner`, and closes it.
@@ -21,10 +22,9 @@ class ToBackendOrDeviceStorage(SpaceStorage):
 
     def __init__(self, inner: SpaceStorage, backend: str | Backend | None = None, device: Any = None) -> None:
         super().__init__(inner.single_instance_space)
-        self.inner, self._backend = inner, get_backend(backend)
+        self._forward_to(inner)
+        self._backend = get_backend(backend)
         self._device = self._backend.default_device if device is None else self._backend.as_device(device)
-        self.capacity, self.cache_filename = inner.capacity, inner.cache_filename
-        self.is_multiprocessing_safe, self.is_mutable = inner.is_multiprocessing_safe, inner.is_mutable
 
     @classmethod
     def create(
@@ -91,9 +91,6 @@ class ToBackendOrDeviceStorage(SpaceStorage):
         """Numpy data as this storage's readers get it; the copy that came is handed over."""
         return move(data, self._backend, self._device)
 
-    def __len__(self) -> int:
-        return len(self.inner)
-
     def get(self, index: Any) -> Any:
         return self.outward(self.inner.get(index))
 
@@ -109,40 +106,8 @@ class ToBackendOrDeviceStorage(SpaceStorage):
     def append(self, value: Any) -> None:
         self.inner.append(value)
 
-    def extend_length(self, length: int) -> None:
-        self.inner.extend_length(length)
-
-    def shrink_length(self, length: int) -> None:
-        self.inner.shrink_length(length)
-
-    def clear(self) -> None:
-        self.inner.clear()
-
-    def mark_segment_start(self, row: int) -> None:
-        self.inner.mark_segment_start(row)
-
-    def mark_segment_end(self) -> None:
-        self.inner.mark_segment_end()
-
-    def abort_segment(self) -> None:
-        self.inner.abort_segment()
-
-    @property
-    def has_open_segment(self) -> bool:
-        return self.inner.has_open_segment
-
-    @property
-    def pending_segment_length(self) -> int:
-        return self.inner.pending_segment_length
-
-    def get_segments(self) -> Segments | None:
-        return self.inner.get_segments()
-
     def dumps(self, path: PathName) -> None:
         self.inner.dumps(path)
-
-    def close(self) -> None:
-        self.inner.close()
 
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:

@@ -223,6 +223,10 @@ class SpaceStorage(ABC):
     def write_out(self, urgency: int) -> None:
         """Write pending rows to files, before a commit names them."""
 
+    def checks_reads(self) -> bool:
+        """Whether a read of damaged files raises, and never returns other values than were written."""
+        return False
+
     def more_files(self) -> list[str]:
         """Files that this storage's own files name, not the manifest."""
         return []

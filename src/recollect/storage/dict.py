@@ -2,24 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
-from urllib.parse import quote
 
 import numpy as np
-from gymnasium import spaces
 
 from recollect.errors import FormatError, SchemaError
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
-from recollect.spaces.tree import as_keys, children, path_name
+from recollect.spaces.tree import as_keys, path_name
 from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import read_manifest
-from recollect.storage.files import FiledStorage, Ints, check_capacity, checked_space, make_live, reopen_child
-from recollect.storage.live import FORMATS, SEGMENT, Live, dump_storage
-from recollect.storage.patterns import Part, divide
+from recollect.storage.files import FiledStorage, Ints, check_capacity, reopen_child
+from recollect.storage.live import SEGMENT, Live
+from recollect.storage.patterns import Part, directory_of, divide, join, saved_parts
 from recollect.storage.registry import find_storage, find_stored
+from recollect.storage.together import do_to_all, undo_set
 
 
 class DictStorage(FiledStorage):
@@ -40,6 +38,7 @@ class DictStorage(FiledStorage):
     """
 
     short_name = "dict"
+    positional = ("storages",)
 
     def __init__(
         self, space: Any, parts: list[Part], storages: list[SpaceStorage], live: Live | None
@@ -63,48 +62,19 @@ class DictStorage(FiledStorage):
     # -- making
 
     @classmethod
-    def create(
-        cls,
-        single_instance_space: Any,
-        storages: Any = None,
-        *args: Any,
-        capacity: int | None = None,
-        cache_path: PathName | None = None,
-        multiprocessing: bool = False,
-        overwrite: bool = False,
-        owned: bool = False,
-        **options: Any,
-    ) -> Self:
-        """Make a storage for each pattern of `storages`: a class, a short name, or one of them and its keywords."""
-        if args:
-            raise TypeError(f"{cls.__name__}.create: takes the storages after the space, got {args!r} too")
-        if multiprocessing and cache_path is not None:
-            raise ValueError(
-                f"multiprocessing: {cls.__name__} in files has one writer; use SharedMemoryStorage"
-            )
-        if cache_path is not None:
-            made: Self = make_live(
-                cls,
-                single_instance_space,
-                capacity,
-                cache_path,
-                overwrite,
-                owned,
-                storages=storages,
-                **options,
-            )
-            return made
-        space = as_space(single_instance_space)
+    def is_filed(cls, cache_path: PathName | None, options: dict[str, Any]) -> bool:
+        return cache_path is not None
+
+    @classmethod
+    def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
+                  *, storages: Any = None, **options: Any) -> Self:  # fmt: skip
         parts = divide(space, storages)
         inner: list[SpaceStorage] = []
         try:
             for part in parts:
                 child, more = _chosen(storages[part.pattern])
-                inner.append(
-                    child.create(
-                        part.space, capacity=capacity, multiprocessing=multiprocessing, **{**options, **more}
-                    )
-                )
+                more = {"capacity": capacity, "multiprocessing": multiprocessing, **options, **more}
+                inner.append(child.create(part.space, **more))
             return cls(space, parts, inner, None)
         except BaseException:
             for storage in inner:
@@ -125,14 +95,14 @@ class DictStorage(FiledStorage):
                 )
             check_capacity(child, capacity)
             child.need()
-            below = prefix + _directory(number, part) + "/"
+            below = prefix + directory_of(number, part) + "/"
             inner.append(child.under(live, below, part.space, capacity, **{**options, **more}))
         return cls(space, parts, inner, live)
 
     @classmethod
     def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
-        parts = _saved_parts(live.home.path, saved, space)
+        parts = saved_parts(live.home.path, saved, space)
         inner: list[SpaceStorage] = [
             reopen_child(live, prefix + child["path"] + "/", child, part.space, capacity, length)
             for part, child in zip(parts, saved["children"].values())
@@ -145,53 +115,18 @@ class DictStorage(FiledStorage):
         return storage
 
     @classmethod
-    def load_from(
-        cls,
-        path: PathName,
-        single_instance_space: Any,
-        *,
-        capacity: int | None = None,
-        read_only: bool = True,
-        multiprocessing: bool = False,
-        verify: bool = False,
-        **options: Any,
-    ) -> Self:
-        """Open what `dumps` wrote, or a directory at its last commit."""
-        path = Path(path)
-        manifest = read_manifest(path, FORMATS)
-        if manifest["storage"]["name"] == cls.short_name and _is_in_parts(manifest["storage"]):
-            space = checked_space(path, manifest, single_instance_space, capacity)
-            return cls._over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
-        return super().load_from(
-            path, single_instance_space, capacity=capacity, read_only=read_only, multiprocessing=multiprocessing,
-            verify=verify, **options,
-        )  # fmt: skip
+    def is_in_parts(cls, path: Path, saved: dict[str, Any]) -> bool:
+        return any(isinstance(c, dict) and c.get("parts") for c in saved.get("children", {}).values())
 
     @classmethod
-    def from_manifest(
-        cls,
-        path: Path,
-        manifest: dict[str, Any],
-        space: Any,
-        *,
-        read_only: bool,
-        verify: bool,
-        **options: Any,
-    ) -> Self:
-        if _is_in_parts(manifest["storage"]):
-            return cls._over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
-        return super().from_manifest(path, manifest, space, read_only=read_only, verify=verify, **options)
-
-    @classmethod
-    def _over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
-        """Load children that were dumped as directories of their own."""
+    def over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
         saved = manifest["storage"]
-        parts = _saved_parts(path, saved, space)
-        base, inner = path / manifest["storage_path_relative"], []
-        for part, child in zip(parts, saved["children"].values()):
-            inner.append(
-                find_stored(child["name"], str(path)).load_from(base / child["path"], part.space, **options)
-            )
+        parts = saved_parts(path, saved, space)
+        base = path / manifest["storage_path_relative"]
+        inner = [
+            find_stored(child["name"], str(path)).load_from(base / child["path"], part.space, **options)
+            for part, child in zip(parts, saved["children"].values())
+        ]
         return cls(space, parts, inner, None)
 
     # -- files
@@ -202,14 +137,14 @@ class DictStorage(FiledStorage):
             below = (
                 storage.describe() if self.live is not None else {"name": storage.short_name, "parts": True}
             )
-            found[part.pattern] = {"options": {}, "children": {}, **below, "path": _directory(number, part)}
+            found[part.pattern] = {"options": {}, "children": {}, **below, "path": directory_of(number, part)}
         # JSON sorts keys; the order of the patterns is part of what they mean to the directories.
         order = [part.pattern for part in self.parts]
         return {"name": self.short_name, "options": {"order": order}, "children": found}
 
     def save_parts(self, path: Path) -> None:
         for number, (part, storage) in enumerate(zip(self.parts, self.storages)):
-            storage.dumps(path / _directory(number, part))
+            storage.dumps(path / directory_of(number, part))
 
     def stored_length(self) -> int:
         return min(storage.stored_length() for storage in self.storages)
@@ -221,14 +156,13 @@ class DictStorage(FiledStorage):
     def more_files(self) -> list[str]:
         return [name for storage in self.storages for name in storage.more_files()]
 
-    def verify(self) -> None:
+    def checks_reads(self) -> bool:
+        return all(storage.checks_reads() for storage in self.storages)
+
+    def damages(self) -> Iterator[tuple[str, str]]:
         for storage in self.storages:
             if isinstance(storage, FiledStorage):
-                storage.verify()
-
-    def dumps(self, path: PathName) -> None:
-        self._check_open()
-        dump_storage(self, path)
+                yield from storage.damages()
 
     # -- rows
 
@@ -251,7 +185,7 @@ class DictStorage(FiledStorage):
         leaves: dict[Any, Any] = {}
         for part, block in zip(self.parts, blocks):
             leaves |= part.leaves(block)
-        return _build(self.single_instance_space, (), leaves)
+        return join(self.single_instance_space, (), leaves)
 
     def get(self, index: Any) -> Any:
         self._check_open()
@@ -307,28 +241,12 @@ class DictStorage(FiledStorage):
                     f"value: length must equal the index's {len(rows)}, got {n}; give one sample each"
                 )
         if len(rows):
-            self._all(lambda s, k: s.set(rows, self.parts[k].pick(block)), lambda s: _undo_set(s, rows))
-
-    def _all(self, do: Callable[[Any, int], Any], undo: Callable[[Any], Callable[[], Any]]) -> None:
-        """Do something to every child; if one fails, undo it in those before."""
-        done: list[Callable[[], Any]] = []
-        owner = self.live.owner if self.live is not None else None
-        if self.live is not None and owner is None:
-            self.live.owner = _nobody  # a child must not commit before the last has written
-        try:
-            for number, storage in enumerate(self.storages):
-                back = undo(storage)
-                do(storage, number)
-                done.append(back)
-        except BaseException:
-            for back in reversed(done):
-                back()
-            raise
-        finally:
-            if self.live is not None:
-                self.live.owner = owner
-        if self.live is not None and owner is None:
-            self.live.settle()
+            do_to_all(
+                self.storages,
+                self.live,
+                lambda s, k: s.set(rows, self.parts[k].pick(block)),
+                lambda s: undo_set(s, rows),
+            )
 
     def append(self, value: Any) -> None:
         self._check_mutable("append")
@@ -347,10 +265,10 @@ class DictStorage(FiledStorage):
     def extend_length(self, length: int) -> None:
         if length < 0:
             raise ValueError(f"extend_length: must be at least 0, got {length}")
-        self._all(
-            lambda s, _: s.extend_length(length),
+        do_to_all(
+            self.storages, self.live, lambda s, _: s.extend_length(length),
             lambda s: lambda: s.capacity is None and s.shrink_length(length),
-        )
+        )  # fmt: skip
 
     def shrink_length(self, length: int) -> None:
         n = self._extent()
@@ -440,38 +358,10 @@ class DictStorage(FiledStorage):
         return type(self), (self.single_instance_space, self.parts, self.storages, None)
 
 
-def _nobody(stored: int) -> dict[str, Any]:
-    return {}
-
-
 def _up_to(ends: Ints, n: int) -> Ints:
     """Ends of chunks that cover exactly `n` rows."""
     inside = ends[ends < n]
     return np.append(inside, n) if n else inside
-
-
-def _undo_set(storage: SpaceStorage, rows: Ints) -> Callable[[], Any]:
-    """What takes back a `set` of these rows: the old values, or in an unbounded storage the end moved and back."""
-    if storage.is_append_only:
-        return lambda: _refill(storage, len(rows))
-    try:
-        old = storage.get(rows)
-    except FormatError:  # rows that were never written: nobody counts them
-        return lambda: None
-    return lambda: storage.set(rows, old)
-
-
-def _refill(storage: SpaceStorage, n: int) -> None:
-    storage.shrink_length(n)
-    storage.extend_length(n)
-
-
-def _build(space: Any, path: tuple[Any, ...], leaves: Mapping[Any, Any]) -> Any:
-    if isinstance(space, spaces.Dict):
-        return {key: _build(child, (*path, key), leaves) for key, child in children(space)}
-    if isinstance(space, spaces.Tuple):
-        return tuple([_build(child, (*path, key), leaves) for key, child in children(space)])
-    return leaves[path]
 
 
 def _chosen(spec: Any) -> tuple[type[SpaceStorage], dict[str, Any]]:
@@ -481,25 +371,3 @@ def _chosen(spec: Any) -> tuple[type[SpaceStorage], dict[str, Any]]:
             raise ValueError(f"storages: a value must be a storage or (storage, keywords), got {spec!r}")
         return find_storage(spec[0]), dict(spec[1])
     return find_storage(spec), {}
-
-
-def _directory(number: int, part: Part) -> str:
-    """A child's directory: its number, and its pattern for people to read."""
-    return f"{number}-{quote(part.pattern.replace('/', '.'), safe='.').replace('%2A', 'rest')}"
-
-
-def _is_in_parts(saved: dict[str, Any]) -> bool:
-    return any(isinstance(child, dict) and child.get("parts") for child in saved.get("children", {}).values())
-
-
-def _saved_parts(where: Path, saved: dict[str, Any], space: Any) -> list[Part]:
-    """The parts of a manifest, whose children are put into their order."""
-    try:
-        order = saved["options"]["order"]
-        saved["children"] = {pattern: saved["children"][pattern] for pattern in order}
-        for child in saved["children"].values():
-            if not isinstance(child["path"], str) or "/" in child["path"] or ".." in child["path"]:
-                raise ValueError(f"path {child['path']!r}")
-        return divide(space, saved["children"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: its storages are garbled ({error!r}); it is damaged") from None

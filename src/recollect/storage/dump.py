@@ -184,8 +184,7 @@ def remove_empty(directories: list[Path]) -> None:
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     """Replace the manifest of a directory in one step."""
-    body = canonical_json({"format_version": FORMAT_VERSION, **manifest})
-    text = canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
+    text = signed_json({"format_version": FORMAT_VERSION, **manifest})
     temporary = path / TEMPORARY
     with open(temporary, "w", encoding="utf-8") as f:
         _core.fault_point()
@@ -204,7 +203,8 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     """Read and check the manifest of a directory; FormatError says what is wrong with it."""
     file = path / MANIFEST
     try:
-        manifest = json.loads(file.read_text(encoding="utf-8"))
+        text = file.read_text(encoding="utf-8")
+        manifest = json.loads(text)
     except FileNotFoundError:
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
     except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
@@ -219,9 +219,7 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
         raise FormatError(
             f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
         )
-    crc = manifest.pop("crc32c", None)
-    if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
-        raise FormatError(f"{file}: its checksum does not match; it is damaged")
+    check_text(file, text, manifest)
     missing = [field for field in FIELDS if field not in manifest]
     if missing or not isinstance(manifest["commit"], int):
         raise FormatError(
@@ -229,6 +227,20 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
         )
     _check_kinds(file, manifest)
     return manifest
+
+
+def signed_json(record: dict[str, Any]) -> str:
+    """Canonical JSON of a record with the checksum of itself."""
+    body = canonical_json(record)
+    return canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
+
+
+def check_text(file: Path, text: str, record: dict[str, Any]) -> None:
+    """Take the checksum out of a record; FormatError unless its text is, to the letter, what `signed_json` wrote."""
+    record.pop("crc32c", None)
+    # To the letter: 1e5 and 1E5 are one number and two texts, and a flipped bit lies between them.
+    if text != signed_json(record):
+        raise FormatError(f"{file}: its checksum does not match; it is damaged")
 
 
 def _check_kinds(file: Path, manifest: dict[str, Any]) -> None:

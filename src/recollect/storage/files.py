@@ -1,8 +1,8 @@
-"""FileStorage: what the storages that keep immutable files in a directory have in common."""
+"""FiledStorage: how storages that keep files in a directory are made, loaded, dumped and closed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
 from typing import Any, ClassVar, Self
@@ -10,26 +10,23 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
-from recollect.indexing import normalize
-from recollect.spaces import Layout, as_space, compile_layout, first_difference, space_at
-from recollect.spaces.tree import as_keys
+from recollect.spaces import as_space
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import read_manifest
+from recollect.storage.dump import check_files, read_manifest
 from recollect.storage.home import Home
-from recollect.storage.live import FORMATS, PIECE, SEGMENT, Live, dump_storage, read_checked
+from recollect.storage.live import FORMATS, SEGMENT, Live, dump_storage
 from recollect.storage.registry import find_stored
-from recollect.storage.rows import stored_layout
+from recollect.storage.rows import checked_space, stored_layout
 
-Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
-Keys = tuple[str | int, ...]
 
 
 class FiledStorage(SpaceStorage):
     """A storage whose rows are in the files of a `Home`, its own or that of the storage around it.
 
     A subclass gives `under` (a new one) and `reopen` (one that a manifest describes); making, loading, dumping and
-    closing are the same for all.
+    closing are the same for all. One that can do without files, over storages in memory, gives `is_filed`,
+    `in_memory`, `is_in_parts` and `over_parts` too.
 
     Ownership: the outermost storage's `close()` commits and gives up the directory.
     Concurrency: threads take turns; one process writes, others read the last commit.
@@ -37,6 +34,7 @@ class FiledStorage(SpaceStorage):
 
     live: Live | None = None
     _closed = False
+    positional: ClassVar[tuple[str, ...]] = ()  # keywords that may follow the space without their names
     load_options: ClassVar[tuple[str, ...]] = ()  # what `load_from` may change
     requires: ClassVar[tuple[str, str] | None] = None  # the package it needs, and the extra that brings it
 
@@ -67,17 +65,41 @@ class FiledStorage(SpaceStorage):
 
         `owned` leaves the first commit to the buffer that makes the storage, so that one commit makes both.
         """
-        if args:
-            raise TypeError(
-                f"{cls.__name__}.create: takes no positional arguments after the space, got {args!r}"
-            )
+        if len(args) > len(cls.positional):
+            taken = cls.positional or "no positional arguments"
+            raise TypeError(f"{cls.__name__}.create: takes {taken} after the space, got {args!r}")
+        options |= dict(zip(cls.positional, args))
+        if not cls.is_filed(cache_path, options):
+            more = {"overwrite": True} if overwrite else {}
+            return cls.in_memory(as_space(single_instance_space), capacity, cache_path, multiprocessing,
+                                 **more, **options)  # fmt: skip
         if multiprocessing:
             raise ValueError(f"multiprocessing: {cls.__name__} has one writer; use SharedMemoryStorage")
         if cache_path is None:
             raise ValueError(f"cache_path: {cls.__name__} needs the directory of its files, got None")
-        check_capacity(cls, capacity)
         made: Self = make_live(cls, single_instance_space, capacity, cache_path, overwrite, owned, **options)
         return made
+
+    @classmethod
+    def is_filed(cls, cache_path: PathName | None, options: dict[str, Any]) -> bool:
+        """Whether a storage made with these arguments keeps files of its own."""
+        return True
+
+    @classmethod
+    def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
+                  **options: Any) -> Self:  # fmt: skip
+        """Make a new storage over others that keep no files below a common roof."""
+        raise NotImplementedError
+
+    @classmethod
+    def is_in_parts(cls, path: Path, saved: dict[str, Any]) -> bool:
+        """Whether a manifest describes storages that were dumped as directories of their own."""
+        return False
+
+    @classmethod
+    def over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
+        """Open the storages that were dumped as directories of their own."""
+        raise NotImplementedError
 
     @classmethod
     def load_from(
@@ -95,7 +117,8 @@ class FiledStorage(SpaceStorage):
         if multiprocessing and not read_only:
             raise ValueError(f"multiprocessing: {cls.__name__} has one writer; load it with read_only=True")
         path = Path(path)
-        manifest = read_checked(path, verify=verify)
+        manifest = read_manifest(path, FORMATS)
+        check_files(path, manifest, verify=verify)
         if manifest["storage"]["name"] != cls.short_name:
             raise FormatError(
                 f"{path}: must be a dump of {cls.__name__}, got {manifest['storage']['name']!r}; "
@@ -116,6 +139,8 @@ class FiledStorage(SpaceStorage):
         **options: Any,
     ) -> Self:
         """Open the storage of a manifest whose files were checked."""
+        if cls.is_in_parts(path, manifest["storage"]):
+            return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
         unknown = sorted(set(options) - set(cls.load_options))
         if unknown:
             raise TypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
@@ -141,7 +166,13 @@ class FiledStorage(SpaceStorage):
         return storage
 
     def verify(self) -> None:
-        """Check the checksums of files that the manifest does not name itself."""
+        """Raise FormatError if a file that the manifest does not name itself is damaged."""
+        for _, problem in self.damages():
+            raise FormatError(problem)
+
+    def damages(self) -> Iterator[tuple[str, str]]:
+        """Files that the manifest does not name itself and that are damaged, and what is wrong with each."""
+        return iter(())
 
     # -- what it is
 
@@ -217,110 +248,10 @@ class FiledStorage(SpaceStorage):
         return _reopen, (type(self), str(self.cache_filename), self.live.home.commit)
 
 
-class FileStorage(FiledStorage):
-    """One storage of a layout's columns, with a cursor of its own; see `FiledStorage`."""
-
-    allows_fixed: ClassVar[bool] = True
-
-    def __init__(self, live: Live, prefix: str, space: Any, capacity: int | None, cast: bool = False,
-                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
-        super().__init__(space)
-        self.prefix, self.cast = prefix, cast
-        self._layout = compile_layout(self.single_instance_space, max_lengths)
-        self._cursor = 0
-        self._unsaved = 0  # rows written since the last commit
-        self._bind(live, capacity)
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
-
-    @property
-    def home(self) -> Home:
-        """The directory of the files."""
-        return self._live.home
-
-    @property
-    def _live(self) -> Live:
-        if self.live is None:
-            raise ClosedError(f"{type(self).__name__}: has no directory")
-        return self.live
-
-    def options(self) -> dict[str, Any]:
-        """Keywords of `create` that a manifest should remember."""
-        return {"cast": True} if self.cast else {}
-
-    def contents(self) -> Any:
-        """Which files hold which rows, as JSON values."""
-        return None
-
-    def describe(self) -> dict[str, Any]:
-        return {
-            "name": self.short_name,
-            "options": {**self.options(), "contents": self.contents()},
-            "children": {},
-        }
-
-    # -- rows
-
-    def checked_one(self, value: Any) -> Any:
-        return self.layout.decode_batch([a[None] for a in self.layout.encode_one(value, self.cast)], 1)
-
-    def checked_batch(self, value: Any) -> tuple[int, Any]:
-        n, arrays = self.layout.encode_batch(value, self.cast)
-        return n, self.layout.decode_batch(arrays, n)
-
-    def get(self, index: Any) -> Any:
-        return self._decoded(index, ())
-
-    def get_column(self, nested_keys: Any, index: Any) -> Any:
-        return self._decoded(index, as_keys(nested_keys))
-
-    def _decoded(self, index: Any, keys: Keys) -> Any:
-        with self._live.lock:
-            self._check_open()
-            if keys:
-                space_at(self.single_instance_space, keys)  # a KeyError names the keys there are
-            found = self._visible(index)
-            rows = np.array([found]) if isinstance(found, int) else np.asarray(found)
-            layout, columns = self._read(rows, keys)
-        if isinstance(found, int):
-            return layout.decode_one([column[0] for column in columns])
-        return layout.decode_batch(columns, len(rows))
-
-    def _visible(self, index: Any) -> int | Ints:
-        """The rows of an index that can be read."""
-        return normalize(index, len(self))
-
-    def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
-        """Gather rows of the part under `keys`, the caller's own copy, and their layout."""
-        raise NotImplementedError
-
-    def append(self, value: Any) -> None:
-        with self._live.lock:
-            self._check_mutable("append")
-            block = self.checked_one(value)
-            row = self._cursor % self.capacity if self.capacity else len(self) + self.pending_segment_length
-            if self.capacity is None:
-                self.extend_length(1)
-            try:
-                self.set([row], block)
-            except BaseException:
-                if self.capacity is None:
-                    self.shrink_length(1)
-                raise
-            self._cursor += 1
-
-    def _wrote(self, n: int, piece_size: int) -> None:
-        """Count rows towards a commit."""
-        self._unsaved += n
-        if self._unsaved >= piece_size:
-            self._live.due(PIECE)
-
-
 def make_live(cls: type[Any], space: Any, capacity: int | None, path: PathName, overwrite: bool, owned: bool,
               **options: Any) -> Any:  # fmt: skip
     """Make a directory, the storage in it, and its first commit; nothing is left if that fails."""
+    check_capacity(cls, capacity)
     cls.need()
     home = Home.create(Path(path), overwrite)
     live = Live(home)
@@ -346,17 +277,6 @@ def check_capacity(cls: type[SpaceStorage], capacity: Any) -> None:
         )
 
 
-def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
-    """The caller's space, if it and the capacity are those stored."""
-    space = as_space(space)
-    difference = first_difference(space, stored_layout(path, manifest).space)
-    if difference:
-        raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
-    if capacity is not None and capacity != manifest["capacity"]:
-        raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
-    return space
-
-
 def reopen_child(
     live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None, length: int
 ) -> Any:
@@ -367,14 +287,6 @@ def reopen_child(
             f"{live.home.path}: {saved.get('name')!r} keeps no files below another; it is damaged"
         )
     return cls.reopen(live, prefix, saved, space, capacity, length)
-
-
-def from_saved(where: Path, saved: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> Any:
-    """Read what `contents` wrote; FormatError if it is none."""
-    try:
-        return make(saved["options"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"{where}: its storage is garbled ({error!r}); it is damaged") from None
 
 
 def _reopen(cls: type[FiledStorage], path: str, commit: int) -> FiledStorage:

@@ -17,9 +17,10 @@ from recollect.spaces import Field, Layout
 from recollect.storage.arrow import raw_dtype
 from recollect.storage.base import PathName
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
 from recollect.storage.dump import make_directory, sync_directory
-from recollect.storage.files import Array, FileStorage, Ints, Keys, from_saved
+from recollect.storage.files import Ints
 from recollect.storage.home import Home
 from recollect.storage.live import FLUSH, Live
 from recollect.storage.rows import encode_at
@@ -163,7 +164,7 @@ class HDF5Storage(FileStorage):
                 continue  # a leaf of no numbers
             f.create_dataset(
                 dataset_name(field), shape, raw_dtype(field.dtype), chunks=chunks, maxshape=unlimited,
-                compression=self.compression,
+                compression=self.compression, fletcher32=True,
             )  # fmt: skip
 
     def _close_file(self) -> None:
@@ -179,7 +180,7 @@ class HDF5Storage(FileStorage):
                 raise FormatError(
                     f"{self.home.path}: {self._name} is gone; it was replaced: load again"
                 ) from None
-            except OSError as error:
+            except (OSError, RuntimeError, ValueError) as error:
                 raise FormatError(
                     f"{self.home.path}: {self._name}: must be HDF5, got {error}; it is damaged"
                 ) from None
@@ -239,7 +240,7 @@ class HDF5Storage(FileStorage):
                 continue
             try:
                 found: Array = f[dataset_name(field)][first:end]
-            except (OSError, KeyError, ValueError) as error:
+            except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
                 raise FormatError(
                     f"{self.home.path}: {self._name}: {field.name} cannot be read ({error}); it is damaged"
                 ) from None
@@ -299,6 +300,13 @@ class HDF5Storage(FileStorage):
         if self.capacity is None:
             self._resize(0, "clear")
 
+    def checks_reads(self) -> bool:
+        """Every chunk has a checksum, and so have the tables that lead to it; files of others may have none."""
+        f = self._readable_file()
+        return f is None or all(
+            f[dataset_name(field)].fletcher32 for field in self.layout.fields if all(field.shape)
+        )
+
     def chunk_ends(self) -> Any:
         return self._ends()
 
@@ -353,9 +361,12 @@ def dataset_name(field: Field) -> str:
 def check_dataset(f: Any, field: Field, length: int, where: str) -> None:
     """Raise FormatError unless a dataset has the dtype and shape of its field, and at least `length` rows."""
     name = dataset_name(field)
-    if name not in f:
+    try:
+        found = f.get(name)
+    except (OSError, KeyError, ValueError, RuntimeError) as error:
+        raise FormatError(f"{where}: {field.name}: cannot be read ({error}); it is damaged") from None
+    if found is None:
         raise FormatError(f"{where}: {field.name}: must be a dataset, got none; it is damaged or foreign")
-    found = f[name]
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
     if dtype != raw_dtype(field.dtype) or shape is None or shape[1:] != field.shape or shape[0] < length:
         raise FormatError(

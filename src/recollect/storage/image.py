@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from io import BytesIO
 from typing import Any, Self
 
@@ -13,7 +14,8 @@ from recollect.errors import FormatError
 from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.spaces.tree import array_form
-from recollect.storage.files import Array, FileStorage, Ints, Keys, from_saved
+from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
+from recollect.storage.files import Ints
 from recollect.storage.home import seal
 from recollect.storage.live import PIECE, Live
 from recollect.storage.rows import encode_at
@@ -259,9 +261,16 @@ class ImageStorage(FileStorage):
         rows = np.flatnonzero(self._entries["generation"][: self._length])
         return [self._name(row, int(self._entries[row]["generation"])) for row in rows.tolist()]
 
-    def verify(self) -> None:
+    def checks_reads(self) -> bool:
+        return True
+
+    def damages(self) -> Iterator[tuple[str, str]]:
         for row in np.flatnonzero(self._entries["generation"][: self._length]).tolist():
-            self._decode(row)
+            try:
+                self._decode(row)
+            except FormatError as error:
+                name = self._name(row, int(self._entries[row]["generation"]))
+                yield f"{self.home.base}/{name}", str(error)
 
 
 def _numbers(name: str) -> tuple[int, int]:

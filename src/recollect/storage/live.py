@@ -14,7 +14,7 @@ from typing import Any
 from recollect.errors import FormatError
 from recollect.spaces import space_to_json
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import STORAGE, DumpWriter, check_files, read_manifest, refuse_live
+from recollect.storage.dump import STORAGE, DumpWriter, refuse_live
 from recollect.storage.home import Home
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -139,10 +139,3 @@ def live_of(storage: SpaceStorage) -> Live | None:
 def is_same(a: Path, b: PathName) -> bool:
     """Whether two paths are one directory."""
     return a.resolve() == Path(b).resolve()
-
-
-def read_checked(path: Path, *, verify: bool) -> dict[str, Any]:
-    """The manifest of a directory whose files are there and have their sizes, or with `verify` their checksums."""
-    manifest = read_manifest(path, FORMATS)
-    check_files(path, manifest, verify=verify)
-    return manifest

@@ -15,8 +15,9 @@ from recollect.storage.appending import AppendStorage
 from recollect.storage.arrow import from_table, to_table
 from recollect.storage.base import SpaceStorage
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.columns import Columns, longest, part_of, wide_layout
-from recollect.storage.files import Array, Ints, Keys, from_saved
+from recollect.storage.files import Ints
 from recollect.storage.live import PIECE, Live
 
 
@@ -281,6 +282,9 @@ class ParquetStorage(AppendStorage):
 
     def chunk_window(self) -> int:
         return max(1, min(64, self._cache(()).n_slots // 2))
+
+    def checks_reads(self) -> bool:
+        return True
 
     def expect(self, rows: Any, nested_keys: Any = ()) -> None:
         with self._live.lock:

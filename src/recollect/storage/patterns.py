@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path as FilePath
 from typing import Any
+from urllib.parse import quote
 
-from gymnasium import Space
+from gymnasium import Space, spaces
 
+from recollect.errors import FormatError
 from recollect.spaces import space_at
-from recollect.spaces.tree import Path, leaf_paths, make_dict, path_name
+from recollect.spaces.tree import Path, children, leaf_paths, make_dict, path_name
 
 REST = "*"
 
@@ -89,3 +92,30 @@ def _at(data: Any, path: Path) -> Any:
     for key in path:
         data = data[key]
     return data
+
+
+def join(space: Any, path: tuple[Any, ...], leaves: Mapping[Any, Any]) -> Any:
+    """Put leaves, by their path, together to a value of a space."""
+    if isinstance(space, spaces.Dict):
+        return {key: join(child, (*path, key), leaves) for key, child in children(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple([join(child, (*path, key), leaves) for key, child in children(space)])
+    return leaves[path]
+
+
+def directory_of(number: int, part: Part) -> str:
+    """A child's directory: its number, and its pattern for people to read."""
+    return f"{number}-{quote(part.pattern.replace('/', '.'), safe='.').replace('%2A', 'rest')}"
+
+
+def saved_parts(where: FilePath, saved: dict[str, Any], space: Any) -> list[Part]:
+    """The parts of a manifest, whose children are put into their order."""
+    try:
+        order = saved["options"]["order"]
+        saved["children"] = {pattern: saved["children"][pattern] for pattern in order}
+        for child in saved["children"].values():
+            if not isinstance(child["path"], str) or "/" in child["path"] or ".." in child["path"]:
+                raise ValueError(f"path {child['path']!r}")
+        return divide(space, saved["children"])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise FormatError(f"{where}: its storages are garbled ({error!r}); it is damaged") from None

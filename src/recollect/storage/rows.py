@@ -113,13 +113,7 @@ class RowStorage(SpaceStorage):
             )
         path = Path(path)
         manifest = read_manifest(path, FORMATS)
-        space = as_space(single_instance_space)
-        layout = stored_layout(path, manifest)
-        difference = first_difference(space, layout.space)
-        if difference:
-            raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
-        if capacity is not None and capacity != manifest["capacity"]:
-            raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
+        space = checked_space(path, manifest, single_instance_space, capacity)
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
 
     @classmethod
@@ -355,6 +349,17 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
     if type(num_lanes) is not int or num_lanes < 1 or capacity % num_lanes:
         raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
+
+
+def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
+    """The caller's space, if it and the capacity are those stored."""
+    space = as_space(space)
+    difference = first_difference(space, stored_layout(path, manifest).space)
+    if difference:
+        raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
+    if capacity is not None and capacity != manifest["capacity"]:
+        raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
+    return space
 
 
 def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:

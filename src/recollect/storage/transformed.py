@@ -34,7 +34,7 @@ class TransformedStorage(WrapperStorage):
     """
 
     short_name = "transformed"
-    own_options = ("transformation",)
+    positional = ("transformation",)
 
     def __init__(self, space: Any, inner: SpaceStorage, transformation: DataTransformation) -> None:
         """Keep samples of `space` in `inner`, whose space must be the transformed one."""

@@ -14,8 +14,9 @@ from recollect.spaces import Layout
 from recollect.storage.appending import AppendStorage
 from recollect.storage.base import Segments
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.dump import file_crc
-from recollect.storage.files import Array, Ints, Keys, from_saved
+from recollect.storage.files import Ints
 from recollect.storage.frames import check_codec, read_video, write_video
 from recollect.storage.image import check_frames
 from recollect.storage.live import FLUSH, SEGMENT, Live
@@ -253,6 +254,9 @@ class VideoStorage(AppendStorage):
 
     def chunk_window(self) -> int:
         return max(1, min(64, self._cache.n_slots // 2))
+
+    def checks_reads(self) -> bool:
+        return True
 
     def expect(self, rows: Any, nested_keys: Any = ()) -> None:
         with self._live.lock:

@@ -2,42 +2,35 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, Self
 
 from recollect.errors import FormatError
 from recollect.indexing import normalize
-from recollect.spaces import as_space
-from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import read_manifest
-from recollect.storage.files import FiledStorage, check_capacity, checked_space, make_live, reopen_child
-from recollect.storage.live import FORMATS, Live, dump_storage, live_of
+from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.files import FiledStorage, check_capacity, reopen_child
+from recollect.storage.forwarding import ForwardingStorage
+from recollect.storage.live import Live, dump_storage, live_of
 from recollect.storage.registry import find_storage, find_stored
 
 INNER = "inner"
 
 
-class WrapperStorage(FiledStorage):
+class WrapperStorage(ForwardingStorage, FiledStorage):
     """A storage over `inner`, of which a subclass changes the space and the values.
 
-    A subclass gives `inner_space`, `wrap` and, where it has keywords of its own, `own_options`, `own`, `own_from`; and
+    A subclass gives `inner_space`, `wrap` and, where it has keywords of its own, `positional`, `own`, `own_from`; and
     `_inward`, `_outward` for blocks.
 
     Ownership: owns `inner`, and closes it.
     Concurrency: as `inner`.
     """
 
-    own_options: ClassVar[tuple[str, ...]] = ()
-    inner: SpaceStorage
-
     def __init__(self, space: Any, inner: SpaceStorage) -> None:
         SpaceStorage.__init__(self, space)
-        self.inner, self.live = inner, live_of(inner)
-        self.cache_filename = inner.cache_filename
-        self.capacity, self.is_mutable = inner.capacity, inner.is_mutable
-        self.is_multiprocessing_safe = inner.is_multiprocessing_safe
-        self.is_append_only, self.is_cut_by_segment = inner.is_append_only, inner.is_cut_by_segment
-        self.commits_from = inner.commits_from
+        self._forward_to(inner)
+        self.live = live_of(inner)
         if self.live is not None and self.live.root is inner:
             self.live.root = self
 
@@ -68,47 +61,26 @@ class WrapperStorage(FiledStorage):
     def _outward(self, block: Any, n: int) -> Any:
         raise NotImplementedError
 
-    # -- making
+    # -- making: `inner` is a class or short name, and keywords that are not one's own are those of it
 
     @classmethod
-    def create(
-        cls,
-        single_instance_space: Any,
-        *args: Any,
-        capacity: int | None = None,
-        cache_path: PathName | None = None,
-        multiprocessing: bool = False,
-        inner: Any = "memory",
-        overwrite: bool = False,
-        owned: bool = False,
-        **options: Any,
-    ) -> Self:
-        """Make the inner storage (`inner`: a class or short name; further keywords are its own) and wrap it."""
-        inner_cls = find_storage(inner)
-        options |= cls._taken({}, args)
-        if issubclass(inner_cls, FiledStorage) and cache_path is not None:
-            check_capacity(inner_cls, capacity)
-            made: Self = make_live(
-                cls, single_instance_space, capacity, cache_path, overwrite, owned, inner=inner, **options
-            )
-            return made
-        space = as_space(single_instance_space)
+    def is_filed(cls, cache_path: PathName | None, options: dict[str, Any]) -> bool:
+        return cache_path is not None and issubclass(find_storage(options.get(INNER, "memory")), FiledStorage)
+
+    @classmethod
+    def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
+                  *, inner: Any = "memory", **options: Any) -> Self:  # fmt: skip
         own = cls._taken(options)
-        if overwrite:
-            options["overwrite"] = True
-        made_inner = inner_cls.create(
+        made = find_storage(inner).create(
             cls.inner_space(space, own), capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
             **options,
         )  # fmt: skip
-        return cls.wrap(space, made_inner, own)
+        return cls.wrap(space, made, own)
 
     @classmethod
-    def _taken(cls, options: dict[str, Any], args: tuple[Any, ...] = ()) -> dict[str, Any]:
+    def _taken(cls, options: dict[str, Any]) -> dict[str, Any]:
         """Take this storage's own keywords out of those given."""
-        if len(args) > len(cls.own_options):
-            raise TypeError(f"{cls.__name__}.create: takes {cls.own_options} after the space, got {args!r}")
-        own = dict(zip(cls.own_options, args))
-        return own | {name: options.pop(name) for name in cls.own_options if name in options}
+        return {name: options.pop(name) for name in cls.positional if name in options}
 
     @classmethod
     def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, *, inner: Any = "memory",
@@ -119,6 +91,7 @@ class WrapperStorage(FiledStorage):
                 f"inner: {inner_cls.__name__} keeps no files; leave out cache_path and use dumps(path)"
             )
         own = cls._taken(options)
+        check_capacity(inner_cls, capacity)
         inner_cls.need()
         made = inner_cls.under(live, prefix, cls.inner_space(space, own), capacity, **options)
         return cls.wrap(space, made, own)
@@ -142,66 +115,17 @@ class WrapperStorage(FiledStorage):
             raise FormatError(f"{where}: its storage is garbled ({error!r}); it is damaged") from None
 
     @classmethod
-    def load_from(
-        cls,
-        path: PathName,
-        single_instance_space: Any,
-        *,
-        capacity: int | None = None,
-        read_only: bool = True,
-        multiprocessing: bool = False,
-        verify: bool = False,
-        **options: Any,
-    ) -> Self:
-        """Open what `dumps` wrote, or a directory at its last commit; keywords go to an inner row storage."""
-        path = Path(path)
-        manifest = read_manifest(path, FORMATS)
-        if manifest["storage"]["name"] != cls.short_name:
-            raise FormatError(
-                f"{path}: must be a dump of {cls.__name__}, got {manifest['storage']['name']!r}; "
-                "load it with that storage"
-            )
-        own = cls._read_own(path, manifest["storage"])
-        saved = manifest["storage"]["children"][INNER]
-        inner_cls = find_stored(saved["name"], str(path))
-        if issubclass(inner_cls, FiledStorage) and "path" not in saved:
-            return super().load_from(
-                path, single_instance_space, capacity=capacity, read_only=read_only, multiprocessing=multiprocessing,
-                verify=verify, **options,
-            )  # fmt: skip
-        space = checked_space(path, manifest, single_instance_space, capacity)
-        return cls._over_parts(path, manifest, space, own, read_only, multiprocessing=multiprocessing,
-                               verify=verify, **options)  # fmt: skip
+    def is_in_parts(cls, path: Path, saved: dict[str, Any]) -> bool:
+        cls._read_own(path, saved)
+        return "path" in saved["children"][INNER]
 
     @classmethod
-    def _over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, own: dict[str, Any], read_only: bool,
-                    **options: Any) -> Self:  # fmt: skip
-        """Load an inner storage that was dumped as a directory of its own."""
-        saved = manifest["storage"]["children"][INNER]
-        inner_cls = find_storage(options.pop("inner", None) or find_stored(saved["name"], str(path)))
-        inner = inner_cls.load_from(
-            path / manifest["storage_path_relative"] / INNER,
-            cls.inner_space(space, own),
-            read_only=read_only,
-            **options,
-        )
-        return cls.wrap(space, inner, own)
-
-    @classmethod
-    def from_manifest(
-        cls,
-        path: Path,
-        manifest: dict[str, Any],
-        space: Any,
-        *,
-        read_only: bool,
-        verify: bool,
-        **options: Any,
-    ) -> Self:
+    def over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
         own = cls._read_own(path, manifest["storage"])
-        if "path" in manifest["storage"]["children"][INNER]:
-            return cls._over_parts(path, manifest, space, own, read_only, verify=verify, **options)
-        return super().from_manifest(path, manifest, space, read_only=read_only, verify=verify, **options)
+        saved = manifest["storage"]["children"][INNER]
+        inner_cls = find_storage(options.pop(INNER, None) or find_stored(saved["name"], str(path)))
+        below = path / manifest["storage_path_relative"] / INNER
+        return cls.wrap(space, inner_cls.load_from(below, cls.inner_space(space, own), **options), own)
 
     # -- files
 
@@ -212,32 +136,13 @@ class WrapperStorage(FiledStorage):
     def save_parts(self, path: Path) -> None:
         self.inner.dumps(path / INNER)
 
-    def stored_length(self) -> int:
-        return self.inner.stored_length()
-
-    def write_out(self, urgency: int) -> None:
-        self.inner.write_out(urgency)
-
-    def more_files(self) -> list[str]:
-        return self.inner.more_files()
-
-    def verify(self) -> None:
-        if isinstance(self.inner, FiledStorage):
-            self.inner.verify()
+    def damages(self) -> Iterator[tuple[str, str]]:
+        return self.inner.damages() if isinstance(self.inner, FiledStorage) else iter(())
 
     def dumps(self, path: PathName) -> None:
         dump_storage(self, path)
 
-    def flush(self) -> None:
-        self.inner.flush()
-
-    def settle(self) -> None:
-        self.inner.settle()
-
     # -- rows
-
-    def __len__(self) -> int:
-        return len(self.inner)
 
     def get(self, index: Any) -> Any:
         try:
@@ -262,60 +167,6 @@ class WrapperStorage(FiledStorage):
         block = self._inward(self.checked_one(value), 1)
         layout = self.inner.layout
         self.inner.append(layout.decode_one([a[0] for a in layout.encode_batch(block)[1]]))
-
-    def extend_length(self, length: int) -> None:
-        self.inner.extend_length(length)
-
-    def shrink_length(self, length: int) -> None:
-        self.inner.shrink_length(length)
-
-    def clear(self) -> None:
-        self.inner.clear()
-
-    # -- segments and chunks
-
-    def mark_segment_start(self, row: int) -> None:
-        self.inner.mark_segment_start(row)
-
-    def mark_segment_end(self) -> None:
-        self.inner.mark_segment_end()
-
-    def prepare_segment_end(self) -> None:
-        self.inner.prepare_segment_end()
-
-    def cancel_segment_end(self) -> None:
-        self.inner.cancel_segment_end()
-
-    def finish_segment_end(self) -> None:
-        self.inner.finish_segment_end()
-
-    def abort_segment(self) -> None:
-        self.inner.abort_segment()
-
-    @property
-    def has_open_segment(self) -> bool:
-        return self.inner.has_open_segment
-
-    @property
-    def pending_segment_length(self) -> int:
-        return self.inner.pending_segment_length
-
-    def get_segments(self) -> Segments | None:
-        return self.inner.get_segments()
-
-    def chunk_ends(self) -> Any:
-        return self.inner.chunk_ends()
-
-    def chunk_window(self) -> int:
-        return self.inner.chunk_window()
-
-    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
-        self.inner.expect(rows)
-
-    # -- life
-
-    def close(self) -> None:
-        self.inner.close()
 
     def __reduce__(self) -> Any:
         if self.live is not None or not self.is_multiprocessing_safe:
