@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.control import Control, Counters, Permit
@@ -182,8 +182,7 @@ def _lead_own_group() -> int:
     """Ctrl-C in the terminal is for the learner. Until here SIGINT was blocked; what came meanwhile is dropped."""
     before = os.getpgrp()
     os.setpgid(0, 0)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    interrupts.drop_held_back()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     return before
 

@@ -9,13 +9,13 @@ import select
 import signal
 import threading
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing import resource_tracker
 from time import monotonic, monotonic_ns
 from typing import Any
 
+from recollect import interrupts
 from recollect.errors import CollectorDiedError, DeadlineError
 from recollect.ipc.collector import Job, run_collector
 from recollect.ipc.collector_error import (
@@ -164,7 +164,7 @@ class Crew:
             target=run_collector, args=(job, theirs, send), name=name, daemon=False
         )
         try:
-            with _interrupts_blocked():
+            with interrupts.held_back(self._context.get_start_method()):
                 process.start()
         except BaseException:
             m.alive.close()
@@ -352,14 +352,3 @@ def _wait_for_ends(members: list[Member], timeout_s: float) -> None:
     for m in members:
         if m.ending is not None:
             m.ending.wait(max(0.0, end - monotonic()))
-
-
-@contextmanager
-def _interrupts_blocked() -> Iterator[None]:
-    """A process started in here begins with SIGINT blocked, until it leads a group that the terminal does not reach."""
-    resource_tracker.ensure_running()  # first: starting it would unblock
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)

@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from time import monotonic
 from typing import Any
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.batch.base import BatchBase
 from recollect.errors import ClosedError, DeadlineError, LaneBusyError, WorkerDiedError, WorkerError
 from recollect.memory.ring import BUSY, CLOSED, Ring
@@ -62,7 +62,8 @@ class Pool:
                 name=f"recollect-sampler-{k}",
                 daemon=daemon,
             )
-            process.start()
+            with interrupts.held_back(method):
+                process.start()
         self.processes.append(process)
 
     def send(self, k: int, request: Request) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.batch.boundaries import CONTENTION_S
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.walk import Found, Walk
@@ -34,7 +34,7 @@ LOOK_S = 0.5  # a wait is that long at most before it starts again; nothing depe
 
 def run(payload: Any, form: Format, out: Ring, asked: Ring, parent: int, doze_s: float, dies: bool) -> None:
     """The whole life of a worker process. `payload` is the sampler, or its pickle; `parent` the parent's word."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # an interrupt is the parent's business
+    interrupts.drop_held_back()
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     _watch(parent, doze_s, dies)
     worker = Worker(form, out, asked)
