@@ -42,6 +42,7 @@ def _chosen(args: list[str]) -> Any:
 
 
 def _commands() -> dict[str, Any]:
+    from recollect.cli.bench import Bench
     from recollect.cli.convert import Convert
     from recollect.cli.demo import Demo
     from recollect.cli.doctor import Doctor
@@ -53,6 +54,7 @@ def _commands() -> dict[str, Any]:
     from recollect.cli.view import View
 
     return {
+        "bench": Bench,
         "convert": Convert,
         "demo": Demo,
         "doctor": Doctor,

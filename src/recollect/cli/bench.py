@@ -1,0 +1,162 @@
+"""`recollect bench`: what this machine does with a replay buffer, beside its own memcpy and other libraries."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from statistics import median
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from recollect.cli.peers import Block, Calls, Peer, installed
+from recollect.cli.progress import bar
+
+_TURN_S = 0.01
+LEAVES = {"obs": (17,), "action": (6,), "reward": (), "next_obs": (17,), "done": ()}
+ROW_NBYTES = 4 * sum(int(np.prod(shape)) for shape in LEAVES.values())
+
+
+@dataclass
+class Bench:
+    """Time adding to and drawing from a buffer in memory, beside memcpy and the peers that are installed here.
+
+    Transitions are obs 17, action 6, reward, next_obs 17, done, in float32: 168 bytes. All take turns of 10 ms in one
+    run, so that a slow moment of the machine is everybody's; figures are medians. Peers: Stable-Baselines3, cpprb,
+    TorchRL, Tianshou, flashbax. Nothing else should run meanwhile.
+
+    Example: recollect bench --rows 1000000
+    """
+
+    rows: int = 200_000
+    """Transitions that each buffer holds; it is full before the first turn."""
+    batch: int = 256
+    """Samples in the smaller of the two batches that are added and drawn; the other has 4,096."""
+    rounds: int = 15
+    """Turns of each at each work."""
+    peers: bool = True
+    """Time the peers too; --no-peers leaves them out."""
+    json: bool = False
+    """Print one JSON object instead of a table."""
+
+    def run(self) -> None:
+        """Measure and report."""
+        if min(self.rows, self.batch, self.rounds) < 1:
+            sys.exit("recollect bench: rows, batch and rounds must be at least 1")
+        report = measure(self.rows, self.batch, self.rounds, installed() if self.peers else {}, self.json)
+        if self.json:
+            sys.stdout.write(json.dumps(report, indent=2) + "\n")
+        else:
+            from recollect.cli.bench_table import show
+
+            show(report)
+
+
+def measure(rows: int, batch: int, rounds: int, peers: dict[str, Peer], quiet: bool) -> dict[str, Any]:
+    """Time every work by everybody; a peer that cannot do it is left out with the reason."""
+    sizes = sorted({batch, 4096})
+    blocks = {n: _block(n) for n in (1, *sizes)}
+    makers: dict[str, Peer] = {"memcpy": memcpy, "Recollect": recollect, **peers}
+    calls: dict[str, tuple[Calls, Calls]] = {}
+    left_out: dict[str, str] = {}
+    with bar("making buffers", len(makers), quiet) as advance:
+        for name, make in makers.items():
+            try:
+                calls[name] = make(rows, blocks, sizes)
+            except Exception as error:  # a peer of another version is no reason to time nobody
+                left_out[name] = f"{type(error).__name__}: {error}"
+            advance(1)
+    works = [("add", 0, n) for n in blocks] + [("draw", 1, n) for n in sizes]
+    found = []
+    with bar("timing", len(works) * rounds, quiet) as advance:
+        for verb, which, n in works:
+            turns = {name: both[which][n] for name, both in calls.items()}
+            found.append({"work": f"{verb} {n}", "samples": n, **_timed(turns, n, rounds, advance)})
+    return {
+        "rows": rows,
+        "row_nbytes": ROW_NBYTES,
+        "cores": os.cpu_count(),
+        "works": found,
+        "left_out": left_out,
+    }
+
+
+def _timed(turns: dict[str, Callable[[], Any]], n: int, rounds: int, advance: Any) -> dict[str, Any]:
+    """Median microseconds of each, taking turns, and their ratios to memcpy and to Recollect."""
+    n_calls = {name: max(1, int(_TURN_S / max(_seconds(call, 3), 1e-7))) for name, call in turns.items()}
+    seen: dict[str, list[float]] = {name: [] for name in turns}
+    for k in range(rounds):
+        order = [*turns][k % len(turns) :] + [*turns][: k % len(turns)]
+        for name in order:
+            seen[name].append(_seconds(turns[name], n_calls[name]))
+        advance(1)
+    us = {name: median(values) * 1e6 for name, values in seen.items()}
+    ours = us["Recollect"]
+    return {
+        "us": us,
+        "gb_per_s": n * ROW_NBYTES / ours / 1e3,
+        "times_memcpy": ours / us["memcpy"],
+        "peer_times_recollect": {
+            name: t / ours for name, t in us.items() if name not in ("memcpy", "Recollect")
+        },
+    }
+
+
+def _seconds(work: Callable[[], Any], calls: int) -> float:
+    start = perf_counter()
+    for _ in range(calls):
+        work()
+    return (perf_counter() - start) / calls
+
+
+def _block(n: int) -> Block:
+    rng = np.random.default_rng(n)
+    return {name: rng.standard_normal((n, *shape)).astype(np.float32) for name, shape in LEAVES.items()}
+
+
+def recollect(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
+    """Plain `append`, `extend` and `sample`, all checks on."""
+    import recollect as rc
+
+    space = {name: (shape, "float32") for name, shape in LEAVES.items()}
+    buffer = rc.ReplayBuffer.create(rc.MemoryStorage, space, capacity=rows)
+    largest = blocks[max(blocks)]
+    while len(buffer) < rows:
+        buffer.extend({name: array[: rows - len(buffer)] for name, array in largest.items()})
+    one = {name: array[0] for name, array in blocks[1].items()}
+    adders: Calls = {n: lambda b=block: buffer.extend(b) for n, block in blocks.items()}  # type: ignore[misc]
+    adders[1] = lambda: buffer.append(one)
+    return adders, {n: rc.StepSampler(buffer, n, seed=0).sample for n in draws}
+
+
+def memcpy(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
+    """The same bytes in one piece: to the next place of a ring, or from a random place to a warm block."""
+    ring = np.ones(max(rows, max(blocks)) * ROW_NBYTES, np.uint8)
+
+    def adder(n: int) -> Callable[[], Any]:
+        given, at = np.ones(n * ROW_NBYTES, np.uint8), [0]
+
+        def add() -> None:
+            start = at[0] if at[0] + given.size <= ring.size else 0
+            ring[start : start + given.size] = given
+            at[0] = start + given.size
+
+        return add
+
+    def drawer(n: int) -> Callable[[], Any]:
+        size = n * ROW_NBYTES
+        places = itertools.cycle(np.random.default_rng(n).integers(0, ring.size - size + 1, 4096).tolist())
+        target = np.ones(size, np.uint8)
+
+        def draw() -> None:
+            at = next(places)
+            target[:] = ring[at : at + size]
+
+        return draw
+
+    return {n: adder(n) for n in blocks}, {n: drawer(n) for n in draws}
