@@ -7,7 +7,6 @@ import os
 import shutil
 import subprocess
 import tracemalloc
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -407,20 +406,6 @@ def test_budget_error_before_anything_is_allocated(monkeypatch: pytest.MonkeyPat
 
 
 # -- the disk
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 1 MiB."""
-    place = tmp_path / "disk"
-    place.mkdir()
-    done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(place)], capture_output=True)
-    if done.returncode:
-        pytest.skip("may not mount a small file system here")
-    try:
-        yield place
-    finally:
-        subprocess.run(["umount", "-l", str(place)], check=True)
 
 
 def test_full_disk_at_create_leaves_nothing(small_disk: Path) -> None:

@@ -22,7 +22,7 @@ def run(args: list[str] | None = None) -> None:
         command.run()
     except KeyboardInterrupt:
         sys.exit(130)
-    except RecollectError as error:
+    except (RecollectError, OSError) as error:  # OSError: a full disk, a place that cannot be written
         sys.exit(f"recollect: {error}")
 
 

@@ -60,7 +60,8 @@ def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk
     record = {"origin": origin, "target": target, "length": len(source), "tracked": segments is not None,
               "space": canonical(space_to_json(source.single_space)),
               "options": sorted(map(str, options.items()))}  # fmt: skip
-    with _begun(stage, record) or _begin(stage, record, source, target, options) as buffer:
+    begun = _begun(stage, record)  # which may be empty, hence false
+    with _begin(stage, record, source, target, options) if begun is None else begun as buffer:
         bounds = [(0, len(source))] if segments is None else segments
         done = _cut_to_whole(buffer, bounds, segments is not None)
         tell(done)
@@ -105,7 +106,11 @@ def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, 
     buffer = ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
                                  cache_path=stage, capacity=None, maintain_segment_metadata=record["tracked"],
                                  **options)  # fmt: skip
-    (stage / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    try:
+        (stage / RECORD).write_text(json.dumps(record), encoding="utf-8")
+    except BaseException:
+        buffer.close()
+        raise
     return buffer
 
 

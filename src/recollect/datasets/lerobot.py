@@ -83,7 +83,7 @@ class LeRobotBatch(DatasetBatch):
         space, kind = self.single_space[key], self.meta.features[key]["dtype"]  # type: ignore[index]
         if kind == "video":
             return self._frames(key, where, first, end, space.shape or ())
-        column = _episode_column(self.meta.path, where, key).slice(first, end - first)
+        column = self._episode_column(where, key).slice(first, end - first)
         name = f"{self.meta.path / where.data}: {key}"
         if kind == "image":
             return pictures(column.to_pylist(), space.shape or (), self.meta.path, name)
@@ -95,38 +95,45 @@ class LeRobotBatch(DatasetBatch):
         import pyarrow as pa
 
         file, start = episode.videos[key]
-        column = _episode_column(self.meta.path, episode, "timestamp").slice(first, end - first)
+        column = self._episode_column(episode, "timestamp").slice(first, end - first)
         times = numbers(pa, column, (), np.float64, f"{self.meta.path / episode.data}: timestamp")
         return frames_at(below(self.meta.path, file), start + times, self.meta.fps, shape)
 
+    # -- columns of data files; the last few are kept
 
-@lru_cache(maxsize=32)
-def _file_column(path: Path, name: str, key: str) -> Any:
-    return read_table(below(path, name), [key])
+    def _open(self) -> None:
+        super()._open()
+        self._file_column: Any = lru_cache(32)(self._read_column)
+        self._file_episodes: Any = lru_cache(8)(self._read_episodes)
 
+    def __getstate__(self) -> dict[str, Any]:
+        kept = super().__getstate__()
+        return {k: v for k, v in kept.items() if k not in ("_file_column", "_file_episodes")}
 
-@lru_cache(maxsize=8)
-def _file_episodes(path: Path, name: str) -> Array:
-    import pyarrow as pa
+    def _read_column(self, name: str, key: str) -> Any:
+        table = read_table(below(self.meta.path, name), [key])
+        if key not in table.column_names:
+            raise FormatError(
+                f"{self.meta.path / name}: must have the column {key!r}, got none; it is damaged"
+            )
+        return table.column(key)
 
-    table = _file_column(path, name, "episode_index")
-    if "episode_index" not in table.column_names:
-        raise FormatError(f"{path / name}: must have the column 'episode_index', got none; it is damaged")
-    return numbers(pa, table.column("episode_index"), (), np.int64, f"{path / name}: episode_index")
+    def _read_episodes(self, name: str) -> Array:
+        import pyarrow as pa
 
+        column = self._file_column(name, "episode_index")
+        return numbers(pa, column, (), np.int64, f"{self.meta.path / name}: episode_index")
 
-def _episode_column(path: Path, episode: Episode, key: str) -> Any:
-    """The rows of an episode in its file."""
-    table = _file_column(path, episode.data, key)
-    if key not in table.column_names:
-        raise FormatError(f"{path / episode.data}: must have the column {key!r}, got none; it is damaged")
-    rows = np.flatnonzero(_file_episodes(path, episode.data) == episode.number)
-    if len(rows) != episode.length or (len(rows) and rows[-1] - rows[0] + 1 != len(rows)):
-        raise FormatError(
-            f"{path / episode.data}: must hold {episode.length} rows of episode {episode.number} side by side, "
-            f"got {len(rows)}; it is damaged"
-        )
-    return table.column(key).slice(int(rows[0]) if len(rows) else 0, len(rows))
+    def _episode_column(self, episode: Episode, key: str) -> Any:
+        """The rows of an episode in its file."""
+        column = self._file_column(episode.data, key)
+        rows = np.flatnonzero(self._file_episodes(episode.data) == episode.number)
+        if len(rows) != episode.length or (len(rows) and rows[-1] - rows[0] + 1 != len(rows)):
+            raise FormatError(
+                f"{self.meta.path / episode.data}: must hold {episode.length} rows of episode {episode.number} side by "
+                f"side, got {len(rows)}; it is damaged"
+            )
+        return column.slice(int(rows[0]) if len(rows) else 0, len(rows))
 
 
 def _space_of(meta: Meta, name: str) -> Space[Any] | str:

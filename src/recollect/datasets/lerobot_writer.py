@@ -139,7 +139,7 @@ class LeRobotWriter:
                 raise FormatError(
                     f"{self.stage}: was begun with other settings; remove it, or pass the same again"
                 )
-            self._saved = saved
+            self._saved = {"sums": {}, **saved}
             self._remove_unnamed()
         elif self.stage.exists():
             shutil.rmtree(self.stage)

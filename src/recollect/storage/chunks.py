@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
@@ -180,7 +180,9 @@ class ChunkCache:
     def _run(self, numbers: list[int], slots: list[int]) -> Any:
         if len(numbers) < 2 or self._workers < 2:
             return map(self._decode, numbers, slots)
-        return self._threads().map(self._decode, numbers, slots)
+        coming = [self._threads().submit(self._decode, n, slot) for n, slot in zip(numbers, slots)]
+        wait(coming)  # all of them, also when one fails: no slot may be written to any more
+        return [future.result() for future in coming]
 
     def _threads(self) -> ThreadPoolExecutor:
         if self._pool is None or self._pid != os.getpid():  # a forked child has none of its parent's threads
