@@ -141,10 +141,10 @@ def check_end(buffer: rc.ReplayBuffer, board: stress.Board) -> None:
 
 
 def test_four_writers_two_readers_with_kills(tmp_path: Path, record_property: Any) -> None:
-    seen = run(tmp_path, n_rows=1_000_000, n_kills=6, seed=0)
+    seen = run(tmp_path, n_rows=400_000, n_kills=6, seed=0)
     record_property("seen", seen)
     print(seen)
-    assert seen["kills"] >= 6 and seen["draws"] > 100 and seen["slices"] > 100 and seen["newest"] > 100
+    assert seen["kills"] >= 6 and seen["draws"] > 20 and seen["slices"] > 20 and seen["newest"] > 20
 
 
 @pytest.mark.soak
