@@ -78,5 +78,5 @@ $(VENV)/lint.stamp: $(PINS) | $(VENV)/core.stamp
 	touch $@
 
 $(VENV)/docs.stamp: $(PINS) | $(VENV)/core.stamp
-	$(call install_with,docs)
+	$(call install_with,docs+test+ml-dtypes)
 	touch $@

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import sys
+from importlib import import_module
 from typing import Any
 
 from recollect.errors import MissingExtraError, RecollectError
+
+# Each is a module here, and in it a dataclass of the same name.
+_COMMANDS = ("bench", "convert", "demo", "doctor", "inspect", "rollout", "serve", "train", "verify", "view")
 
 
 def run(args: list[str] | None = None) -> None:
@@ -29,39 +33,22 @@ def run(args: list[str] | None = None) -> None:
 def _chosen(args: list[str]) -> Any:
     import tyro
 
-    from recollect.cli.demo import demos, with_default
-
     if args[:1] == ["demo"]:
+        from recollect.cli.demo import demos, with_default
+
         about = "See Recollect at work. Without a name, the first of these runs."
         return tyro.extras.subcommand_cli_from_dict(
             demos(), prog="recollect demo", description=about, args=with_default(args[1:])
         )
+    if args and args[0] in _COMMANDS:  # the modules of the others take a second to import
+        return tyro.cli(_command(args[0]), prog=f"recollect {args[0]}", args=args[1:])
     return tyro.extras.subcommand_cli_from_dict(
-        _commands(), prog="recollect", description="Experience for reinforcement learning.", args=args
+        {name: _command(name) for name in _COMMANDS},
+        prog="recollect",
+        description="Experience for reinforcement learning.",
+        args=args,
     )
 
 
-def _commands() -> dict[str, Any]:
-    from recollect.cli.bench import Bench
-    from recollect.cli.convert import Convert
-    from recollect.cli.demo import Demo
-    from recollect.cli.doctor import Doctor
-    from recollect.cli.inspect import Inspect
-    from recollect.cli.rollout import Rollout
-    from recollect.cli.serve import Serve
-    from recollect.cli.train import Train
-    from recollect.cli.verify import Verify
-    from recollect.cli.view import View
-
-    return {
-        "bench": Bench,
-        "convert": Convert,
-        "demo": Demo,
-        "doctor": Doctor,
-        "inspect": Inspect,
-        "rollout": Rollout,
-        "serve": Serve,
-        "train": Train,
-        "verify": Verify,
-        "view": View,
-    }
+def _command(name: str) -> Any:
+    return getattr(import_module(f"recollect.cli.{name}"), name.capitalize())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 DEFAULT = "rates"
 
 
+@dataclass
 class Demo:
     """See Recollect at work: `recollect demo --help` lists the demos, `recollect demo` runs the first of them."""
 

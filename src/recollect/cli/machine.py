@@ -33,6 +33,8 @@ EXTRAS = {
     "ray": ("ray",),
     "http": ("httpx",),
     "tensorboard": ("tensorboard",),
+    "web": ("starlette", "uvicorn"),
+    "plot": ("matplotlib",),
 }
 REQUIRED = ("numpy", "gymnasium", "msgspec")
 THP = Path("/sys/kernel/mm/transparent_hugepage")

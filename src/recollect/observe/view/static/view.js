@@ -59,7 +59,7 @@ class View {
     if (k) {
       const close = element("button", {}, "close");
       close.addEventListener("click", () => this.set(this.state.a, null, this.state.step));
-      head.append(close);
+      head.prepend(close);
     }
     return head;
   }
@@ -144,7 +144,7 @@ class View {
   filterLeaves(part) {
     for (const one of this.curves) one.place.hidden = !one.leaf.name.toLowerCase().includes(part);
     const n = this.curves.filter((one) => !one.place.hidden).length;
-    document.getElementById("leaf-count").textContent = `${n} of ${this.curves.length}`;
+    document.getElementById("leaf-count").textContent = `${n} of ${this.curves.length} leaves`;
   }
 
   key(event) {
