@@ -14,19 +14,17 @@ import numpy as np
 import pytest
 
 import recollect as rc
+from recollect.cli import run
 from recollect.errors import AuthError
+from recollect.observe import find_jobs
 from recollect.spaces import space_to_json
+from recollect.testing.carrier_contract import eventually
 
 SPACE = rc.as_space({"id": ((), "int64"), "log_reward": ((), "float64")})
 
 
 def command(*args: str) -> list[str]:
     return [sys.executable, "-m", "recollect", "serve", *args]
-
-
-def finished(*args: str, **env: str) -> subprocess.CompletedProcess[str]:
-    clean = {k: v for k, v in os.environ.items() if k != "RECOLLECT_TOKEN"} | env
-    return subprocess.run(command(*args), capture_output=True, text=True, timeout=50, check=False, env=clean)
 
 
 @pytest.fixture
@@ -64,17 +62,16 @@ def test_a_worker_is_served_seen_and_the_end_is_clean(
             seen = lines_until(server, lambda line: line.get("offered") == 20 and line["senders"])[-1]
             (sender,) = seen["senders"].values()
             assert sender["state"] == "present" and seen["live"] == 20
+            shown = next(job for job in find_jobs("serve") if job.title == address)
+            eventually(lambda: shown.snapshot().figures.get("items/live") == 20)
+            assert [row["state"] for row in shown.snapshot().tables["workers"]] == ["present"]
+            shown.close()
             server.send_signal(number)
             rest = lines_until(server, lambda line: "stats" in line)
         assert rest[-1]["stats"]["offered"] == 20
         assert server.wait(30) == 0
-    with rc.ReplayBuffer.load_from(save / "buffer") if (save / "buffer").exists() else _dump(save) as held:
+    with rc.ReplayBuffer.load_from(save) as held:
         assert sorted(held[:]["id"].tolist()) == list(range(20))
-
-
-def _dump(save: Path) -> Any:
-    manifest = next(path for path in save.rglob("*") if path.name.startswith("manifest"))
-    return rc.ReplayBuffer.load_from(manifest.parent)
 
 
 @pytest.mark.process
@@ -100,17 +97,40 @@ def test_it_ends_with_its_workers_and_prints_a_summary(space_file: Path) -> None
     assert "items offered 5" in text and secret not in text
 
 
-def test_help_has_an_example() -> None:
-    done = finished("--help")
-    assert done.returncode == 0
-    assert "Example: recollect serve" in done.stdout
+def refused(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, *args: str) -> str:
+    """What the command says as it ends at once, in this process."""
+    monkeypatch.setattr(sys, "argv", ["recollect", "serve", *args])
+    with pytest.raises(SystemExit) as ended:
+        run(["serve", *args])
+    said = capsys.readouterr()
+    return said.out + said.err + (ended.value.code if isinstance(ended.value.code, str) else "")
 
 
-def test_what_is_missing_is_said_in_one_line(space_file: Path, tmp_path: Path) -> None:
-    for args, env, text in (
-        (("--space", str(space_file)), {}, "RECOLLECT_TOKEN"),
-        ((), {"RECOLLECT_TOKEN": "x" * 20}, "--env or --space"),
-        (("--space", str(tmp_path / "none.json")), {"RECOLLECT_TOKEN": "x" * 20}, "none.json"),
+def test_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "Example: recollect serve" in refused(capsys, monkeypatch, "--help")
+
+
+def test_what_is_missing_is_said_in_one_line(
+    space_file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("RECOLLECT_TOKEN", raising=False)
+    opened, short = tmp_path / "open", tmp_path / "short"
+    opened.write_text("x" * 20)
+    opened.chmod(0o644)
+    short.write_text("x" * 15)
+    short.chmod(0o600)
+    space = ("--space", str(space_file))
+    assert "RECOLLECT_TOKEN" in refused(capsys, monkeypatch, *space)
+    assert "chmod 600" in refused(capsys, monkeypatch, *space, "--token-file", str(opened))
+    assert "at least 16 bytes" in refused(capsys, monkeypatch, *space, "--token-file", str(short))
+    monkeypatch.setenv("RECOLLECT_TOKEN", "x" * 20)
+    for args, text in (
+        ((), "--env or --space"),
+        (("--space", str(tmp_path / "none.json")), "none.json"),
+        ((*space, "--every", "0"), "--every"),
+        ((*space, "--capacity", "0"), "capacity"),
+        ((*space, "--address", "nowhere"), "address"),
+        ((*space, "--address", "192.0.2.1:1"), "cannot listen"),
     ):
-        done = finished(*args, **env)
-        assert done.returncode == 1 and len(done.stderr.splitlines()) == 1 and text in done.stderr
+        said = refused(capsys, monkeypatch, *args)
+        assert text in said and len(said.splitlines()) == 1, said

@@ -15,12 +15,14 @@ class Demo:
 
 def demos() -> dict[str, Any]:
     """Return the demos by name; each is a dataclass of options with a `run` method."""
+    from recollect.cli.demo_gflownet import DemoGflownet
     from recollect.cli.demo_grpo import DemoGrpo
     from recollect.cli.demo_rates import DemoRates
 
     return {
         "rates": DemoRates,
         "grpo": DemoGrpo,
+        "gflownet": DemoGflownet,
     }
 
 

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import runpy
 import sys
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Literal
 
-import recollect
-
-EXAMPLE = "grpo_copy.py"
+from recollect.cli.examples import run_example
 
 
 @dataclass
@@ -33,15 +29,4 @@ class DemoGrpo:
             import torch  # noqa: F401
         except ImportError:
             sys.exit('recollect demo grpo: needs torch; pip install "recollect[torch]"')
-        sys.argv = [EXAMPLE, "--task", self.task, "--seed", str(self.seed)]
-        runpy.run_path(str(example()), run_name="__main__")
-
-
-def example() -> Path:
-    """The example's file: beside the package where it is installed, else in the source tree."""
-    package = Path(recollect.__file__).parent
-    places = [package / "examples" / EXAMPLE, package.parents[1] / "examples" / EXAMPLE]
-    found = [place for place in places if place.exists()]
-    if not found:
-        sys.exit(f"recollect demo grpo: {EXAMPLE} is not where it was installed; install recollect again")
-    return found[0]
+        run_example("grpo_copy.py", "--task", self.task, "--seed", str(self.seed))

@@ -7,18 +7,15 @@ import os
 import secrets
 import signal
 import sys
-import threading
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from time import monotonic
 from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
     from recollect.remote.manager import ReplayBufferManager
-    from recollect.remote.records import ManagerStats
 
 
 @dataclass
@@ -26,8 +23,8 @@ class Serve:
     """Serve a replay buffer to workers on other machines, until they have left or a signal ends it.
 
     Workers join with the same token: RECOLLECT_TOKEN in the environment of both, or a file that only its owner may
-    read. Every few seconds it tells who is connected and at what rate; Ctrl-C or SIGTERM ends it after the message at
-    hand, with a checkpoint if one was asked for, and prints a summary.
+    read. Every few seconds it tells who is connected and at what rate, as do `recollect top` and `recollect dash`;
+    Ctrl-C or SIGTERM ends it after the message at hand, with a checkpoint if one was asked for, and prints a summary.
 
     Example: recollect serve --env CartPole-v1 --address 0.0.0.0:7077 --token-file token.txt
 
@@ -59,32 +56,44 @@ class Serve:
 
     def run(self) -> None:
         """Serve until the end, and report."""
-        from recollect.remote.carriers.tcp import TcpCarrier
-        from recollect.remote.manager import ReplayBufferManager
-        from recollect.remote.records import Checkpoint, as_plain
+        from recollect.cli.serve_view import ServeView
+        from recollect.remote.records import as_plain
 
         if not self.every > 0:
             sys.exit(f"recollect serve: --every must be above 0 seconds, got {self.every}")
         space, token = self._space(), self._token()
-        save = None if self.checkpoint is None else Checkpoint(str(self.checkpoint), resume=True)
-        try:
-            carrier = TcpCarrier.serve(0, self.address, token)
-        except OSError as error:
-            sys.exit(f"recollect serve: cannot listen at {self.address} ({error}); choose another --address")
-        with carrier:
-            try:
-                manager = ReplayBufferManager(
-                    space, 0, self.workers or None, capacity=self.capacity, communication_backend=carrier,
-                    timing=not self.json, baseline_strategy=self.baseline, max_length=self.max_length,
-                    checkpoint=save,
-                )  # fmt: skip
-            except (ValueError, TypeError) as error:
-                sys.exit(f"recollect serve: {error}")
-            with manager, _stopped_by_signals(manager), Reports(manager, self.every, self.json) as reports:
-                reports.say({"address": carrier.address, "pid": os.getpid()}, f"serving at {carrier.address}")
+        with self._listening(token) as carrier, self._manager(space, carrier) as manager:
+            view = ServeView(manager, carrier.address, self.every, self.json)
+            with _stopped_by_signals(manager), view:
+                view.say({"address": carrier.address, "pid": os.getpid()}, f"serving at {carrier.address}")
                 stats = manager.run()
             if self.json:
                 print(json.dumps({"stats": as_plain(stats)}, default=str), flush=True)
+            else:
+                manager._print_timing_summary()
+
+    def _listening(self, token: str | None) -> Any:
+        from recollect.remote.carriers.tcp import TcpCarrier
+
+        try:
+            return TcpCarrier.serve(0, self.address, token)
+        except OSError as error:
+            sys.exit(f"recollect serve: cannot listen at {self.address} ({error}); choose another --address")
+        except ValueError as error:
+            sys.exit(f"recollect serve: {error}")
+
+    def _manager(self, space: Any, carrier: Any) -> ReplayBufferManager:
+        from recollect.remote.manager import ReplayBufferManager
+        from recollect.remote.records import Checkpoint
+
+        save = None if self.checkpoint is None else Checkpoint(str(self.checkpoint), resume=True)
+        try:
+            return ReplayBufferManager(
+                space, 0, self.workers or None, capacity=self.capacity, communication_backend=carrier,
+                baseline_strategy=self.baseline, max_length=self.max_length, checkpoint=save,
+            )  # fmt: skip
+        except (ValueError, TypeError, OSError) as error:
+            sys.exit(f"recollect serve: {error}")
 
     def _space(self) -> Any:
         import gymnasium
@@ -110,6 +119,12 @@ class Serve:
                 made = os.open(self.token_file, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
                 with os.fdopen(made, "w") as file:
                     file.write(secrets.token_hex(32))
+            mode = self.token_file.stat().st_mode & 0o777
+            if mode & 0o077:
+                sys.exit(
+                    f"recollect serve: {self.token_file}: must be for its owner alone, got mode {mode:o}; "
+                    f"run chmod 600 {self.token_file}"
+                )
             return self.token_file.read_text().strip()
         except OSError as error:
             sys.exit(f"recollect serve: {error}")
@@ -126,67 +141,3 @@ def _stopped_by_signals(manager: ReplayBufferManager) -> Iterator[None]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-class Reports:
-    """Tells every few seconds who is connected and at what rate, from a thread of its own."""
-
-    def __init__(self, manager: ReplayBufferManager, every_s: float, as_json: bool) -> None:
-        self._manager, self._every_s, self._as_json = manager, every_s, as_json
-        self._over = threading.Event()
-        self._thread = threading.Thread(target=self._work, name="recollect-reports", daemon=True)
-
-    def say(self, plain: dict[str, Any], text: str) -> None:
-        """Print one line."""
-        print(json.dumps(plain) if self._as_json else text, flush=True)
-
-    def _work(self) -> None:
-        seen, then = self._manager.stats(), monotonic()
-        while not self._over.wait(self._every_s):
-            stats, now = self._manager.stats(), monotonic()
-            plain = rates(seen, stats, now - then)
-            self.say(plain, as_text(plain))
-            seen, then = stats, now
-
-    def __enter__(self) -> Reports:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self._over.set()
-        self._thread.join(10.0)
-
-
-def rates(before: ManagerStats, after: ManagerStats, seconds: float) -> dict[str, Any]:
-    """Who is connected, and what came per second between two looks."""
-    each = {}
-    for rank, sender in sorted(after.senders.items()):
-        old = before.senders.get(rank)
-        each[rank] = {
-            "state": sender.state,
-            "requests_per_s": (sender.requests - (old.requests if old else 0)) / seconds,
-            "items_per_s": (sender.items - (old.items if old else 0)) / seconds,
-            "mb_per_s": (sender.nbytes - (old.nbytes if old else 0)) / seconds / 1e6,
-        }
-    return {
-        "live": after.live,
-        "offered": after.offered,
-        "baseline": after.baseline,
-        "containers_per_s": (after.containers - before.containers) / seconds,
-        "senders": each,
-    }
-
-
-def as_text(plain: dict[str, Any]) -> str:
-    """The same for people: one line, and one more for each rank that ever came."""
-    baseline = "none" if plain["baseline"] is None else f"{plain['baseline']:.4g}"
-    lines = [
-        f"{plain['live']:,} items held, {plain['offered']:,} offered, {plain['containers_per_s']:,.0f} containers/s, "
-        f"baseline {baseline}" + ("" if plain["senders"] else "; nobody is connected")
-    ]
-    for rank, sender in plain["senders"].items():
-        lines.append(
-            f"  rank {rank}: {sender['state']}, {sender['requests_per_s']:,.0f} requests/s, "
-            f"{sender['items_per_s']:,.0f} items/s, {sender['mb_per_s']:.2f} MB/s"
-        )
-    return "\n".join(lines)
