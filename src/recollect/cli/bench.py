@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from statistics import median
 from time import perf_counter
 from typing import Any
@@ -129,8 +130,8 @@ def recollect(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Ca
     while len(buffer) < rows:
         buffer.extend({name: array[: rows - len(buffer)] for name, array in largest.items()})
     one = {name: array[0] for name, array in blocks[1].items()}
-    adders: Calls = {n: lambda b=block: buffer.extend(b) for n, block in blocks.items()}  # type: ignore[misc]
-    adders[1] = lambda: buffer.append(one)
+    adders: Calls = {n: partial(buffer.extend, block) for n, block in blocks.items()}
+    adders[1] = partial(buffer.append, one)
     return adders, {n: rc.StepSampler(buffer, n, seed=0).sample for n in draws}
 
 

@@ -7,6 +7,7 @@ for each. Transitions are `obs action reward next_obs done`; what goes in is mad
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from importlib.util import find_spec
 from typing import Any
 
@@ -32,12 +33,12 @@ def stable_baselines3(rows: int, blocks: dict[int, Block], draws: list[int]) -> 
         return made
 
     def adder(n: int) -> Callable[[], Any]:
-        block, infos, made = blocks[n], [{} for _ in range(n)], make(n)
-        args = [block[name] for name in ("obs", "next_obs", "action", "reward", "done")]
-        return lambda: made.add(*args, infos)
+        infos: list[Any] = [{} for _ in range(n)]
+        return partial(make(n).add, *(blocks[n][name] for name in order), infos)
 
+    order = ("obs", "next_obs", "action", "reward", "done")
     filled = make(1)
-    return {n: adder(n) for n in blocks}, {n: lambda n=n: filled.sample(n) for n in draws}  # type: ignore[misc]
+    return {n: adder(n) for n in blocks}, {n: partial(filled.sample, n) for n in draws}
 
 
 def cpprb(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
@@ -48,14 +49,16 @@ def cpprb(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls,
     for block in _parts(rows, blocks):
         made.add(**block)
     one = {name: array[0] for name, array in blocks[1].items()}
-    adders = {n: lambda b=one if n == 1 else blocks[n]: made.add(**b) for n in blocks}
-    return adders, {n: lambda n=n: made.sample(n) for n in draws}  # type: ignore[misc]
+    adders: Calls = {n: partial(made.add, **(one if n == 1 else block)) for n, block in blocks.items()}
+    return adders, {n: partial(made.sample, n) for n in draws}
 
 
 def torchrl(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
     import torch
     from tensordict import TensorDict
     from torchrl.data import LazyTensorStorage, ReplayBuffer
+
+    torch.set_num_threads(1)  # several only wait for one another at works of this size
 
     def tensors(block: Block) -> Any:
         n = len(block["reward"])
@@ -65,11 +68,9 @@ def torchrl(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Call
     for block in _parts(rows, blocks):
         made.extend(tensors(block))
     given = {n: tensors(block) for n, block in blocks.items()}
-    one = given[1][0].clone()
-    adders = {
-        n: (lambda: made.add(one)) if n == 1 else (lambda b=b: made.extend(b)) for n, b in given.items()
-    }
-    return adders, {n: lambda n=n: made.sample(n) for n in draws}  # type: ignore[misc]
+    adders: Calls = {n: partial(made.extend, block) for n, block in given.items()}
+    adders[1] = partial(made.add, given[1][0].clone())
+    return adders, {n: partial(made.sample, n) for n in draws}
 
 
 def tianshou(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
@@ -90,8 +91,8 @@ def tianshou(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Cal
     made = make({name: np.ones((rows, *array.shape[1:]), array.dtype) for name, array in blocks[1].items()})
     one = Batch({name: array[0] for name, array in columns(blocks[1]).items() if name != "done"})
     small = {n: make(block) for n, block in blocks.items() if n > 1}
-    adders = {1: lambda: made.add(one), **{n: lambda b=b: made.update(b) for n, b in small.items()}}
-    return adders, {n: lambda n=n: made.sample(n) for n in draws}  # type: ignore[misc]
+    adders: Calls = {1: partial(made.add, one), **{n: partial(made.update, b) for n, b in small.items()}}
+    return adders, {n: partial(made.sample, n) for n in draws}
 
 
 def flashbax(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls, Calls]:
@@ -114,7 +115,7 @@ def flashbax(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Cal
     for block in _parts(rows, blocks):
         put(block)
     given = {n: {k: jax.numpy.asarray(a) for k, a in block.items()} for n, block in blocks.items()}
-    return {n: lambda b=b: put(b) for n, b in given.items()}, {n: drawer(n) for n in draws}  # type: ignore[misc]
+    return {n: partial(put, block) for n, block in given.items()}, {n: drawer(n) for n in draws}
 
 
 PEERS: dict[str, tuple[str, Peer]] = {
