@@ -37,8 +37,8 @@ class Told(rc.ipc.AsyncRunner):
 
 def runner(**kwargs: Any) -> Told:
     """A runner whose collectors start quickly; `start_method="spawn"` is the product's own default."""
-    given = {"device": "cpu", "num_envs": 4, "start_method": "forkserver", **kwargs}
-    return Told("CartPole-v1", {}, {}, **given)
+    given = {"device": "cpu", "num_envs": 4, "start_method": "forkserver", "env_cfg_overrides": {}, **kwargs}
+    return Told("CartPole-v1", rl_cfg={}, **given)
 
 
 class Say:

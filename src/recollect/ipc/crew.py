@@ -99,6 +99,7 @@ class Member:
     ending: Ending | None = None
     alive: Any = None  # the end of this pipe tells the collector that the learner is gone
     errors: ErrorReceiver | None = None
+    reported: ExceptionWrapper | None = None  # what came by it
     started_ns: int = 0
     steps_before: int = 0
     restarts: int = 0
@@ -231,11 +232,7 @@ class Crew:
 
     def _ended(self, m: Member) -> Death:
         """Reap the process of a member: its group, its exit code, its report."""
-        wrapper = None
-        if m.errors is not None:
-            with suppress(EOFError, OSError):
-                if m.errors.poll():
-                    wrapper = m.errors.recv()
+        wrapper = _report_of(m)
         kill_group(m.process.pid, signal.SIGKILL)  # before it is reaped: until then its number is its own
         m.process.join(KILL_S)
         exitcode = m.process.exitcode
@@ -246,7 +243,7 @@ class Crew:
         for part in (m.ending, m.alive, m.errors):
             if part is not None:
                 part.close()
-        m.process, m.alive, m.errors, m.ending = None, None, None, None
+        m.process, m.alive, m.errors, m.ending, m.reported = None, None, None, None, None
         return Death(m.lane, exitcode, wrapper)
 
     def _check_progress(self, m: Member) -> None:
@@ -341,10 +338,19 @@ def _has_ended(m: Member, reported: bool = True) -> bool:
     """Whether the process is gone; one that reported an exception gets a moment, then counts as gone."""
     if m.ending is None or m.ending.wait(0.0):
         return True
-    if not reported or m.errors is None or not m.errors.poll():
+    if not reported or _report_of(m) is None:
         return False
     m.ending.wait(REPORTED_S)
     return True
+
+
+def _report_of(m: Member) -> ExceptionWrapper | None:
+    """The exception that a collector reported; that its pipe has ended, as at any exit, is no report."""
+    if m.reported is None and m.errors is not None:
+        with suppress(EOFError, OSError):
+            if m.errors.poll():
+                m.reported = m.errors.recv()
+    return m.reported
 
 
 def _wait_for_ends(members: list[Member], timeout_s: float) -> None:

@@ -1,0 +1,88 @@
+"""A collector's patience: it waits for the learner as long as that lives, and never acts on another version."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recollect.errors import DeadlineError
+from recollect.learners import collectors
+from recollect.learners.metrics import open_sinks
+
+
+class FullRing:
+    """A ring that is full for a while."""
+
+    def __init__(self, n_deadlines: int) -> None:
+        self.left = n_deadlines
+
+    @property
+    def write_buffer(self) -> str:
+        if self.left:
+            self.left -= 1
+            raise DeadlineError("ring: a free slot must come within 60 s, got none; see stats()")
+        return "slot"
+
+
+class Context:
+    """A collector's context that stops after so many looks."""
+
+    def __init__(self, looks: int = 1000) -> None:
+        self.looks, self.phases = looks, []
+
+    def stopping(self) -> bool:
+        self.looks -= 1
+        return self.looks < 0
+
+    def beat(self, phase: str) -> None:
+        self.phases.append(phase)
+
+
+def test_at_a_full_ring_it_waits_and_shows_that_it_lives() -> None:
+    ctx = Context()
+    assert collectors._claim(ctx, FullRing(3)) == "slot"
+    assert ctx.phases == ["ring is full"] * 3
+
+
+def test_at_a_full_ring_it_stops_when_told() -> None:
+    assert collectors._claim(Context(looks=2), FullRing(10**6)) is None
+
+
+def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker.tally = SimpleNamespace(lap=lambda phase: None)
+    worker.policy = SimpleNamespace(version=3, refresh=lambda: None)
+
+    def permit(timeout: float, on_take: Any) -> Any:
+        granted = SimpleNamespace(version=4)
+        on_take(granted)
+        return granted
+
+    worker.ctx = SimpleNamespace(permit=permit)
+    with pytest.raises(RuntimeError, match="names version 4 but the weights are of 3"):
+        worker._take(None)
+    worker.policy.version = 4
+    assert worker._take(None)
+
+
+def test_curves_for_tensorboard(tmp_path: Any) -> None:
+    sinks = open_sinks(tmp_path, "tensorboard")
+    for sink in sinks:
+        sink.write(10, {"reward/mean": 1.5})
+        sink.close()
+    assert any(p.name.startswith("events.out.tfevents") for p in tmp_path.iterdir())
+    assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 10, "reward/mean": 1.5}\n'
+
+
+def test_curves_for_wandb(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+    run = SimpleNamespace(
+        log=lambda values, step: said.append((step, values)), finish=lambda: said.append("end")
+    )
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
+    for sink in open_sinks(tmp_path, "wandb"):
+        sink.write(10, {"reward/mean": 1.5})
+        sink.close()
+    assert said == [(10, {"reward/mean": 1.5}), "end"]
