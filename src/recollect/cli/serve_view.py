@@ -37,7 +37,11 @@ class ServeView:
     ) -> None:  # fmt: skip
         self._manager, self._every_s, self._as_json = manager, every_s, as_json
         self._console = console or Console()
-        facts = {"address": address, "capacity": manager.capacity, "strategy": manager.baseline_strategy}
+        facts: dict[str, Any] = {
+            "address": address,
+            "capacity": manager.capacity,
+            "strategy": manager.baseline_strategy,
+        }
         self._beacon = Beacon("serve", address, charts=CHARTS, facts=facts)
         self._live: Live | None = None
         self._last: dict[str, Any] = {}
