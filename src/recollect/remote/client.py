@@ -143,7 +143,14 @@ class RemoteReplay:
         n = items.encode(container).n if items is not None else _length(container)
         self._session.doors.offered += n
         self._session.doors.dropped += n
+        self._drop_all()
         return None
+
+    def _drop_all(self) -> None:
+        """The manager stayed away: what has no answer is dropped, and training goes on."""
+        self._session.give_up("dropped")
+        self._session.doors.dropped += sum(packed.n for packed in self._waiting)
+        self._waiting.clear()
 
     def _checked(self, container: Any) -> Packed:
         """Pack a container, and take out what the manager would not keep."""
@@ -249,9 +256,7 @@ class RemoteReplay:
         """The manager is not to be had: raise, or drop what has no answer."""
         error.accepted = accepted  # type: ignore[attr-defined]
         if self.when_down == "drop":
-            self._session.give_up("dropped")
-            self._session.doors.dropped += sum(packed.n for packed in self._waiting)
-            self._waiting.clear()
+            self._drop_all()
             return None
         if not accepted:  # this one is given back; those before it were taken, and wait
             self._session.doors.offered -= self._waiting.pop().n

@@ -54,23 +54,29 @@ class Line:
         start = monotonic()
         end = start + self.deadline
         try:
-            while (found := ready()) is None:
-                if self.session.failure is not None:
-                    failure, self.session.failure = self.session.failure, None
-                    raise failure
-                now = monotonic()
-                if now >= end:
-                    raise DeadlineError(
-                        f"rank {self.manager_rank}: waited {self.deadline:g} s for {what}; is the manager running?"
-                    )
+            while True:
                 try:
+                    found = ready()
+                    if found is not None:
+                        return found
+                    now = monotonic()
+                    self._check(now, end, what)
                     self._say_what_is_due(now)
                     self.receive(max(0.0, min(end, self._next_retry) - now))
                 except PeerDiedError as error:
                     self._reconnect(error)
-            return found
         finally:
             self.wait_s += monotonic() - start
+
+    def _check(self, now: float, end: float, what: str) -> None:
+        """Raise if the manager refused this client, or the time is up."""
+        if self.session.failure is not None:
+            failure, self.session.failure = self.session.failure, None
+            raise failure
+        if now >= end:
+            raise DeadlineError(
+                f"rank {self.manager_rank}: waited {self.deadline:g} s for {what}; is the manager running?"
+            )
 
     def _say_what_is_due(self, now: float) -> None:
         if now < self._next_retry:
@@ -78,7 +84,7 @@ class Line:
         self._next_retry = now + self.retry_s
         frames = self.session.unanswered() if self.session.is_ready else [self.session.greet()]
         for parts in frames:
-            self.send(parts)
+            self._send(parts)
 
     def receive(self, timeout: float) -> None:
         """Take one message, if one comes in time."""
@@ -98,7 +104,7 @@ class Line:
             self.session.malformed += 1
             return
         for parts in frames:
-            self.send(parts)
+            self._send(parts)
         if frames:
             self._next_retry = monotonic() + self.retry_s
 
@@ -137,7 +143,13 @@ class Line:
     # -- sending
 
     def send(self, parts: list[Any], wait: bool = True) -> None:
-        """Send a frame; without `wait` the carrier takes it when it can."""
+        """Send a frame, or connect again if the manager is gone; without `wait` the carrier takes it when it can."""
+        try:
+            self._send(parts, wait)
+        except PeerDiedError as error:
+            self._reconnect(error)
+
+    def _send(self, parts: list[Any], wait: bool = True) -> None:
         carrier, start = self._opened(), perf_counter()
         self.nbytes += sum(map(len, parts))  # all of them bytes
         try:
@@ -146,8 +158,6 @@ class Line:
             else:
                 self._handles = [handle for handle in self._handles if not is_over(handle)]
                 self._handles.append(carrier.isend(self.manager_rank, DATA_TAG, parts))
-        except PeerDiedError as error:
-            self._reconnect(error)
         finally:
             self.send_s += perf_counter() - start
         if self._next_retry < start:
@@ -164,7 +174,7 @@ class Line:
                 session.expected.pop(request, None)
                 request, again = session.new_request(), now + self.retry_s
                 session.expected[request] = []
-                self.send(make(request))
+                self._send(make(request))
             self._next_retry = min(self._next_retry, again)
             return _all_parts(session.expected.get(request, []))
 

@@ -1,0 +1,272 @@
+"""The protocol, frame by frame, without a carrier: what a manager answers, and what it refuses and counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
+
+from recollect.remote import Limits, ReplayBufferManager
+from recollect.remote.items import item_space
+from recollect.remote.messages import (
+    DATA_TAG,
+    METADATA_TAG,
+    AnyMessage,
+    Data,
+    Exit,
+    Failed,
+    GetMetadata,
+    Goodbye,
+    Hello,
+    Items,
+    Metadata,
+    Sample,
+    Scores,
+    Sync,
+    Welcome,
+)
+from recollect.remote.serving import Received
+from recollect.remote.wire import decode, encode, joined
+
+ITEMS = item_space(PLAIN)
+WRITER = bytes(range(16))
+
+
+class Peer:
+    """One rank that speaks to a manager by frames."""
+
+    def __init__(self, manager: ReplayBufferManager, rank: int = 0, writer: bytes = WRITER) -> None:
+        self.manager, self.rank, self.writer = manager, rank, writer
+
+    def say(self, message: AnyMessage, blocks: Any = ()) -> list[tuple[int, AnyMessage]]:
+        """The (tag, message) of each answer."""
+        return self.send(joined(encode(message, blocks)))
+
+    def send(self, frame: bytes) -> list[tuple[int, AnyMessage]]:
+        serving = self.manager._serving
+        try:
+            received = Received(*decode(frame)[::2], memoryview(frame))
+        except ValueError as error:
+            received = Received(None, memoryview(b""), memoryview(frame), error)
+        replies = serving.handle(self.rank, received)
+        assert all(reply.dest == self.rank for reply in replies)
+        return [(reply.tag, decode(joined(reply.parts))[0]) for reply in replies]
+
+    def hello(self, role: Any = "worker", **kw: Any) -> AnyMessage:
+        given = {"rank": self.rank, "protocol": 1, "space": "", **kw}
+        ((tag, answer),) = self.say(
+            Hello(7, role, self.writer, given["rank"], "host", 0, given["protocol"], given["space"])
+        )
+        assert tag == DATA_TAG and answer.request == 7
+        return answer
+
+    def data(self, seq: int, ids: Any, layout: bytes = ITEMS.id) -> list[AnyMessage]:
+        packed = ITEMS.encode(samples(ids))
+        head = Data(100 + seq, self.writer, seq, layout, packed.n, len(packed.rows), False)
+        return [answer for _, answer in self.say(head, packed.blocks())]
+
+
+def made(n: int | None = None, **kw: Any) -> ReplayBufferManager:
+    return ReplayBufferManager(PLAIN, 9, n, **kw)
+
+
+def held(manager: ReplayBufferManager) -> list[int]:
+    return manager.buffer[:]["id"].tolist()
+
+
+def test_hello_is_welcomed_with_what_a_client_needs() -> None:
+    m = made(limits=Limits(max_window=5))
+    welcome = Peer(m).hello()
+    assert isinstance(welcome, Welcome)
+    assert (welcome.last_seq, welcome.max_window, welcome.baseline, welcome.space) == (0, 5, None, ITEMS.text)
+    Peer(m).data(1, [1])
+    assert Peer(m).hello().last_seq == 1
+    assert Peer(m, writer=bytes(16)[:-1] + b"x").hello().last_seq == 0
+
+
+@pytest.mark.parametrize(
+    ("wrong", "error", "text"),
+    [
+        ({"protocol": 2}, "RemoteError", "protocol"),
+        ({"rank": 5}, "RemoteError", "rank"),
+        ({"space": item_space(SAMPLE).text}, "SchemaError", "log_reward"),
+        ({"space": "rubbish"}, "SchemaError", "JSON"),
+    ],
+)
+def test_a_wrong_hello_is_refused(wrong: dict[str, Any], error: str, text: str) -> None:
+    m = made()
+    refused = Peer(m).hello(**wrong)
+    assert isinstance(refused, Failed) and refused.error == error and text in refused.text
+    assert [f.error for f in Peer(m).data(1, [1])] == ["UnknownWriter"] and held(m) == []
+
+
+def test_a_writer_belongs_to_its_rank() -> None:
+    m = made()
+    Peer(m, 0).hello()
+    assert Peer(m, 1).hello().error == "RemoteError"
+    assert Peer(m, 1).data(1, [1])[0].error == "RemoteError" and held(m) == []
+
+
+def test_a_reader_is_no_worker() -> None:
+    m = made(n=1, worker_ranks=[0])
+    assert isinstance(Peer(m, 3).hello("reader"), Welcome)
+    assert Peer(m, 3).data(1, [1])[0].error == "UnknownWriter"
+    assert Peer(m, 3).hello("worker").error == "RemoteError"
+    assert held(m) == [] and m.exit_counter == 0
+
+
+def test_a_container_seen_before_gets_its_first_answer_again() -> None:
+    calls: list[int] = []
+    m = made(scoring_function=lambda obj, sender_rank: {"n": float(calls.append(1) or len(calls))})
+    peer = Peer(m)
+    peer.hello()
+    first = peer.data(1, [1, 2])
+    second = peer.data(2, [3])
+    assert peer.data(1, [1, 2]) == first and peer.data(2, [9]) == second
+    assert first[0].scores == {"n": 1.0} and (first[0].kept, first[0].rejected) == (2, {})
+    assert held(m) == [1, 2, 3] and m.stats().duplicates == 2 and m.stats().offered == 3
+    assert_doors(m.stats())
+
+
+def test_only_the_last_answers_are_kept() -> None:
+    m = made(limits=Limits(max_window=2))
+    peer = Peer(m)
+    peer.hello()
+    for seq in range(1, 5):
+        peer.data(seq, [seq])
+    assert [len(peer.data(seq, [seq])) for seq in range(1, 5)] == [0, 0, 1, 1]
+    assert held(m) == [1, 2, 3, 4]
+
+
+def test_after_a_gap_the_client_is_told_once_where_to_go_on() -> None:
+    m = made()
+    peer = Peer(m)
+    peer.hello()
+    peer.data(1, [1])
+    (gap,) = peer.data(3, [3])
+    assert isinstance(gap, Failed) and (gap.error, gap.expected) == ("Gap", 2)
+    assert peer.data(4, [4]) == [] and held(m) == [1]
+    for seq in (2, 3, 4):
+        assert isinstance(peer.data(seq, [seq])[0], Scores)
+    assert held(m) == [1, 2, 3, 4]
+    assert peer.data(6, [6])[0].expected == 5
+
+
+def test_another_layout_is_refused_and_takes_no_number() -> None:
+    m = made()
+    peer = Peer(m)
+    peer.hello()
+    (refused,) = peer.data(1, [1], layout=bytes(16))
+    assert refused.error == "SchemaError" and held(m) == []
+    assert isinstance(peer.data(1, [1])[0], Scores)
+
+
+def test_blocks_that_do_not_fit_are_malformed_and_change_nothing() -> None:
+    m = made()
+    peer = Peer(m)
+    peer.hello()
+    wrong = Data(1, WRITER, 1, ITEMS.id, 2, 2, False)
+    ((_, answer),) = peer.say(wrong, [np.zeros((1, 8), np.uint8)])
+    assert answer.error == "FrameError" and m.stats().malformed == 1 and held(m) == []
+    assert m.stats().senders[0].malformed == 1
+    assert isinstance(peer.data(1, [1])[0], Scores)
+
+
+def test_the_sixteenth_malformed_frame_in_a_row_shuts_a_peer_out() -> None:
+    m = made()
+    peer, other = Peer(m, 0), Peer(m, 1, b"y" * 16)
+    peer.hello()
+    other.hello()
+    for _ in range(15):
+        assert peer.send(b"rubbish") == []
+    assert isinstance(peer.data(1, [1])[0], Scores)  # a good one ends the row
+    for _ in range(15):
+        peer.send(b"rubbish")
+    assert isinstance(peer.data(2, [2])[0], Scores)
+    for _ in range(16):
+        peer.send(b"rubbish")
+    assert peer.data(3, [3]) == [] and m.stats().malformed == 46
+    peer.send(b"rubbish")
+    assert m.stats().malformed == 46
+    assert isinstance(other.data(1, [7])[0], Scores) and held(m) == [1, 2, 7]
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        Scores(5, {"score": 1.0}, 0, 0, {}),
+        Goodbye(5),
+        Metadata(5, {}),
+        Failed(5, "RemoteError", ""),
+        Items(5, ITEMS.id, 0, 0, 0, 1),
+        Sync(0, 3, "agreed", 1.0, 0, False, None, 0),
+    ],
+)
+def test_answers_that_nobody_waits_for_are_dropped_and_counted(answer: AnyMessage) -> None:
+    m = made()
+    assert Peer(m).say(answer) == [] and m.stats().stray == 1
+
+
+def test_metadata_comes_on_its_own_tag() -> None:
+    ((tag, answer),) = Peer(made()).say(GetMetadata(5))
+    assert tag == METADATA_TAG and isinstance(answer, Metadata) and answer.request == 5
+    assert {
+        "length", "capacity", "log_reward_min", "log_reward_max", "log_reward_mean", "baseline_log_reward",
+        "n_requests", "n_items", "n_present", "n_left",
+    } <= set(answer.values)  # fmt: skip
+
+
+def test_metadata_is_about_finite_rewards() -> None:
+    m = ReplayBufferManager(SAMPLE, 9, None)
+    m.add(samples([1, 2, 3], [-np.inf, 1.0, 3.0]), sender_rank=4)
+    got = m._compute_metadata()
+    assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 3.0, 2.0)
+    assert (got["length"], got["n_items"]) == (3, {"4": 3})
+
+
+def test_exit_counts_a_rank_once_and_what_it_could_not_deliver() -> None:
+    m = made(n=2)
+    peer = Peer(m)
+    peer.hello()
+    assert [type(a) for _, a in peer.say(Exit(3, WRITER, 4, ""))] == [Goodbye]
+    assert [a.request for _, a in peer.say(Exit(8, WRITER, 4, ""))] == [8]
+    assert m.exit_counter == 1 and m.stats().senders[0].undelivered == 4
+    peer.hello()  # an old Hello, delayed on its way, does not bring it back
+    assert m.exit_counter == 1
+    Peer(m, 0, b"z" * 16).hello()  # a new client of that rank does
+    assert m.exit_counter == 0 and m.stats().senders[0].state == "present"
+
+
+def test_drawing_what_is_not_there_is_an_answer() -> None:
+    peer = Peer(made())
+    ((_, empty),) = peer.say(Sample(1, 3, "uniform", True))
+    assert empty.error == "EmptyError"
+    peer.hello()
+    peer.data(1, [1])
+    ((_, few),) = peer.say(Sample(2, 3, "uniform", False))
+    assert few.error == "ValueError" and "without replacement" in few.text
+    ((_, by),) = peer.say(Sample(3, 3, "log_reward", True))
+    assert by.error == "ValueError"
+
+
+def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_end() -> None:
+    m = made(n=2)
+    peer = Peer(m)
+    peer.hello()
+    (stored,) = peer.data(1, [1])
+    desk = m._desk
+
+    def late(message: AnyMessage) -> list[AnyMessage]:
+        return [decode(joined(reply.parts))[0] for reply in desk.late(0, message)]
+
+    def data(seq: int) -> Data:
+        return Data(100 + seq, WRITER, seq, ITEMS.id, 1, 1, False)
+
+    assert late(data(1)) == [stored]
+    assert [a.error for a in late(data(2))] == ["ClosedError"]
+    assert [a.error for a in late(Sample(1, 1, "uniform", True))] == ["ClosedError"]
+    assert [a.error for a in late(GetMetadata(1))] == ["ClosedError"]
+    assert [type(a) for a in late(Exit(1, WRITER, 0, ""))] == [Goodbye]
+    assert late(Goodbye(1)) == [] and held(m) == [1]

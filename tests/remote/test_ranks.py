@@ -1,0 +1,112 @@
+"""Who is expected, present or gone, by a fake clock."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+
+import pytest
+
+from recollect import _core
+from recollect.remote import Limits, rank_layout
+from recollect.remote.ranks import HOST, RankBook
+
+LIMITS = Limits(join_s=10.0, rejoin_s=2.0, silence_s=5.0)
+ME = _core.process_word(os.getpid())
+ALL = frozenset({0, 1, 2})
+
+
+def book(n: int | None = 2, ranks: list[int] | None = None) -> RankBook:
+    made = RankBook(n, ranks, LIMITS)
+    made.begin(0.0)
+    return made
+
+
+def test_the_first_to_say_hello_are_expected() -> None:
+    b = book(2)
+    assert b.admit(5, HOST, ME, 0.0) is None and b.admit(7, HOST, ME, 0.0) is None
+    assert "has them" in (b.admit(8, HOST, ME, 0.0) or "")
+    assert b.admit(5, HOST, ME, 0.0) is None  # it may come again
+    assert b.n_present == 2 and not b.is_over
+
+
+def test_named_ranks_alone_are_served() -> None:
+    b = book(1, [3])
+    assert "serves the ranks [3]" in (b.admit(4, HOST, ME, 0.0) or "")
+    b.leave(4)
+    assert b.n_left == 0 and b.states() == {3: "expected"}
+    b.admit(3, HOST, ME, 0.0)
+    b.leave(3)
+    b.leave(3)
+    assert b.n_left == 1 and b.is_over
+
+
+def test_who_does_not_come_in_time_has_left() -> None:
+    b = book(3, [0, 1, 2])
+    b.admit(0, HOST, ME, 1.0)
+    b.tick(9.9, ALL, True)
+    assert b.n_left == 0
+    b.tick(10.0, ALL, True)
+    assert b.n_left == 2 and b.anybody
+    b.admit(1, HOST, ME, 11.0)  # late, but there
+    assert b.n_left == 1
+
+
+def test_places_that_nobody_took_count_as_left() -> None:
+    b = book(3)
+    b.admit(0, HOST, ME, 1.0)
+    b.tick(10.0, ALL, True)
+    assert b.n_left == 2
+
+
+def test_a_lost_connection_may_come_back_for_a_while() -> None:
+    b = book(2)
+    b.admit(0, "elsewhere", 0, 0.0)
+    b.tick(1.0, frozenset(), True)
+    b.tick(2.9, frozenset(), True)
+    assert b.n_left == 0
+    b.tick(2.95, frozenset({0}), True)  # back
+    b.tick(4.0, frozenset(), True)
+    b.tick(5.9, frozenset(), True)
+    assert b.n_left == 0
+    b.tick(6.1, frozenset(), True)
+    assert b.n_left == 1
+    b.admit(0, "elsewhere", 0, 7.0)
+    assert b.n_left == 0 and b.n_present == 1
+
+
+@pytest.mark.parametrize("sees_death", [True, False])
+def test_a_dead_process_of_this_machine_has_left_at_once(sees_death: bool) -> None:
+    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    child.start()
+    word = _core.process_word(child.pid)
+    b = book(2)
+    b.admit(0, HOST, word, 0.0)
+    b.admit(1, HOST, ME, 0.0)
+    child.join()
+    child.close()
+    b.tick(0.1, ALL, sees_death)
+    assert b.states() == {0: "left", 1: "present"}
+
+
+def test_where_no_death_is_seen_silence_counts_on_other_machines_alone() -> None:
+    b = book(2)
+    b.admit(0, "elsewhere", 0, 0.0)
+    b.admit(1, HOST, ME, 0.0)
+    b.heard(0, 3.0)
+    b.tick(7.9, ALL, False)
+    assert b.n_left == 0
+    b.tick(8.1, ALL, False)
+    assert b.states() == {0: "left", 1: "present"}
+
+
+@pytest.mark.parametrize(("size", "n"), [(1, 1), (2, 2), (3, 0)])
+def test_a_layout_needs_a_worker_and_a_manager(size: int, n: int) -> None:
+    with pytest.raises(ValueError, match="size"):
+        rank_layout(size, n)
+
+
+def test_workers_go_round_the_managers() -> None:
+    layout = rank_layout(6, 2)
+    assert [layout.manager_of(worker) for worker in layout.workers] == [4, 5, 4, 5]
+    assert layout.workers_of(5) == (1, 3)
