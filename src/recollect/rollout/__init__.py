@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "recollect.rollout.config": "Config",
     "recollect.rollout.coordinator": "RolloutCoordinator",
+    "recollect.rollout.decoding": "decode",
     "recollect.rollout.events": "Event",
     "recollect.rollout.experience": "Experience Experiences experience_buffer experience_space",
     "recollect.rollout.models.base": "Generation InferenceModel",
@@ -21,7 +22,7 @@ _NAMES = {
     "recollect.rollout.operators": (
         "Dedupe DropUniformGroups GroupAdvantage LengthFilter RewardFilter ShapeReward StalenessFilter operator"
     ),
-    "recollect.rollout.payload": "decode encode",
+    "recollect.rollout.payload": "encode",
     "recollect.rollout.sinks": "FileSink QueueSink ReplaySink",
     "recollect.rollout.state": "BatchLifecycleState BatchState TaskStatus",
     "recollect.rollout.tasks": "GiveUp Result Task workflow",
@@ -31,6 +32,7 @@ _HOME = {name: module for module, names in _NAMES.items() for name in names.spli
 if TYPE_CHECKING:
     from recollect.rollout.config import Config as Config
     from recollect.rollout.coordinator import RolloutCoordinator as RolloutCoordinator
+    from recollect.rollout.decoding import decode as decode
     from recollect.rollout.events import Event as Event
     from recollect.rollout.experience import Experience as Experience
     from recollect.rollout.experience import Experiences as Experiences
@@ -49,7 +51,6 @@ if TYPE_CHECKING:
     from recollect.rollout.operators import ShapeReward as ShapeReward
     from recollect.rollout.operators import StalenessFilter as StalenessFilter
     from recollect.rollout.operators import operator as operator
-    from recollect.rollout.payload import decode as decode
     from recollect.rollout.payload import encode as encode
     from recollect.rollout.sinks import FileSink as FileSink
     from recollect.rollout.sinks import QueueSink as QueueSink

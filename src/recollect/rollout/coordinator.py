@@ -15,10 +15,10 @@ from recollect.errors import ClosedError, FormatError
 from recollect.rollout import aborting, admission, finalize, lifecycle
 from recollect.rollout.clock import Clock
 from recollect.rollout.config import Config
+from recollect.rollout.decoding import decode
 from recollect.rollout.desk import Desk
 from recollect.rollout.events import Event
 from recollect.rollout.observe import Stats
-from recollect.rollout.payload import decode
 from recollect.rollout.schema import Plan
 from recollect.rollout.sinks import ReplaySink
 from recollect.rollout.state import BatchId, BatchState, BatchType

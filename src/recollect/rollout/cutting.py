@@ -90,7 +90,7 @@ def train_result(batch: BatchRecord, cut: Cut, delivery: Delivery, version: int)
 
 def _result(batch: BatchRecord, cut: Cut, n_experiences: int) -> dict[str, Any]:
     state, by = batch.state, batch.counts
-    errors = [(task.task_id, error) for task in batch.tasks if (error := task.error)]
+    errors = [(task.task_id, task.error) for task in batch.tasks if task.failed]
     return {
         "batch_id": state.batch_id,
         "batch_type": state.batch_type,

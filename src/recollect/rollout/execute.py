@@ -11,6 +11,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Generator
+from contextvars import copy_context
 from typing import Any
 
 import msgspec
@@ -155,8 +156,8 @@ async def _call(flow: Workflow, work: Work, models: Models, threads: Threads, la
 
 @types.coroutine
 def _timed(coroutine: Any, lag: Lag, name: str) -> Generator[Any, Any, Any]:
-    """Drive a coroutine step by step, so that one that blocks the loop is known by name."""
-    clock = time.perf_counter
+    """Drive a coroutine step by step, in a context of its own; one that blocks the loop is known by name."""
+    clock, run = time.perf_counter, copy_context().run
     send, throw = coroutine.send, coroutine.throw
     value: Any = None
     error: BaseException | None = None
@@ -164,10 +165,10 @@ def _timed(coroutine: Any, lag: Lag, name: str) -> Generator[Any, Any, Any]:
         start = clock()
         try:
             if error is None:
-                waits_on = send(value)
+                waits_on = run(send, value)
             else:
                 given, error = error, None
-                waits_on = throw(given)
+                waits_on = run(throw, given)
         except StopIteration as stop:
             return stop.value
         finally:

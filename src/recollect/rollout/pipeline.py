@@ -17,10 +17,10 @@ import numpy as np
 
 from recollect.errors import PipelineError
 from recollect.rollout.clock import Clock
+from recollect.rollout.decoding import decode_many
 from recollect.rollout.experience import Experiences
 from recollect.rollout.limits import Limit
 from recollect.rollout.operators import Operator, StalenessFilter, make_operator
-from recollect.rollout.payload import decode_many
 from recollect.rollout.schema import Plan
 from recollect.rollout.sinks import Sink
 from recollect.rollout.threads import Threads

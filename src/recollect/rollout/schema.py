@@ -5,6 +5,8 @@ Fixed leaves lie in packed rows; a Sequence leaf is one block of values and its 
 
 from __future__ import annotations
 
+import math
+import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -87,6 +89,8 @@ class Ragged:
     dtype: np.dtype[Any]
     shape: tuple[int, ...]
     most: int
+    n_elements: int  # numbers in one element of the sequence
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -101,9 +105,12 @@ class Plan:
     defaults: Mapping[str, Any]  # of fixed scalars that may be left out
     names: frozenset[str]
     fixed_names: tuple[str, ...]
-    types: tuple[type | None, ...]  # of plain values, by fixed field; None where there are none
-    floats: tuple[int, ...]
+    types: list[type | None]  # of plain values, by fixed field; None where there are none
+    packer: struct.Struct | None  # of a whole row of plain values, if all fields have them
+    most: Array  # (ragged leaves, 1), of their lengths
     is_token: bool
+    tokens_at: int  # which ragged leaf the tokens are, and which follow the response
+    responses_at: Array
 
     @property
     def max_lengths(self) -> dict[str, int]:
@@ -161,7 +168,9 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
         field = compile_layout(element)
         if len(field.fields) != 1:
             raise TypeError(f"{name}: a Sequence of experience must hold arrays, got {element}")
-        ragged.append(Ragged(name, field.fields[0].dtype, field.fields[0].shape, most))
+        dtype, shape = field.fields[0].dtype, field.fields[0].shape
+        n = math.prod(shape)
+        ragged.append(Ragged(name, dtype, shape, most, n, n * dtype.itemsize))
     rest = OrderedDict((key, sub) for key, sub in space.spaces.items() if key not in lengths)
     fixed = compile_layout(spaces.Dict(rest))
     row_dtype = np.dtype(
@@ -173,7 +182,8 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
         }
     )
     defaults = {name: value for name, value in DEFAULTS.items() if name in rest}
-    types = tuple(None if f.shape else _PLAIN.get(f.dtype.kind) for f in fixed.fields)
+    types = [None if f.shape else _PLAIN.get(f.dtype.kind) for f in fixed.fields]
+    names = [leaf.name for leaf in ragged]
     return Plan(
         space=space,
         layout=layout,
@@ -184,9 +194,25 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
         names=frozenset(space.spaces),
         fixed_names=tuple(field.name for field in fixed.fields),
         types=types,
-        floats=tuple(i for i, kind in enumerate(types) if kind is float),
+        packer=_packer(fixed)
+        if all(types) and {f.dtype.str[1:] for f in fixed.fields} <= _CODES.keys()
+        else None,
+        most=np.array([[leaf.most] for leaf in ragged], np.uint32).reshape(-1, 1),
         is_token="tokens" in lengths,
+        tokens_at=names.index("tokens") if "tokens" in names else -1,
+        responses_at=np.array([i for i, name in enumerate(names) if name in PER_RESPONSE], np.intp),
     )
 
 
+def _packer(fixed: Layout) -> struct.Struct:
+    """A struct with the fields of a row of scalars at their offsets."""
+    code, at = "<", 0
+    for field in fixed.fields:
+        code += f"{field.offset - at}x{_CODES[field.dtype.str[1:]]}"
+        at = field.offset + field.dtype.itemsize
+    return struct.Struct(f"{code}{fixed.row_nbytes - at}x")
+
+
+_CODES = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
+          "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip
 _PLAIN: dict[str, type] = {"f": float, "i": int, "u": int, "b": bool}

@@ -212,7 +212,8 @@ def as_result(returned: Any) -> Result:
         return Result()
     if isinstance(returned, Result):
         experiences = returned.experiences
-        steps = list(experiences) if isinstance(experiences, Sequence) else [experiences]
+        is_many = type(experiences) in (list, tuple) or isinstance(experiences, Sequence)
+        steps = list(experiences) if is_many else [experiences]
         return Result(steps, returned.metrics)
     if isinstance(returned, list | tuple):
         return Result(list(returned))

@@ -14,10 +14,10 @@ import msgspec
 import numpy as np
 
 from recollect.errors import FormatError, WorkerDiedError
+from recollect.rollout.decoding import decode
 from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.models.base import to_wire
 from recollect.rollout.models.pool import Bound, Models
-from recollect.rollout.payload import decode
 from recollect.rollout.runners import wire
 from recollect.rollout.runners.base import Surroundings
 
