@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import sqlite3
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +18,8 @@ from tests.rollout.make import check_doors, config, experience, run
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, FormatError, LaneBusyError
+from recollect.rollout.journal import Journal
+from recollect.rollout.sinks import FileSink
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[tuple[Any, int]] = []
@@ -134,51 +138,110 @@ def test_a_foreign_journal_is_refused(tmp_path: Path, how: str) -> None:
     run(main())
 
 
-CHILD = """
-import asyncio, os, signal, sys
-import recollect.rollout as rr
-from tests.rollout.test_journal import made, experience
-from recollect.rollout.sinks import FileSink
+DRIVER = """
+import asyncio, json, os, signal, sys
 from pathlib import Path
-path, where = Path(sys.argv[1]), sys.argv[2]
+from tests.rollout.test_journal import killed_and_restarted
+json.dump({where: killed_and_restarted(Path(sys.argv[1]) / where, where) for where in sys.argv[2:]}, sys.stdout)
+"""
+WHERE = [
+    "sink-before",
+    "sink-after",
+    "running",
+    *(f"group-{n}-{at}" for n in (1, 2, 3, 4) for at in ("before", "after")),
+]
+
+
+def killed_and_restarted(path: Path, where: str) -> tuple[int, int, list[Any]]:
+    """Fork a coordinator that is killed at a place, then two that go on; return how they ended, and the rows."""
+    path.mkdir()
+    first = _forked(lambda: asyncio.run(_until_killed(path, where)))
+    for _ in range(2):
+        assert _forked(lambda: asyncio.run(_gone_on(path))) == 0, where
+    return os.waitstatus_to_exitcode(first), len(rows(path)), rows(path)
+
+
+def _forked(work: Any) -> int:
+    child = os.fork()
+    if child:
+        return os.waitpid(child, 0)[1]
+    try:
+        work()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    os._exit(0)
+
+
+def _kill() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
 
 class Killing(FileSink):
-    def write(self, x, commit_id):
-        if where == "before": os.kill(os.getpid(), signal.SIGKILL)
-        if self.holds(commit_id): raise AssertionError("written twice")
-        super().write(x, commit_id)
-        if where == "after": os.kill(os.getpid(), signal.SIGKILL)
+    """Kills the process before or after a write; refuses to write a commit twice."""
 
-async def main():
-    sink = Killing(path / "out")
-    c = made(path, sink=sink)
+    where = ""
+
+    def write(self, x: Any, commit_id: str) -> None:
+        if self.where == "sink-before":
+            _kill()
+        assert not self.holds(commit_id), "written twice"
+        super().write(x, commit_id)
+        if self.where == "sink-after":
+            _kill()
+
+
+async def _until_killed(path: Path, where: str) -> None:
+    Killing.where = where
+    if where.startswith("group"):
+        _, number, at = where.split("-")
+        write, groups = Journal._write_group, [0]
+
+        def counted(self: Any, database: Any) -> bool:
+            groups[0] += 1
+            if groups[0] == int(number) and at == "before":
+                while self._changes.empty():
+                    pass
+                _kill()
+            went_on = write(self, database)
+            if groups[0] == int(number) and at == "after":
+                _kill()
+            return went_on
+
+        Journal._write_group = counted  # type: ignore[method-assign]
+    c = made(path, sink=Killing(path / "out"))
     await c.prepare()
-    for b in c.batches():
-        await c.finalize_train_batch(b, timeout=20)
-    if where == "none":
-        await c.shutdown()
-        return
-    tasks = [rr.Task("tests.journal.held", repeat_times=2) for _ in range(4)]
-    await c.submit_batch(batch_id=where, tasks=tasks, batch_type="train")
-    if where == "running":
-        while c.batch_state(where).completed_task_count < 4: await asyncio.sleep(0)
-        os.kill(os.getpid(), signal.SIGKILL)
-    await c.finalize_train_batch(where, timeout=20)
-asyncio.run(main())
-"""
+    for ident in (1, 2):
+        tasks = [rr.Task("tests.journal.held", repeat_times=2) for _ in range(4)]
+        await c.submit_batch(batch_id=ident, tasks=tasks, batch_type="train")
+        while c.batch_state(ident).completed_task_count < 4:
+            await asyncio.sleep(0)
+        if where == "running":
+            _kill()
+        await c.finalize_train_batch(ident, timeout=20)
+
+
+async def _gone_on(path: Path) -> None:
+    """What a trainer does after a crash: what is live is finalized, what was never admitted is submitted again."""
+    Killing.where = ""
+    async with made(path, sink=Killing(path / "out")) as c:
+        for ident in (1, 2):
+            try:
+                c.batch_state(ident)
+            except KeyError:
+                tasks = [rr.Task("tests.journal.held", repeat_times=2) for _ in range(4)]
+                await c.submit_batch(batch_id=ident, tasks=tasks, batch_type="train")
+            result = await c.finalize_train_batch(ident, timeout=20)
+            assert result["experience_count"] == 8
+        check_doors(c)
 
 
 @pytest.mark.process
-@pytest.mark.parametrize("where", ["before", "after", "running"])
-def test_a_killed_coordinator_delivers_once(tmp_path: Path, where: str) -> None:
-    def child(mode: str) -> int:
-        env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-        return subprocess.run(
-            [sys.executable, "-c", CHILD, str(tmp_path), mode], env=env, timeout=50
-        ).returncode
-
-    assert child(where) == -signal.SIGKILL
-    assert child("none") == 0
-    assert child("none") == 0
-    found = rows(tmp_path)
-    assert len(found) == len(set(found)) == 8
+def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path) -> None:
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), *WHERE]
+    done = subprocess.run(command, env=env, timeout=100, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    for where, (code, n, found) in json.loads(done.stdout).items():
+        assert code == -signal.SIGKILL, where
+        assert n == 16 == len({tuple(uid) for uid in found}), where

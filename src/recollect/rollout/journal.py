@@ -12,18 +12,24 @@ import contextlib
 import sqlite3
 import threading
 import time
-from collections import OrderedDict
-from dataclasses import dataclass, field
 from queue import Empty, SimpleQueue
 from typing import Any
 
-import msgspec
-
 from recollect.errors import FormatError, LaneBusyError
-from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
 from recollect.rollout.records import BatchRecord, TaskRecord
-from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
+from recollect.rollout.saved import (
+    Kept,
+    Restored,
+    decode_batch,
+    decode_cut,
+    decode_outcome,
+    encode,
+    read_ending,
+    saved_batch,
+    saved_cut,
+    saved_ending,
+)
 
 FORMAT = 1
 GROUP_S = 0.010
@@ -35,78 +41,6 @@ create table if not exists runs (serial integer, position integer, run integer, 
 """
 
 
-class SavedTask(msgspec.Struct, array_like=True):
-    """A task as it is recorded."""
-
-    workflow: str
-    data: bytes
-    repeat_times: int
-    task_id: BatchId
-    timeout_s: float | None
-    max_retries: int | None
-    group_id: int
-
-
-class SavedBatch(msgspec.Struct, array_like=True):
-    """A batch as it is recorded."""
-
-    batch_id: BatchId
-    batch_type: str
-    min_wait_num: int | None
-    priority: int | None
-    commit_id: str
-    k: int | None
-    tasks: list[SavedTask]
-    counts: dict[str, int] = {}
-
-
-class SavedCut(msgspec.Struct, array_like=True):
-    """Which tasks count, by position, and what became of the others."""
-
-    tasks: list[int]
-    cancelled: int
-    carried: int
-
-
-class SavedEnding(msgspec.Struct, array_like=True):
-    """How a batch ended."""
-
-    batch_id: BatchId
-    batch_type: str
-    expected: int
-    statuses: list[tuple[BatchId, TaskStatus]]
-    min_wait_num: int | None
-    state: str
-    result: dict[str, Any] | None
-    reason: str | None
-
-
-@dataclass
-class Kept:
-    """A live batch of the journal."""
-
-    serial: int
-    batch: SavedBatch
-    cut: SavedCut | None
-    runs: list[tuple[int, Outcome]]
-
-
-@dataclass
-class Restored:
-    """What a journal held when it was opened."""
-
-    batches: list[Kept] = field(default_factory=list)
-    history: OrderedDict[BatchId, Ending] = field(default_factory=OrderedDict)
-    next_group: int = 0
-    k: int = 0
-    first_version: int | None = None
-
-
-_encode = msgspec.msgpack.Encoder().encode
-_batch = msgspec.msgpack.Decoder(SavedBatch).decode
-_cut = msgspec.msgpack.Decoder(SavedCut).decode
-_ending = msgspec.msgpack.Decoder(SavedEnding).decode
-_outcome = msgspec.msgpack.Decoder(Outcome).decode
 Change = tuple[str, tuple[Any, ...]]
 
 
@@ -127,6 +61,7 @@ class Journal:
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
         self._opened: asyncio.Future[Restored] = loop.create_future()
+        self._ended: asyncio.Future[None] = loop.create_future()
 
     @classmethod
     async def open(cls, path: str, config: Any, layout: str) -> Journal:
@@ -144,21 +79,7 @@ class Journal:
         """Record a batch that was admitted."""
         serial = self._serials[batch] = self._next_serial
         self._next_serial += 1
-        state = batch.state
-        tasks = [
-            SavedTask(t.workflow.name, t.data, t.n_runs, t.task_id, t.timeout_s, t.max_retries, t.group_id)
-            for t in batch.tasks
-        ]
-        saved = SavedBatch(
-            state.batch_id,
-            state.batch_type,
-            state.min_wait_num,
-            batch.priority,
-            batch.commit_id,
-            batch.k,
-            tasks,
-        )
-        self._put("insert into batches (serial, about) values (?, ?)", serial, _encode(saved))
+        self._put("insert into batches (serial, about) values (?, ?)", serial, saved_batch(batch))
         for key, value in (("next_group", next_group), ("k", k), ("first_version", first_version)):
             self._put("insert or replace into meta values (?, ?)", key, value)
 
@@ -175,7 +96,7 @@ class Journal:
                 serial,
                 task.position,
                 outcome.run_id,
-                _encode(outcome),
+                encode(outcome),
             )
 
     def failed(self, task: TaskRecord) -> None:
@@ -187,22 +108,18 @@ class Journal:
         """Record which results count."""
         cut, serial = batch.cut, self._serials.get(batch)
         if cut is not None and serial is not None:
-            saved = SavedCut([task.position for task in cut.tasks], cut.cancelled, cut.carried)
-            self._put("update batches set cut = ? where serial = ?", _encode(saved), serial)
+            self._put("update batches set cut = ? where serial = ?", saved_cut(cut), serial)
 
     def ended(self, batch: BatchRecord, reason: str | None, k: int) -> None:
         """Record how a batch ended and let go of its payloads."""
         serial = self._serials.pop(batch, None)
         if serial is None:
             return
-        state = batch.state
-        saved = SavedEnding(
-            state.batch_id, state.batch_type, state.expected_task_count, list(state.statuses.items()),
-            state.min_wait_num, state.state.value, state.final_result, reason,
-        )  # fmt: skip
         self._put("delete from runs where serial = ?", serial)
         self._put(
-            "update batches set ended = ?, about = null, cut = null where serial = ?", _encode(saved), serial
+            "update batches set ended = ?, about = null, cut = null where serial = ?",
+            saved_ending(batch.state, reason),
+            serial,
         )
         self._put("insert or replace into meta values (?, ?)", "k", k)
         self._put(
@@ -224,8 +141,8 @@ class Journal:
     async def close(self) -> None:
         """Record what waits, and close."""
         self._changes.put(None)
-        while self._thread.is_alive():
-            await asyncio.sleep(0.001)
+        if self._thread.is_alive():
+            await self._ended
         self._thread.join()
 
     # -- the thread
@@ -237,22 +154,19 @@ class Journal:
             self._answer(self._opened, None, error)
             return
         try:
-            restored = self._read(database)
+            with contextlib.closing(database):
+                self._answer(self._opened, self._read(database), None)
+                while self._write_group(database):
+                    pass
         except BaseException as error:
-            database.close()
             broken = (
                 error
                 if isinstance(error, FormatError)
                 else FormatError(f"{self.path}: cannot be read: {error!r}")
             )
             self._answer(self._opened, None, broken)
-            return
-        self._answer(self._opened, restored, None)
-        try:
-            while self._write_group(database):
-                pass
         finally:
-            database.close()
+            self._answer(self._ended, None, None)
 
     def _answer(self, future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
         def answer() -> None:
@@ -327,7 +241,7 @@ class Journal:
         for serial, about, cut, ended in database.execute("select * from batches order by serial"):
             self._first_free = serial + 1
             if ended is not None:
-                ending = _ended(_ending(ended))
+                ending = read_ending(ended)
                 restored.history[ending.state.batch_id] = ending
                 continue
             runs = database.execute(
@@ -336,17 +250,9 @@ class Journal:
             restored.batches.append(
                 Kept(
                     serial,
-                    _batch(about),
-                    None if cut is None else _cut(cut),
-                    [(position, _outcome(outcome)) for position, outcome in runs],
+                    decode_batch(about),
+                    None if cut is None else decode_cut(cut),
+                    [(position, decode_outcome(outcome)) for position, outcome in runs],
                 )
             )
         return restored
-
-
-def _ended(saved: SavedEnding) -> Ending:
-    state = BatchState(
-        saved.batch_id, saved.batch_type, saved.expected, dict(saved.statuses), saved.min_wait_num,  # type: ignore[arg-type]
-        BatchLifecycleState(saved.state), saved.result,
-    )  # fmt: skip
-    return Ending(state, saved.reason)

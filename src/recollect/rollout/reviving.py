@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from recollect.rollout.config import Config
 from recollect.rollout.desk import Desk
-from recollect.rollout.journal import Journal, Kept
+from recollect.rollout.journal import Journal
 from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
+from recollect.rollout.saved import Kept
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.tasks import Task, find_workflow, task_key
