@@ -150,3 +150,68 @@ def test_samples_that_are_not_in_a_file_yet_come_too(tmp_path: Path) -> None:
         buffer.extend(rows(900, PIECE))  # what was in memory is in a file now
         rest = [i for batch in batches for i in batch["id"].tolist()]
         assert sorted(first + rest) == [*range(2 * PIECE + 5)]
+
+
+# -- chunks that are decoded beside the reads
+
+
+def cache_of(buffer: rc.ReplayBuffer) -> Any:
+    storage: Any = buffer.storage
+    return storage._cache(())
+
+
+def test_an_epoch_has_the_next_window_decoded_beside_the_reads(path: Path) -> None:
+    with load(path) as buffer:
+        cache = cache_of(buffer)
+        batches = iter(rc.StepSampler(buffer, 10, seed=3).epoch_iter())
+        next(batches)
+        held = 2 * buffer.storage.chunk_window()
+        assert cache.decoded == held, "this window and the next were asked for"
+        assert sum(len(b["id"]) for b in batches) == N - 10
+        assert cache.decoded == -(-N // PIECE) and not cache._coming
+
+
+def test_a_damaged_chunk_that_was_expected_raises_when_it_is_read_and_only_then(path: Path) -> None:
+    with load(path) as buffer:
+        file = path / "storage" / buffer.storage._pieces[1].name  # type: ignore[attr-defined]
+        whole = file.read_bytes()
+        file.write_bytes(bytes(len(whole)))
+        buffer._expect(np.array([0, PIECE]))
+        assert buffer[0]["id"] == 0
+        for _ in range(2):
+            with pytest.raises(rc.FormatError, match=file.name):
+                buffer[PIECE]
+        file.write_bytes(whole)
+        assert buffer[PIECE]["id"] == PIECE
+
+
+@pytest.mark.process
+def test_a_forked_child_decodes_what_its_parent_expected_itself(path: Path) -> None:
+    import os
+
+    with load(path) as buffer:
+        buffer._expect(np.arange(0, 4 * PIECE, PIECE))
+        child = os.fork()
+        if not child:
+            found = buffer[np.arange(4 * PIECE)]["id"].tolist() == [*range(4 * PIECE)]
+            os._exit(0 if found else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        assert buffer[np.arange(4 * PIECE)]["id"].tolist() == [*range(4 * PIECE)]
+
+
+def test_more_than_can_be_held_is_not_expected(path: Path) -> None:
+    with load(path, pieces=4) as buffer:
+        buffer._expect(np.arange(0, N, PIECE))
+        assert cache_of(buffer).decoded == 0
+        buffer._expect(np.array([0, PIECE]))
+        buffer._expect(np.array([2 * PIECE, 3 * PIECE, 4 * PIECE]))  # pushes out one of the first
+        assert buffer[np.arange(N)]["id"].tolist() == [*range(N)]
+
+
+def test_closing_with_chunks_under_way_leaves_no_thread(path: Path) -> None:
+    import threading
+
+    before = threading.active_count()
+    with load(path) as buffer:
+        buffer._expect(np.arange(0, 4 * PIECE, PIECE))
+    assert threading.active_count() == before
