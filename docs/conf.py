@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import re
+import sys
+from pathlib import Path
 from typing import Any
 
 from recollect import __version__
+
+sys.path.insert(0, str(Path(__file__).parent))
+import figures  # beside this file
 
 project = "Recollect"
 author = "the Recollect authors"
@@ -35,6 +40,12 @@ def _code_in_backticks(
                 for line in lines]  # fmt: skip
 
 
+def _put_figures(app: object, docname: str, source: list[str]) -> None:
+    """Put the measured figures where a page asks for them."""
+    source[0] = source[0].replace("<!-- figures of compare.py -->", figures.compared())
+
+
 def setup(app: Any) -> None:
     """Called by Sphinx."""
+    app.connect("source-read", _put_figures)
     app.connect("autodoc-process-docstring", _code_in_backticks)
