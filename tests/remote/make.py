@@ -39,7 +39,7 @@ def paths(ids: Any, rewards: Any, lengths: Any = None, finals: Any = None, seed:
     """Trajectories whose steps can be told from their ids."""
     ids = np.asarray(ids, np.int64)
     rng = np.random.default_rng(seed)
-    n = rng.integers(1, MAX_LENGTH + 1, len(ids)) if lengths is None else np.asarray(lengths)
+    n = rng.integers(1, MAX_LENGTH + 1, len(ids)) if lengths is None else np.asarray(lengths, np.int64)
     total = int(n.sum())
     state = np.stack([np.repeat(ids, n) % 8, np.arange(total) % 8], axis=1).astype(np.int32)
     finals = np.stack([ids, ids + 0.5], axis=1) if finals is None else np.asarray(finals, np.float64)

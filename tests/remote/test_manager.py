@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -758,6 +759,33 @@ def test_power_safe_syncs_before_answers_leave(tmp_path: Path, monkeypatch: pyte
         for i in range(3):
             replay.add(samples([i], [0.0]))
             assert len(synced) == i + 1
+    m.close()
+    for end in ends:
+        end.close()
+
+
+def test_power_safe_syncs_once_for_all_messages_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", synced.append)
+    ends = LocalCarrier.group(2)
+    m = ReplayBufferManager(
+        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
+    )
+    replay = RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0, mode="async_comm", window=8)
+    with ThreadPoolExecutor(1) as beside:  # it says Hello, and then sends while nobody works
+        greeted = beside.submit(replay.add, samples([0], [0.0]))
+        while not greeted.done():
+            m._serving._serve(True)
+        greeted.result(10)
+    for i in range(1, 6):
+        replay.add(samples([i], [0.0]))
+    synced.clear()
+    m._serving._serve(True)
+    assert len(m.buffer) == 6 and len(synced) == 1
+    m.start()
+    assert len(replay.close()) == 6
     m.close()
     for end in ends:
         end.close()

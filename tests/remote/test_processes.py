@@ -285,17 +285,83 @@ def test_launch_brings_back_results_and_stats(carrier: str) -> None:
     assert {rank: stats.offered for rank, stats in out.stats.items()} == {3: 40, 4: 20}
 
 
-def raise_in_one(ctx: Any) -> int:
-    with ctx.replay(SAMPLE) as replay:
-        replay.add(samples([1], [0.0]))
-        if ctx.rank == 0:
-            raise KeyError("this one fails")
-        return 7
+def test_a_worker_that_raises_is_a_worker_error_after_the_others_finished(tmp_path: Path) -> None:
+    def raise_in_one(ctx: Any) -> None:
+        with ctx.replay(SAMPLE) as replay:
+            replay.add(samples([1], [0.0]))
+            if ctx.rank == 0:
+                raise KeyError("this one fails")
+            eventually(lambda: replay.metadata()["n_left"] == 1)
+            replay.add(samples([2], [0.0]))
+            (tmp_path / "finished").touch()
 
-
-def test_a_worker_that_raises_is_a_worker_error_after_the_others_finished() -> None:
-    with pytest.raises(WorkerError, match="this one fails"):
+    with pytest.raises(WorkerError, match="(?s)rank 0:.*this one fails") as caught:
         launch(raise_in_one, plain_manager, n_workers=2)
+    assert (tmp_path / "finished").exists() and "rank 1" not in str(caught.value)
+
+
+def test_launch_needs_a_carrier_it_knows_and_a_world_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ValueError, match="carrier"):
+        launch(count, plain_manager, carrier="pigeon")
+    (end,) = LocalCarrier.group(1)
+    monkeypatch.setattr("recollect.remote.launching.carrier_of", lambda name: end)
+    with pytest.raises(ValueError, match="must be the 1 ranks there are, got 3"):
+        launch(count, plain_manager, carrier="mpi")
+
+
+def draw_elsewhere(buffer: Any, stop: Any, out: Any) -> None:
+    import recollect as rc
+
+    sampler, n = rc.StepSampler(buffer, 8, seed=0), 0
+    while not stop.is_set():
+        drawn = sampler.sample()
+        assert (drawn["log_reward"] == drawn["id"] * 0.5).all()
+        n += 1
+    out.send(n)
+
+
+def test_a_shared_buffer_is_read_by_others_while_the_manager_works() -> None:
+    ends = LocalCarrier.group(2)
+    made = ReplayBufferManager(
+        SAMPLE, 1, 1, capacity=64, communication_backend=ends[1], storage="shared"
+    ).start()
+    stop, (ours, theirs) = FORK.Event(), FORK.Pipe()
+    with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
+        replay.add(samples(range(64), np.arange(64) * 0.5))
+        reader = FORK.Process(target=draw_elsewhere, args=(made.buffer, stop, theirs))
+        reader.start()
+        for i in range(100):
+            ids = np.arange(64 + 16 * i, 80 + 16 * i)
+            replay.add(samples(ids, ids * 0.5))
+        drawn = replay.sample(64, replace=False)  # what was acknowledged as kept can be drawn at once
+        assert sorted(drawn["id"].tolist()) == list(range(1600, 1664))
+        stop.set()
+        assert ours.poll(20) and ours.recv() >= 0
+        reader.join(10)
+        assert reader.exitcode == 0
+    reader.close()
+    ours.close()
+    theirs.close()
+    made.close()
+    for end in ends:
+        end.close()
+
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "gflownet_hypergrid.py"
+
+
+@pytest.mark.parametrize("budget", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_the_example_learns(budget: int, capfd: pytest.CaptureFixture[str]) -> None:
+    """Its own assertions are the test: true trajectories, nothing lost, and with 1,000 updates L1 < 0.05."""
+    import runpy
+
+    module = runpy.run_path(str(EXAMPLE))
+    for filtering in (False, True)[: 1 + (budget >= 1000)]:
+        results = module["run"]("local", budget, filtering)
+        for curve, stats in results.values():
+            assert curve[-1][1] < 1.3 and curve[-1][2] >= 1
+            assert (stats.filtered > 0) == filtering
+        assert capfd.readouterr().out.count("L1 distance 1.40 before") == 2
 
 
 def test_a_dead_manager_with_a_checkpoint_is_restarted(tmp_path: Path) -> None:

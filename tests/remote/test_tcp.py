@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import os
+import random
+import shutil
 import socket
+import ssl
 import struct
+import subprocess
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
-from recollect.remote import TcpCarrier
+from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.carriers import tcp
+from recollect.remote.carriers.link import HEADER, MAGIC
+from recollect.remote.messages import Sample
+from recollect.remote.wire import encode
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -221,3 +230,87 @@ def test_nobody_listens() -> None:
 def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         TcpCarrier.join([address], token=TOKEN, timeout=0.1)
+
+
+@pytest.fixture(scope="module")
+def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
+    """What a server and a client need to speak TLS, with a certificate made for this run."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl is needed to make a certificate")
+    path = tmp_path_factory.mktemp("tls")
+    key, certificate = path / "key.pem", path / "cert.pem"
+    subprocess.run(
+        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
+         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
+         "-out", str(certificate)],
+        check=True, capture_output=True,
+    )  # fmt: skip
+    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    server.load_cert_chain(certificate, key)
+    return server, ssl.create_default_context(cafile=str(certificate))
+
+
+def test_frames_may_be_encrypted(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
+    server = TcpCarrier.serve(0, token=TOKEN, ssl_context=contexts[0])
+    a = TcpCarrier.join([server.address], token=TOKEN, rank=1, ssl_context=contexts[1])
+    block = os.urandom(3 << 20)
+    a.isend(0, 4, [block, b"end"])
+    assert bytes(server.recv(1, 4, SOON)[2]) == block + b"end"
+    server.send(1, 0, [b"answer"], SOON)
+    assert bytes(a.recv(0, timeout=SOON)[2]) == b"answer"
+    with pytest.raises((DeadlineError, AuthError, OSError)):
+        TcpCarrier.join([server.address], token=TOKEN, rank=2, timeout=0.3)  # in the clear
+    with pytest.raises((DeadlineError, OSError)):  # a certificate that this client does not know
+        strict = ssl.create_default_context()
+        TcpCarrier.join([server.address], token=TOKEN, rank=2, ssl_context=strict, timeout=0.3)
+    assert server.alive() == {0, 1}
+    a.close()
+    server.close()
+
+
+def test_a_hundred_thousand_wrong_frames_cost_a_manager_nothing() -> None:
+    """A peer that knows the token sends random, cut and oversized frames, and comes back under new ranks."""
+    server = TcpCarrier.serve(0, token=TOKEN, max_frame=1 << 16)
+    env = {"id": ((), "int64")}
+    made = ReplayBufferManager(env, 0, None, communication_backend=server).start()
+    good = TcpCarrier.join([server.address], token=TOKEN, rank=1, max_frame=1 << 16)
+    rng, sent = random.Random(0), 0
+    data = b"".join(encode(Sample(1, 1, "uniform", True)))
+    with RemoteReplay(env, 0, good, deadline=SOON) as replay:
+        while sent < 100_000:
+            rogue = TcpCarrier.join([server.address], token=TOKEN)
+            burst = bytearray()
+            for _ in range(2500):
+                frame = rng.randbytes(rng.randrange(40)) if sent % 2 else data[: rng.randrange(len(data))]
+                burst += HEADER.pack(MAGIC, 0, len(frame)) + frame
+                sent += 1
+            burst += HEADER.pack(MAGIC, 0, 1 << 17)
+            with suppress(OSError):
+                rogue._outward[0].sock.setblocking(True)
+                rogue._outward[0].sock.sendall(burst)
+            rogue.close()
+            assert replay.add({"id": np.array([sent])}) == {"score": float("inf")}
+        eventually(lambda: made.stats().malformed >= 40)
+        stats = made.stats()
+        assert stats.offered == 40 and stats.senders[1].malformed == 0
+        assert max(sender.malformed for sender in stats.senders.values()) <= 17
+        assert made.is_running
+    made.close()
+    good.close()
+    server.close()
+
+
+def test_sizes_that_are_wrong_count_and_shut_out_too(server: TcpCarrier) -> None:
+    made = ReplayBufferManager({"id": ((), "int64")}, 0, None, communication_backend=server).start()
+    rogue = TcpCarrier.join([server.address], token=TOKEN, rank=5)
+    for n in range(1, 17):
+        rogue._outward[0].sock.send(HEADER.pack(MAGIC, 0, 1 << 60))
+        eventually(lambda n=n: made.stats().malformed == n)
+        eventually(lambda: 0 not in rogue.alive())
+        if n < 16:
+            rogue.reconnect(0, SOON)
+    with pytest.raises((AuthError, PeerDiedError), match="shut out"):
+        rogue.reconnect(0, 1.0)
+    assert made.stats().senders[5].malformed == 16
+    rogue.close()
+    made.close()

@@ -47,6 +47,7 @@ class Serving:
         self.unsent = 0
         self._in_a_row: dict[int, int] = {}
         self._shut_out: set[int] = set()
+        self._of_streams: dict[int, int] = {}
         self._next_tick = 0.0
         self._undertaker: threading.Thread | None = None
 
@@ -91,6 +92,14 @@ class Serving:
             return replies
 
     def _malformed(self, sender: int, received: Received) -> list[Reply]:
+        for_ever = self._refuse(sender)
+        if received.message is None or for_ever:
+            return []
+        text = str(received.error)[:60_000]
+        return [Reply(sender, DATA_TAG, encode(Failed(received.message.request, "FrameError", text)))]
+
+    def _refuse(self, sender: int) -> bool:
+        """Count a malformed frame and close its sender's connection; True if that is for ever."""
         self.manager._desk.count_malformed(sender)
         self._in_a_row[sender] = self._in_a_row.get(sender, 0) + 1
         for_ever = self._in_a_row[sender] >= _MOST_MALFORMED
@@ -99,10 +108,15 @@ class Serving:
         refuse = getattr(self.manager._carrier, "refuse", None)
         if refuse is not None:
             refuse(sender, for_ever)
-        if received.message is None or for_ever:
-            return []
-        text = str(received.error)[:60_000]
-        return [Reply(sender, DATA_TAG, encode(Failed(received.message.request, "FrameError", text)))]
+        return for_ever
+
+    def _hear_of_streams(self) -> None:
+        """Frames whose size alone was wrong never came here: the carrier closed the connection. Count them too."""
+        seen: dict[int, int] = getattr(self.carrier, "malformed", {})
+        for rank, n in list(seen.items()):
+            for _ in range(n - self._of_streams.get(rank, 0)):
+                self._refuse(rank)
+            self._of_streams[rank] = n
 
     # -- answers
 
@@ -196,6 +210,7 @@ class Serving:
         manager, carrier = self.manager, self.carrier
         self.prune()
         with manager._lock:
+            self._hear_of_streams()
             manager._book.tick(now, carrier.alive(), getattr(carrier, "sees_death", True))
             replies = manager._desk.tick(now)
         for reply in replies:  # to other managers, who may not be there

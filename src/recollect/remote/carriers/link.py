@@ -84,6 +84,7 @@ class Link:
         self.out: deque[Outgoing] = deque()
         self.is_open = True
         self.is_paused = False
+        self.error: FrameError | None = None
         self._is_ssl = isinstance(sock, ssl.SSLSocket)
         self._staging = bytearray(_STAGING)
         self._view = memoryview(self._staging)
@@ -129,7 +130,7 @@ class Link:
     # -- in
 
     def read(self) -> list[Frame]:
-        """Return the frames that have come; EOFError at the end of the stream, FrameError for rubbish."""
+        """Return the frames that have come; EOFError at the end of the stream. After rubbish, `error` says so."""
         frames: list[Frame] = []
         total = 0
         try:
@@ -140,6 +141,8 @@ class Link:
                     break  # very likely all there is; if not, the poll says so at once
         except _WOULD_BLOCK:
             pass
+        except FrameError as error:
+            self.error = error  # what came before it is whole
         except EOFError:
             if not frames:
                 raise

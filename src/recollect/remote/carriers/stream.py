@@ -153,6 +153,8 @@ class StreamCarrier:
             if self._inbox.nbytes(link.rank) > self.max_frame and not link.is_paused:
                 link.is_paused = True
                 self._watch(link)
+        if link.error is not None:
+            raise link.error
 
     def _watch(self, link: Link) -> None:
         if self._epoll is not None and link.is_open:

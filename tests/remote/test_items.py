@@ -1,0 +1,195 @@
+"""What an item is, and trajectories: every accepted form comes back as it was given."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gymnasium
+import numpy as np
+import pytest
+from gymnasium import spaces
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, grid, paths, samples
+
+import recollect as rc
+from recollect.errors import SchemaError
+from recollect.remote import ReplayBufferManager, Trajectories
+from recollect.remote.described import space_of_text, text_difference
+from recollect.remote.items import item_space
+from recollect.remote.packed import Packed
+
+
+def test_an_environment_is_its_transitions() -> None:
+    env = gymnasium.make("CartPole-v1")
+    assert item_space(env).space == rc.transition_space(env)
+    several = gymnasium.make_vec("CartPole-v1", num_envs=2)
+    assert item_space(several).space == rc.transition_space(env)
+    several.close()
+
+
+def test_an_object_with_a_trajectory_space_brings_its_length() -> None:
+    class Env:
+        trajectory_space = grid()
+        max_length = 7
+
+    items = item_space(Env())
+    assert items.is_trajectory and items.max_length == 7
+    assert item_space(Env(), 3).max_length == 3
+
+
+@pytest.mark.parametrize("wrong", [0, -1, True, 2**31])
+def test_a_length_must_be_one(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="max_length"):
+        item_space(grid(), wrong)
+    with pytest.raises(ValueError, match="is for trajectories"):
+        item_space(PLAIN, 5)
+
+
+def test_a_log_reward_is_a_scalar_float() -> None:
+    for wrong in ((2,), "float32"), ((), "int64"):
+        with pytest.raises(ValueError, match="log_reward"):
+            item_space({"id": ((), "int64"), "log_reward": wrong})
+    assert not item_space({"x": {"log_reward": ((), "float32")}}).has_log_reward
+
+
+lengths = st.lists(st.integers(1, MAX_LENGTH), max_size=8)
+
+
+@given(lengths)
+def test_trajectories_come_back_from_packed_rows(given_: list[int]) -> None:
+    items = item_space(grid(), MAX_LENGTH)
+    given_paths = paths(range(len(given_)), np.arange(len(given_), dtype=float), given_)
+    packed = items.encode(given_paths)
+    back = items.decode(packed)
+    assert_equal(back, given_paths)
+    assert packed.nbytes == sum(given_) * items.shapes.row_nbytes + len(given_) * (
+        4 + items.shapes.field_nbytes
+    )
+    assert packed.item_nbytes().sum() == packed.nbytes
+    block = {"steps": [one["steps"] for one in given_paths], "id": given_paths.fields["id"],
+             "final_state": given_paths.fields["final_state"], "log_reward": given_paths.log_rewards}  # fmt: skip
+    assert_equal(items.decode(items.encode(block)), given_paths)
+
+
+def assert_equal(a: Trajectories, b: Trajectories) -> None:
+    np.testing.assert_equal(a.lengths, b.lengths)
+    np.testing.assert_equal(a.log_rewards, b.log_rewards)
+    for mine, theirs in ((a.steps, b.steps), (a.fields, b.fields)):
+        assert mine.keys() == theirs.keys()
+        for key in mine:
+            np.testing.assert_equal(mine[key], theirs[key])
+
+
+@given(lengths.filter(bool), st.data())
+def test_indices_and_takes_choose_whole_trajectories(given_: list[int], data: Any) -> None:
+    n = len(given_)
+    all_of = paths(range(n), np.zeros(n), given_)
+    index = data.draw(st.lists(st.integers(-n, n - 1), max_size=6))
+    some = all_of[index]
+    assert some.fields["id"].tolist() == [i % n for i in index]
+    assert (some.steps["state"][:, 0] == np.repeat(some.fields["id"] % 8, some.lengths)).all()
+    items = item_space(grid(), MAX_LENGTH)
+    at = np.array([i % n for i in index], np.int64)
+    assert_equal(items.decode(items.encode(all_of).take(at)), all_of[at])
+    mask = np.arange(n) % 2 == 0
+    assert all_of[mask].fields["id"].tolist() == np.flatnonzero(mask).tolist()
+    with pytest.raises(IndexError):
+        all_of[n]
+
+
+@given(lengths.filter(bool), st.integers(0, 3), st.booleans())
+def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool) -> None:
+    n = len(given_)
+    first = paths(range(n), np.zeros(n), given_)
+    steps, mask = first.to_padded(max(given_) + more)
+    assert mask.sum(1).tolist() == given_ and steps["state"].shape == (n, max(given_) + more, 2)
+    assert not steps["state"][~mask].any()
+    if time_major:
+        steps = {key: np.swapaxes(value, 0, 1) for key, value in steps.items()}
+    back = Trajectories.from_padded(steps, given_, time_major, log_rewards=first.log_rewards, **first.fields)
+    assert_equal(back, first)
+    with pytest.raises(ValueError, match="max_length"):
+        first.to_padded(max(given_) - 1)
+    assert_equal(Trajectories.concat([first[:1], first[1:]]) if n > 1 else first, first)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (lambda: Trajectories({"x": np.zeros(3)}, [0, 3]), "at least 1"),
+        (lambda: Trajectories({"x": np.zeros(3)}, [1, 1]), "x: must have 2 rows, got 3"),
+        (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [0.0]), "log_rewards"),
+        (lambda: Trajectories({"x": np.zeros(2)}, [1.0, 1.0]), "integers"),
+        (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], goal=np.zeros(3)), "goal"),
+        (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [1, 2]), "floats"),
+    ],
+)
+def test_trajectories_that_do_not_fit_are_refused(wrong: Any, text: str) -> None:
+    with pytest.raises(SchemaError, match=text):
+        wrong()
+
+
+def test_a_stored_packed_block_is_a_container() -> None:
+    m = ReplayBufferManager(grid(), 1, None, max_length=MAX_LENGTH)
+    m.add(paths(range(4), np.arange(4.0)))
+    other = ReplayBufferManager(grid(), 1, None, max_length=MAX_LENGTH)
+    other.add(m.buffer.get_packed_at([1, 3]))
+    other.add(m.buffer)
+    assert sorted(other.buffer[:]["id"].tolist()) == [0, 1, 1, 2, 3, 3]
+    with pytest.raises(SchemaError, match="packed rows"):
+        other.add(np.zeros((2, 5), np.uint8))
+    with pytest.raises(SchemaError, match="packed rows"):
+        ReplayBufferManager(SAMPLE, 1, None).add(np.zeros((2, 5), np.uint8))
+
+
+def test_containers_of_another_kind_are_refused() -> None:
+    m = ReplayBufferManager(SAMPLE, 1, None)
+    with pytest.raises(SchemaError, match="must be a block"):
+        m.add(paths([1], [0.0]))
+    trajectories = ReplayBufferManager(grid(), 1, None, max_length=4)
+    for wrong in (samples([1], [0.0]), {"steps": []}, 5):
+        with pytest.raises((SchemaError, TypeError)):
+            trajectories.add(wrong)
+    assert len(m.buffer) == len(trajectories.buffer) == 0
+
+
+def test_parts_join_to_one_container() -> None:
+    items = item_space(grid(), MAX_LENGTH)
+    parts = [paths([1, 2], [0.0, 1.0], [2, 3]), paths([3], [2.0], [1])]
+    whole = items.decode(Packed.concat([items.encode(part) for part in parts]))
+    assert_equal(whole, Trajectories.concat(parts))
+
+
+# -- spaces that a peer described
+
+
+@pytest.mark.parametrize(
+    ("mine", "theirs", "leaf"),
+    [
+        (PLAIN, SAMPLE, "log_reward: only there"),
+        (SAMPLE, PLAIN, "log_reward: only here"),
+        ({"a": {"b": ((2,), "int64")}}, {"a": {"b": ((3,), "int64")}}, "a/b"),
+        ({"a": ((), "int64"), "b": ((), "int64")}, {"b": ((), "int64"), "a": ((), "int64")}, "order"),
+        (grid(), grid(np.float32), "log_reward"),
+    ],
+)
+def test_the_first_difference_is_named(mine: Any, theirs: Any, leaf: str) -> None:
+    texts = [item_space(space, needs_length=False).text for space in (mine, theirs)]
+    assert leaf in (text_difference(*texts) or "") and text_difference(texts[0], texts[0]) is None
+
+
+@given(st.sampled_from([SAMPLE, PLAIN, {"x": spaces.Discrete(5), "y": ((3,), "float32")}]))
+def test_a_described_space_comes_back(space: Any) -> None:
+    made = item_space(space)
+    assert item_space(space_of_text(made.text)).id == made.id
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "[]", '{"type": "os.system"}', "[" * 10_000, '{"type":"box","dtype":"float32","shape":[4294967296,8]}',
+     '{"type":"multibinary","n":1099511627776}'],
+)  # fmt: skip
+def test_a_described_space_beyond_reason_is_refused(text: str) -> None:
+    with pytest.raises(SchemaError):
+        space_of_text(text)
