@@ -61,7 +61,7 @@ $(VENV)/venv.stamp: constraints.txt
 	touch $@
 
 $(VENV)/core.stamp: $(VENV)/venv.stamp $(PINS) $(CORE)
-	$(call install_with,cli)
+	$(call install_with,cli+web)
 	touch $@
 
 $(BENCH)/peers.stamp: benchmarks/setup.sh benchmarks/constraints.txt

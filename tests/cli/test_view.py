@@ -44,3 +44,13 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
     buf.dumps(tmp_path / "run")
     with pytest.raises(SystemExit, match=r"reward: must be a leaf of one number, one of \['x'\], got 'y'"):
         run(["view", str(tmp_path / "run"), "--reward", "y"])
+
+
+def test_a_missing_extra_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in [
+        name for name in sys.modules if name.startswith(("recollect.observe.web", "recollect.observe.view"))
+    ]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setitem(sys.modules, "starlette", None)
+    with pytest.raises(SystemExit, match=r'pip install "recollect\[web\]"'):
+        run(["view", str(tmp_path)])

@@ -7,7 +7,7 @@ import sys
 import webbrowser
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
 
@@ -38,12 +38,11 @@ class View:
     def run(self) -> None:
         """Open, serve, and wait for Ctrl-C."""
         from recollect.observe.view.catalogue import open_catalogue
-        from recollect.observe.view.site import site_routes
         from recollect.observe.web import WebServer, make_app
 
         with (
             open_catalogue(self.path, split=self.split, reward=self.reward) as catalogue,
-            WebServer(make_app(site_routes(catalogue)), self.port) as server,
+            WebServer(make_app(_routes(catalogue)), self.port) as server,
         ):
             about = catalogue.about()
             if self.json:
@@ -55,3 +54,10 @@ class View:
             if self.browser and not self.json:
                 webbrowser.open(server.url)
             server.wait()
+
+
+def _routes(catalogue: Any) -> Any:
+    # After recollect.observe.web, which says what is missing where its packages are not installed.
+    from recollect.observe.view.site import site_routes
+
+    return site_routes(catalogue)
