@@ -60,6 +60,6 @@ def test_every_error_is_public() -> None:
     assert ours <= set(PUBLIC)
 
 
-@pytest.mark.parametrize("name", ["ipc", "learners", "observe"])
+@pytest.mark.parametrize("name", ["datasets", "ipc", "learners", "observe", "remote", "rollout", "testing"])
 def test_packages_are_reached_by_attribute(name: str) -> None:
     assert getattr(recollect, name).__name__ == f"recollect.{name}"

@@ -43,6 +43,8 @@ _MODULES = (
     "learners",
     "remote",
     "observe",
+    "rollout",
+    "testing",
 )  # reached as `rc.ipc.ReplayBuffer`; loaded when first used, like the names
 _HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
@@ -51,6 +53,9 @@ if TYPE_CHECKING:
     import recollect.ipc as ipc  # noqa: F401
     import recollect.learners as learners  # noqa: F401
     import recollect.observe as observe  # noqa: F401
+    import recollect.remote as remote  # noqa: F401
+    import recollect.rollout as rollout  # noqa: F401
+    import recollect.testing as testing  # noqa: F401
     from recollect.batch import BatchBase as BatchBase
     from recollect.batch import CombinedBatch as CombinedBatch
     from recollect.batch import DataTransformation as DataTransformation

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -44,6 +45,10 @@ def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:
     buf.dumps(tmp_path / "run")
     with pytest.raises(SystemExit, match=r"reward: must be a leaf of one number, one of \['x'\], got 'y'"):
         run(["view", str(tmp_path / "run"), "--reward", "y"])
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        with pytest.raises(SystemExit, match=f"--port {port}: Address already in use; leave it out"):
+            run(["view", str(tmp_path / "run"), "--port", port])
 
 
 def test_a_missing_extra_is_told_with_its_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,5 +57,7 @@ def test_a_missing_extra_is_told_with_its_command(tmp_path: Path, monkeypatch: p
     ]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "starlette", None)
+    buf = rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=3)
+    buf.dumps(tmp_path / "run")
     with pytest.raises(SystemExit, match=r'pip install "recollect\[web\]"'):
-        run(["view", str(tmp_path)])
+        run(["view", str(tmp_path / "run")])

@@ -6,6 +6,7 @@ import json
 import sys
 import webbrowser
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -38,11 +39,10 @@ class View:
     def run(self) -> None:
         """Open, serve, and wait for Ctrl-C."""
         from recollect.observe.view.catalogue import open_catalogue
-        from recollect.observe.web import WebServer, make_app
 
         with (
             open_catalogue(self.path, split=self.split, reward=self.reward) as catalogue,
-            WebServer(make_app(_routes(catalogue)), self.port) as server,
+            self._serve(catalogue) as server,
         ):
             about = catalogue.about()
             if self.json:
@@ -55,9 +55,14 @@ class View:
                 webbrowser.open(server.url)
             server.wait()
 
+    def _serve(self, catalogue: Any) -> Any:
+        from recollect.observe.web import WebServer, make_app
 
-def _routes(catalogue: Any) -> Any:
-    # After recollect.observe.web, which says what is missing where its packages are not installed.
-    from recollect.observe.view.site import site_routes
-
-    return site_routes(catalogue)
+        # Not before recollect.observe.web, which says what is missing where its packages are not installed.
+        site = import_module("recollect.observe.view.site")
+        try:
+            return WebServer(make_app(site.site_routes(catalogue)), self.port)
+        except OSError as error:
+            sys.exit(
+                f"recollect: --port {self.port}: {error.strerror}; leave it out to take any that is free"
+            )
