@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import webbrowser
 from dataclasses import dataclass
@@ -64,5 +65,5 @@ class View:
             return WebServer(make_app(site.site_routes(catalogue)), self.port)
         except OSError as error:
             sys.exit(
-                f"recollect: --port {self.port}: {error.strerror}; leave it out to take any that is free"
+                f"recollect: --port {self.port}: {os.strerror(error.errno or 0)}; leave it out to take any that is free"
             )
