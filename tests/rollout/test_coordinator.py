@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import gc
+import json
 import threading
 from typing import Any
 
@@ -1016,3 +1017,31 @@ def test_a_failed_start_undoes_everything() -> None:
             c.stats()
 
     run(main())
+
+
+def test_a_trace_has_every_kind_of_slice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recollect.rollout.observe.SLICES_KEPT", 3)  # written in parts
+    path = tmp_path / "trace.json"
+
+    async def asks(task: Any, models: Any) -> Any:
+        await models.rollout.generate("?")
+        if task.attempt == 1:
+            await asyncio.get_running_loop().create_future()
+        return experience()
+
+    async def main() -> None:
+        fields = {"max_retries": 1, "retry_backoff_s": 1.0, "attempt_timeout_s": 5.0, "trace": str(path)}
+        async with coordinator([rr.ScriptedModel(["x"])], **fields) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(asks)], batch_type="train")
+            await settle(c)
+            c.clock.advance(5.0)
+            await settle(c)
+            c.clock.advance(1.3)
+            await c.finalize_train_batch(1, timeout=10)
+
+    run(main())
+    slices = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
+    kinds = ("admission", "queue", "attempt", "model_call", "backoff", "grace", "pass", "sink")
+    assert {e["name"] for e in slices} == {f"rollout/{kind}" for kind in kinds}
+    assert next(e["dur"] for e in slices if e["name"] == "rollout/attempt") == 5e6
+    assert all(e["dur"] >= 0 for e in slices)

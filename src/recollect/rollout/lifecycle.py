@@ -93,8 +93,9 @@ def _open_sink(desk: Desk) -> None:
 
 
 async def _start_runners(desk: Desk) -> None:
+    tell = desk.observer.model_call if desk.observer.trace is not None else None
     around = Surroundings(
-        desk.scheduler, desk.config, desk.models, desk.plan, desk.threads, desk.lag, desk.clock
+        desk.scheduler, desk.config, desk.models, desk.plan, desk.threads, desk.lag, desk.clock, tell
     )
     pool = desk.scheduler.pool = make_pool(around)
     try:
@@ -125,7 +126,7 @@ async def stop(desk: Desk) -> None:
         if desk.sink_is_ours and desk.sink is not None:
             desk.sink.close()
         if desk.observer.trace is not None:
-            desk.observer.trace.write()
+            desk.observer.trace.close()
     finally:
         desk.threads.close()
 

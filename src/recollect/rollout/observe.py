@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,8 @@ from recollect.rollout.clock import Clock
 from recollect.rollout.events import Hub
 from recollect.rollout.models.pool import ModelStats
 from recollect.rollout.records import Attempt, Unit
+
+SLICES_KEPT = 1024  # before they are written
 
 
 @dataclass(slots=True)
@@ -76,19 +78,34 @@ class Stats:
     stale_dropped: int
 
 
-@dataclass(slots=True)
 class Trace:
-    """Slices in Chrome's format; open the file in Perfetto or chrome://tracing."""
+    """Slices in Chrome's format; open the file in Perfetto or chrome://tracing.
 
-    path: Path
-    slices: list[dict[str, Any]] = field(default_factory=list)
+    Ownership: the file is the caller's; it is whole JSON once `close` has ended it. Memory stays bounded.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._kept: list[str] = []
+        self.path.write_text('{"traceEvents": [\n')
 
     def add(self, name: str, start: float, end: float, lane: int = 0, **about: Any) -> None:
-        self.slices.append({"name": f"rollout/{name}", "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6,
-                            "pid": 0, "tid": lane, "args": about})  # fmt: skip
+        """Record what took from one time to another, on a lane of its own."""
+        event = {"name": f"rollout/{name}", "ph": "X", "ts": start * 1e6, "dur": (end - start) * 1e6, "pid": 0,
+                 "tid": lane, "args": about}  # fmt: skip
+        self._kept.append(json.dumps(event, default=str))
+        if len(self._kept) >= SLICES_KEPT:
+            self._write("")
 
-    def write(self) -> None:
-        self.path.write_text(json.dumps({"traceEvents": self.slices}))
+    def close(self) -> None:
+        """Write the rest, and end the file."""
+        self._kept.append(json.dumps({"name": "end", "ph": "M", "pid": 0}))
+        self._write("\n]}")
+
+    def _write(self, end: str) -> None:
+        with self.path.open("a") as file:
+            file.write(",\n".join(self._kept) + (end or ",\n"))
+        self._kept.clear()
 
 
 class Observer:
@@ -120,15 +137,21 @@ class Observer:
         if attempt.is_live:
             self.event("finished" if good else "failed", attempt, "" if good else unit.error[-200:])
         if self.trace is not None:
-            kind = "attempt" if attempt.is_live else "grace"
-            self.trace.add(kind, attempt.started_at, self.clock.time(), attempt.runner,
-                           batch=str(unit.task.batch.id), task=str(unit.task.task_id))  # fmt: skip
+            now, about = self.clock.time(), {"batch": unit.task.batch.id, "task": unit.task.task_id}
+            stop = now if attempt.stopped_at is None else attempt.stopped_at
+            self.trace.add("attempt", attempt.started_at, stop, attempt.runner, **about)
+            if attempt.stopped_at is not None:
+                self.trace.add("grace", stop, now, attempt.runner, **about)
 
     def retried(self, unit: Unit, pause: float) -> None:
         task, now = unit.task, self.clock.time()
         self.hub.emit("retried", now, task.batch.id, task.task_id, unit.run_ids[0], f"in {pause:.2f} s")
         if self.trace is not None:
             self.trace.add("backoff", now, now + pause)
+
+    def model_call(self, method: str, start: float) -> None:
+        """A model answered, or did not."""
+        self.slice("model_call", start, method=method)
 
     def slice(self, name: str, start: float, **about: Any) -> None:
         if self.trace is not None:

@@ -152,6 +152,8 @@ async def _deliver(desk: Desk, batch: BatchRecord) -> dict[str, Any]:
         cutting.payloads_of(cut), batch.commit_id, desk.version, maybe_written=batch.write_tried,
         begin_commit=begin,
     )  # fmt: skip
+    if "pipeline/sink/s" in delivery.metrics:
+        desk.observer.slice("sink", desk.clock.time() - delivery.metrics["pipeline/sink/s"], batch=batch.id)
     desk.stale_dropped += delivery.stale
     batch.delivery = delivery
     return cutting.train_result(batch, cut, delivery, desk.version)

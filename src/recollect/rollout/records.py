@@ -105,7 +105,7 @@ class Attempt:
 
     __slots__ = (
         "dynamic", "good", "id", "is_live", "job", "limit", "number", "runner", "started_at",
-        "stopped", "timed_out", "timer", "unit",
+        "stopped", "stopped_at", "timed_out", "timer", "unit",
     )  # fmt: skip
 
     def __init__(
@@ -116,6 +116,7 @@ class Attempt:
         self.runner = -1
         self.is_live = True
         self.timed_out = False
+        self.stopped_at: float | None = None  # when it was told to stop
         self.good = 0
         self.timer: list[Any] = []  # its deadline, then its grace
         self.stopped: list[asyncio.Future[None]] | None = None  # who waits for its real end

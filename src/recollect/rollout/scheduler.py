@@ -174,8 +174,8 @@ class Scheduler:
             return
         attempt.is_live = False
         self.deadlines.take_back(attempt.timer)
-        grace = self.clock.time() + self.config.cancel_grace_s
-        attempt.timer = self.deadlines.put(grace, self.pool.kill, attempt.id)
+        attempt.stopped_at = now = self.clock.time()
+        attempt.timer = self.deadlines.put(now + self.config.cancel_grace_s, self.pool.kill, attempt.id)
         self.pool.cancel(attempt.id)
 
     def kill_all(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -32,6 +33,7 @@ class Surroundings:
     threads: Threads
     lag: Lag
     clock: Any
+    tell: Callable[[str, float], None] | None = None  # of model calls, for a trace
 
 
 class RunnerPool(Protocol):

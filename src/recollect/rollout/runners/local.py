@@ -71,7 +71,7 @@ class LocalPool:
         if number == avoid and self.free:
             number, other = self.free.pop(), number
             self.free.append(other)
-        models = Models(self.around.models)
+        models = Models(self.around.models, self.around.tell)
         place = Place(job, workflow, models, number)
         self.places[job.attempt_id] = place
         if number == self._vacant:

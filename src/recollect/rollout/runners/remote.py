@@ -232,7 +232,7 @@ class RemotePool(ABC):
         runner = next((r for r in free if r.number != avoid), free[0])
         runner.attempt_id = job.attempt_id
         self.by_attempt[job.attempt_id] = runner
-        models = runner.models = Models(self.around.models)
+        models = runner.models = Models(self.around.models, self.around.tell)
         replicas = self.around.models.rollout.replicas
         if replicas:
             models.rollout  # chosen now, the same throughout  # noqa: B018
