@@ -98,6 +98,8 @@ class RolloutRingBuffer:
         self._ring, self._plan, self.order = ring, plan, order
         obs = plan.fields[0].shape
         self.num_steps, self.num_envs = obs[0], obs[1]
+        # What a destination must have; the name of a dtype costs numpy more than all other checks.
+        self._targets = [(f.name, f.shape_in(order), dtype_name(f.dtype)) for f in plan.fields]
         self._write: tuple[int, dict[str, Array]] | None = None
         self._mine: dict[int, dict[str, Array]] = {}  # writable views of slots, for copies out of them
 
@@ -231,9 +233,8 @@ class RolloutRingBuffer:
         device. Other keys are left alone.
         """
         slot = self._taken()
-        shapes = self.slot_shapes
-        for f in self._plan.fields:
-            _check_target(f.name, destination.get(f.name), shapes[f.name], f.dtype)
+        for name, shape, dtype in self._targets:
+            _check_target(name, destination.get(name), shape, dtype)
         _copy_all(self._views(slot), destination)
 
     def advance_read(self) -> None:
@@ -333,7 +334,7 @@ def _check_lane(lane: Any, num_lanes: int) -> None:
         raise ValueError(f"lane: must be None or in [0, {num_lanes}), got {lane!r}")
 
 
-def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any]) -> None:
+def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: str) -> None:
     if x is None:
         raise MissingLeafError(f"{name}: must be in the destination, got none of that name; see slot_shapes")
     if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -341,8 +342,8 @@ def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: np.dtype[Any
     if tuple(x.shape) != shape:
         raise SchemaError(f"{name}: shape must be {shape}, got {tuple(x.shape)}; see slot_shapes")
     found = tensor_dtype_name(x) or np.dtype(x.dtype).name
-    if found != dtype_name(dtype):
-        raise DtypeError(f"{name}: dtype must be {dtype_name(dtype)}, got {found}; see slot_dtypes")
+    if found != dtype:
+        raise DtypeError(f"{name}: dtype must be {dtype}, got {found}; see slot_dtypes")
     if isinstance(x, np.ndarray) and not x.flags.writeable:
         raise SchemaError(f"{name}: must be writable, got a read-only array; pass another")
 
