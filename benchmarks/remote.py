@@ -11,12 +11,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import pickle
 import statistics
 import subprocess
 import sys
+import threading
 import time
+from itertools import cycle
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +27,7 @@ from gymnasium import spaces
 
 import recollect as rc
 from recollect.remote.items import item_space
-from recollect.remote.messages import Data
+from recollect.remote.messages import Data, Sample
 from recollect.remote.packed import Packed
 from recollect.remote.wire import cut_items, decode, encode, joined
 
@@ -196,6 +199,39 @@ def idle(seconds: float) -> float:
     return share
 
 
+def beside_a_slow_reader(seconds: float) -> float:
+    """How many times as long an answer takes while another worker asks for much and reads nothing."""
+    fork = multiprocessing.get_context("fork")
+    ends, go, asked = rc.remote.LocalCarrier.group(3), fork.Event(), fork.Event()
+
+    def ask() -> None:
+        go.wait(60)
+        for request in range(60):
+            ends[0].send(2, 0, encode(Sample(request, 2_000, "uniform", True)))
+        asked.set()
+        threading.Event().wait(600)
+
+    reader = fork.Process(target=ask)
+    reader.start()
+    manager = rc.remote.ReplayBufferManager(
+        SPACE, 2, None, communication_backend=ends[2], max_length=MAX_LENGTH
+    )
+    made = containers(200, 0)
+    with manager.start(), rc.remote.RemoteReplay(SPACE, 2, ends[1]) as replay:
+        turn = cycle(made)
+        usual = median_s(lambda: replay.add(next(turn)), seconds)
+        go.set()
+        asked.wait(60)
+        while manager.stats().senders[0].requests < 60:  # all is drawn, and none of it read
+            replay.add(next(turn))
+        meanwhile = median_s(lambda: replay.add(next(turn)), seconds)
+    reader.kill()
+    reader.join()
+    for end in ends[1:]:
+        end.close()
+    return meanwhile / usual
+
+
 def main() -> None:
     options = argparse.ArgumentParser()
     options.add_argument("--quick", action="store_true")
@@ -215,10 +251,12 @@ def main() -> None:
     found["local with a log, containers/s"] = rate("local", seconds, str(log))
     subprocess.run(["rm", "-rf", str(log)], check=True)
     found |= coding(seconds / 6)
+    found["beside a slow reader, x usual"] = beside_a_slow_reader(seconds)
     found["idle manager, share of a core"] = idle(seconds)
     goals = {
         "local, containers/s": 2000, "tcp, containers/s": 2000, "mpi, containers/s": 2000, "1 MB x memcpy": -3,
         "8 MB x memcpy": -3, "small, us": -25, "small, bytes more": -512, "idle manager, share of a core": -0.01,
+        "beside a slow reader, x usual": -2,
         "local with a log, containers/s": 0.8 * found["local, containers/s"],
     }  # fmt: skip
     missed = False

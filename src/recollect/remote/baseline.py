@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import Any
 
 import numpy as np
@@ -17,10 +18,14 @@ def next_ema(ema: float | None, log_rewards: Any, alpha: float) -> float | None:
     if log_rewards is None:
         return ema
     rewards: Array = np.asarray(log_rewards, np.float64)
-    finite = rewards[np.isfinite(rewards)]
-    if not len(finite):
+    if not len(rewards):
         return ema
-    lowest = float(finite.min())
+    lowest = float(rewards.min())
+    if not isfinite(lowest) or not isfinite(rewards.max()):
+        finite = rewards[np.isfinite(rewards)]
+        if not len(finite):
+            return ema
+        lowest = float(finite.min())
     return lowest if ema is None else alpha * lowest + (1 - alpha) * ema
 
 

@@ -16,7 +16,7 @@ from recollect.remote.backends import carrier_of, check_backend
 from recollect.remote.items import item_space
 from recollect.remote.line import Line
 from recollect.remote.messages import Sample
-from recollect.remote.packed import Packed, rewards_ok
+from recollect.remote.packed import Packed, storable
 from recollect.remote.records import ClientStats
 from recollect.remote.session import Entry, Session
 from recollect.remote.settings import check_client
@@ -160,17 +160,10 @@ class RemoteReplay:
         start = perf_counter()
         packed = items.encode(container)
         doors.offered += packed.n
-        allowed, n_fine = np.ones(packed.n, bool), packed.n
-        if packed.log_rewards is not None:
-            allowed = rewards_ok(packed.log_rewards)
-            n_fine = int(np.count_nonzero(allowed))
-            doors.reject("bad_value", packed.n - n_fine)
-        if packed.lengths is not None and items.max_length:
-            allowed &= packed.lengths <= items.max_length
-            doors.reject("too_long", n_fine - int(np.count_nonzero(allowed)))
+        allowed = storable(packed, items.max_length, doors.reject)
         if self.baseline_filtering:
-            allowed = self._above_baseline(packed, allowed)
-        if np.count_nonzero(allowed) < packed.n:
+            allowed = self._above_baseline(packed, np.ones(packed.n, bool) if allowed is None else allowed)
+        if allowed is not None and np.count_nonzero(allowed) < packed.n:
             packed = packed.take(np.flatnonzero(allowed))
         if self.scoring_only:
             packed = packed.without_steps()

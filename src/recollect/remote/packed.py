@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -131,6 +132,27 @@ class Rows:
 def _strides(f: Field) -> tuple[int, ...]:
     """The bytes between neighbours along each axis of a field."""
     return tuple(f.dtype.itemsize * prod(f.shape[i + 1 :]) for i in range(len(f.shape)))
+
+
+def storable(packed: Packed, max_length: int, refuse: Callable[[str, int], None]) -> Array | None:
+    """Which items may be stored (bools), None if all; `refuse` hears why and how many others may not.
+
+    A log reward must not be NaN or +inf; a trajectory not longer than `max_length` (0: not known).
+    """
+    rewards, lengths = packed.log_rewards, packed.lengths
+    if not packed.n:
+        return None
+    fine_rewards = rewards is None or bool(rewards.max() < np.inf)  # NaN is the maximum of any that has one
+    fine_lengths = lengths is None or not max_length or bool(lengths.max() <= max_length)
+    if fine_rewards and fine_lengths:
+        return None
+    allowed = np.ones(packed.n, bool) if rewards is None else rewards_ok(rewards)
+    n_fine = int(np.count_nonzero(allowed))
+    refuse("bad_value", packed.n - n_fine)
+    if not fine_lengths and lengths is not None:
+        allowed &= lengths <= max_length
+        refuse("too_long", n_fine - int(np.count_nonzero(allowed)))
+    return allowed
 
 
 def rewards_ok(log_rewards: Array) -> Array:

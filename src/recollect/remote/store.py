@@ -14,7 +14,7 @@ from recollect import _core
 from recollect.memory.rows import packed_codec
 from recollect.remote.diversity import Diversity, crowding
 from recollect.remote.items import ItemSpace, stored_places
-from recollect.remote.packed import Packed, rewards_ok
+from recollect.remote.packed import Packed, storable
 from recollect.remote.ranking import Ranking
 from recollect.remote.trajectories import LOG_REWARD, Array
 from recollect.replay import ReplayBuffer
@@ -137,21 +137,19 @@ class Store:
         return outcome
 
     def _allowed(self, packed: Packed, outcome: Outcome) -> Array:
-        allowed, n_fine = np.ones(packed.n, bool), packed.n
-        if packed.log_rewards is not None:
-            allowed = rewards_ok(packed.log_rewards)
-            n_fine = int(np.count_nonzero(allowed))
-            outcome.rejected["bad_value"] = packed.n - n_fine
-        if packed.lengths is not None:
-            allowed &= packed.lengths <= self.items.max_length
-            outcome.rejected["too_long"] = n_fine - int(np.count_nonzero(allowed))
-        return np.flatnonzero(allowed)
+        def refuse(reason: str, n: int) -> None:
+            outcome.rejected[reason] += n
+
+        allowed = storable(packed, self.items.max_length, refuse)
+        return np.arange(packed.n) if allowed is None else np.flatnonzero(allowed)
 
     def _place(self, packed: Packed, index: Array, outcome: Outcome) -> None:
         """Write items in order; note where each is, and which of them a later one displaced."""
         if not len(index):
             return
-        rewards = None if packed.log_rewards is None else packed.log_rewards[index]
+        rewards = packed.log_rewards
+        if rewards is not None:
+            rewards = rewards[index]
         if self._lowest is not None and rewards is not None:
             rows, _, evicted, too_low = self._lowest.place(self._plan, *self._parts(packed), index, rewards)
             outcome.rejected["too_low"] += too_low

@@ -7,6 +7,7 @@ by one thread at a time, so `MPI_THREAD_SERIALIZED` is enough. A frame on its wa
 
 from __future__ import annotations
 
+import os
 import threading
 from collections import deque
 from collections.abc import Sequence
@@ -98,6 +99,7 @@ class MpiCarrier:
         self.max_frame = check_max_frame(max_frame)
         self.is_closed = False
         self._lock = threading.RLock()
+        self._status = mpi.Status()  # used with the lock
         self._sending: deque[MpiHandle] = deque()
         self._flusher: threading.Thread | None = None
         self._comm, request = base.Idup()
@@ -118,7 +120,10 @@ class MpiCarrier:
             now = monotonic()
             if now >= end:
                 raise too_late(what(), timeout)
-            sleep(0.0 if now - start < _SPIN_S else min(_NAP_S, end - now))
+            if now - start < _SPIN_S:
+                os.sched_yield()  # sleep(0) would be gone for 100 µs
+            else:
+                sleep(min(_NAP_S, end - now))
 
     # -- sending
 
@@ -187,22 +192,21 @@ class MpiCarrier:
         return found
 
     def _probe(self, source: int, tag: int) -> Frame | None:
-        mpi = self._mpi
+        mpi, status = self._mpi, self._status
         with self._lock:
             if self.is_closed:
                 return None
-            status = mpi.Status()
+            if self._sending:
+                self._push()
             message = self._comm.Improbe(
                 mpi.ANY_SOURCE if source == ANY else source, mpi.ANY_TAG if tag == ANY else tag, status
             )
             if message is None:
-                if self._sending:
-                    self._push()
                 return None
-            n = int(status.Get_count(mpi.BYTE))
+            found, its_tag, n = status.Get_source(), status.Get_tag(), status.Get_count(mpi.BYTE)
             frame = np.empty(n, np.uint8)
             message.Recv([frame, mpi.BYTE])
-        return int(status.Get_source()), int(status.Get_tag()), frame.data if n else memoryview(bytearray())
+        return found, its_tag, frame.data if n else memoryview(bytearray())
 
     def alive(self) -> frozenset[int]:
         """All ranks: MPI does not tell who is gone; managers and clients look at the processes themselves."""
