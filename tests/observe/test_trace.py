@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+import pickle
 import threading
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from tests.process.actor import Actor
 
 from recollect.errors import ClosedError
 from recollect.observe import TraceRecorder
+from recollect.observe.phases import Phases
 
 
 def events(path: Path) -> list[dict[str, Any]]:
@@ -32,7 +34,50 @@ def test_what_is_recorded_is_written(tmp_path: Path) -> None:
     }  # fmt: skip
     assert (counter["ph"], counter["ts"], counter["args"]) == ("C", 6.0, {"value": 2.5})
     names = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "M"]
-    assert [e["pid"] for e in names] == [os.getpid()]
+    assert [(e["name"], e["pid"]) for e in names] == [
+        ("process_name", os.getpid()),
+        ("thread_name", os.getpid()),
+    ]
+    assert names[1]["args"]["name"] == threading.current_thread().name
+
+
+def test_a_limit_keeps_the_first_events_of_each_process(tmp_path: Path) -> None:
+    path = tmp_path / "t.json"
+    with TraceRecorder(path, limit=3) as trace:
+        trace.name_process("learner")
+        for k in range(10):
+            trace.add_counter("c", k, k)
+        assert pickle.loads(pickle.dumps(trace)).limit == 3
+    assert [e["args"]["value"] for e in events(path)] == [0, 1, 2]
+    assert f"learner {os.getpid()}" in path.read_text()
+
+
+def test_a_recorder_that_fails_ends_the_tracing_of_phases(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken:
+        calls = 0
+
+        def name_process(self, name: str) -> None: ...
+
+        def add_slice(self, *args: object) -> None:
+            self.calls += 1
+            raise OSError("disk full")
+
+    broken = Broken()
+    phases = Phases(broken, "collector 3", wait="ring/write_wait")
+    phases.add("wait", 1, 2)
+    phases.add("wait", 2, 3)
+    assert broken.calls == 1 and "tracing ends here" in caplog.text
+
+
+def test_phases_have_the_names_of_their_process(tmp_path: Path) -> None:
+    with TraceRecorder(tmp_path / "t.json") as trace:
+        phases = Phases(trace, "collector 3", wait="ring/write_wait")
+        phases.add("wait", 1_000, 2_000)
+        phases.add("env_step", 2_000, 5_000)
+    assert [(e["name"], e["cat"], e["dur"]) for e in events(tmp_path / "t.json")] == [
+        ("ring/write_wait", "collector 3", 1.0),
+        ("collector/env_step", "collector 3", 3.0),
+    ]
 
 
 class Event:
@@ -99,7 +144,7 @@ def test_a_file_without_an_end_can_be_opened_and_half_a_line_is_left_out(tmp_pat
     trace = TraceRecorder(path)
     many(trace, 5, "a")
     trace.flush()
-    assert len(json.loads(path.read_text().removesuffix(",\n") + "]")) == 6
+    assert len(json.loads(path.read_text().removesuffix(",\n") + "]")) == 7  # five, their process and thread
     with path.open("a") as file:
         file.write('{"name": "ha')  # somebody was killed
     trace.close()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-DEFAULT = "rates"
+DEFAULT = "sac"
 
 
 @dataclass
@@ -18,8 +18,10 @@ def demos() -> dict[str, Any]:
     from recollect.cli.demo_gflownet import DemoGflownet
     from recollect.cli.demo_grpo import DemoGrpo
     from recollect.cli.demo_rates import DemoRates
+    from recollect.cli.demo_sac import DemoSac
 
     return {
+        "sac": DemoSac,
         "rates": DemoRates,
         "grpo": DemoGrpo,
         "gflownet": DemoGflownet,
@@ -30,7 +32,7 @@ def with_default(args: list[str]) -> list[str]:
     """Return the words after `recollect demo` with the demo's name in front, unless help is asked for.
 
     >>> with_default(["--seconds", "2"])
-    ['rates', '--seconds', '2']
+    ['sac', '--seconds', '2']
     """
     if args and (not args[0].startswith("-") or args[0] in ("-h", "--help")):
         return args

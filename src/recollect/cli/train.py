@@ -41,6 +41,8 @@ class Options:
     """The learner's torch device; without one the best there is."""
     seed: int = 0
     """Seed of everything."""
+    trace: Path | None = None
+    """A file for what every process did when, to open in Perfetto."""
     json: bool = False
     """Print one JSON object with the summary instead of the live view."""
 
@@ -57,13 +59,15 @@ class Options:
 
     def run(self) -> None:
         """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C."""
-        from recollect.cli.train_view import TrainView
+        from recollect.cli.job_view import JobView
+        from recollect.cli.train_view import report
 
         try:
-            with self.runner() as runner, TrainView(self.env, self.iterations, quiet=self.json) as view:
+            with self.runner() as runner, JobView(quiet=self.json) as view:
                 runner.learn(
                     self.iterations, self.save_interval, self.log_dir, resume=self.resume,
-                    logger=None if self.logger == "none" else self.logger, on_metrics=view.update,
+                    logger=None if self.logger == "none" else self.logger,
+                    on_metrics=lambda *_: view.show(runner.beacon.last), trace=self.trace,
                 )  # fmt: skip
         except (gymnasium.error.Error, ValueError, RuntimeError) as error:
             if isinstance(error, RecollectError):
@@ -73,7 +77,7 @@ class Options:
         if self.json:
             sys.stdout.write(json.dumps({"env": self.env, **summary.to_json()}, indent=2) + "\n")
         else:
-            view.report(summary, self.log_dir)
+            report(summary, f"{runner.algorithm} {self.env}", self.log_dir)
 
 
 @dataclass

@@ -29,6 +29,7 @@ class APPORunner(ReferenceRunner):
     """
 
     algorithm = "appo"
+    _phase_names: ClassVar[dict[str, str]] = {"wait": "ring/read_wait"}
     config_type: ClassVar[Any] = APPOConfig
     rl_cfg: APPOConfig
 
@@ -78,7 +79,13 @@ class APPORunner(ReferenceRunner):
         )  # fmt: skip
         self.start_collectors(
             collect_rollouts,
-            {"ring": self._ring, "weights": self._weights, "board": self._board, "plan": plan},
+            {
+                "ring": self._ring,
+                "weights": self._weights,
+                "board": self._board,
+                "plan": plan,
+                "trace": self._trace,
+            },
         )
         if config.sync_collection:
             self._permit()

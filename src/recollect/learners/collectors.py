@@ -17,6 +17,7 @@ from recollect.learners.environment import Array, EnvDriver, EnvSpaces, Step
 from recollect.learners.episodes import EpisodeBoard, Tally
 from recollect.learners.normalization import normalize
 from recollect.learners.rollout import RolloutWriter
+from recollect.observe.phases import Phases
 
 _WAIT_S = 1.0  # between looks at the word that says stop
 
@@ -90,14 +91,17 @@ class Policy:
 class _Worker:
     """The parts of a collector that both loops share."""
 
-    def __init__(self, ctx: Any, weights: Any, stats: Any, board: EpisodeBoard, plan: Plan) -> None:
+    def __init__(
+        self, ctx: Any, weights: Any, stats: Any, board: EpisodeBoard, plan: Plan, trace: Any, **names: str
+    ) -> None:
         seed = int(np.random.SeedSequence([ctx.seed, plan.salt]).generate_state(1, np.uint64)[0])
         self.ctx, self.plan = ctx, plan
         self.driver = EnvDriver(ctx.make_env(), seed=seed, nan_policy=plan.nan_policy)
         try:
             self._check(ctx.num_envs)
             self.policy = Policy(plan, weights, stats, ctx.device, seed)
-            self.tally = Tally(board, self.driver.n)
+            phases = Phases(trace, f"collector {ctx.lane}", weight_sync="weight_sync/read", **names)
+            self.tally = Tally(board, self.driver.n, phases)
         except BaseException:
             self.driver.close()
             raise
@@ -167,6 +171,7 @@ def collect_transitions(
     plan: Plan,
     stats: Any = None,
     pack: Any = None,
+    trace: Any = None,
 ) -> None:
     """Be a collector of an off-policy learner: rows with their true next observations into `replay`."""
     serve = None
@@ -175,9 +180,9 @@ def collect_transitions(
 
         def serve(timeout: float) -> None:
             request, ready, slots = pack
-            serve_pack_requests(replay, request, ready, slots, timeout=timeout)
+            serve_pack_requests(replay, request, ready, slots, timeout=timeout, trace_recorder=trace)
 
-    work = _Worker(ctx, weights, stats, board, plan)
+    work = _Worker(ctx, weights, stats, board, plan, trace)
     try:
         while work.begin(serve):
             if serve is not None:
@@ -204,9 +209,11 @@ def _add(replay: Any, step: Step) -> None:
     )  # fmt: skip
 
 
-def collect_rollouts(ctx: Any, *, ring: Any, weights: Any, board: EpisodeBoard, plan: Plan) -> None:
+def collect_rollouts(
+    ctx: Any, *, ring: Any, weights: Any, board: EpisodeBoard, plan: Plan, trace: Any = None
+) -> None:
     """Be a collector of an on-policy learner: whole rollouts, each by one version of the weights, into `ring`."""
-    work = _Worker(ctx, weights, None, board, plan)
+    work = _Worker(ctx, weights, None, board, plan, trace, wait="ring/write_wait")
     try:
         while work.begin():
             slot = _claim(ctx, ring)

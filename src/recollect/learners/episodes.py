@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from time import perf_counter_ns
+from time import monotonic_ns
 from typing import Any, Self
 
 import numpy as np
 
 from recollect.learners.environment import Step
 from recollect.memory.latest import Latest
+from recollect.observe.phases import Phases
 
 WINDOW = 100
 PHASES = ("weight_sync", "action_select", "env_step", "replay", "wait")
@@ -114,15 +115,17 @@ def _read(box: Latest) -> Report | None:
 class Tally:
     """A collector's own account: follows episodes through the steps, times its phases, publishes its report."""
 
-    def __init__(self, board: EpisodeBoard, n: int) -> None:
+    def __init__(self, board: EpisodeBoard, n: int, phases: Phases | None = None) -> None:
         self._board, self.report = board, board.mine()
+        self._phases = phases or Phases(None, "collector")
         self._return, self._length = np.zeros(n), np.zeros(n, np.int64)
-        self._clock = perf_counter_ns()
+        self._clock = monotonic_ns()
 
     def lap(self, phase: str) -> None:
         """Count the time since the last lap to `phase`."""
-        now = perf_counter_ns()
+        now = monotonic_ns()
         self.report.totals[f"{phase}_ns"] += now - self._clock
+        self._phases.add(phase, self._clock, now)
         self._clock = now
 
     def count(self, step: Step) -> None:

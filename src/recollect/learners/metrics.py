@@ -12,6 +12,7 @@ from typing import Any, Protocol
 from recollect.errors import MissingExtraError
 from recollect.learners.episodes import PHASES, WINDOW, Report
 
+RECENT = 20  # episodes of reward/recent, which follows a policy that changes fast
 LOGGERS = ("tensorboard", "wandb")
 
 
@@ -136,9 +137,10 @@ class Merged:
         # The last by their lane's own steps: lanes step side by side, so that is the order in time, and repeatable.
         self.episodes = [e for *_, e in sorted(episodes)[-WINDOW:]]
 
-    def mean(self, column: int) -> float | None:
+    def mean(self, column: int, last: int = WINDOW) -> float | None:
         """Mean over the last episodes of 1: return, 2: length, 3: share that timed out; None without episodes."""
-        return sum(e[column] for e in self.episodes) / len(self.episodes) if self.episodes else None
+        episodes = self.episodes[-last:]
+        return sum(e[column] for e in episodes) / len(episodes) if episodes else None
 
     def values(self, before: Merged | None) -> dict[str, float]:
         """Return the metrics of these reports; times and components are of what came since `before`."""
@@ -146,8 +148,9 @@ class Merged:
         if self.episodes:
             timed_out = self.mean(3) or 0.0
             found |= {
-                "reward/mean": self.mean(1) or 0.0, "episode/length": self.mean(2) or 0.0,
-                "episode/timeout_rate": timed_out, "episode/terminated_rate": 1.0 - timed_out,
+                "reward/mean": self.mean(1) or 0.0, "reward/recent": self.mean(1, RECENT) or 0.0,
+                "episode/length": self.mean(2) or 0.0, "episode/timeout_rate": timed_out,
+                "episode/terminated_rate": 1.0 - timed_out,
             }  # fmt: skip
         for name, (total, count) in self.components.items():
             old = before.components.get(name, [0.0, 0.0]) if before else [0.0, 0.0]

@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from time import monotonic, perf_counter_ns
-from typing import Any
+from time import monotonic, monotonic_ns
+from typing import Any, ClassVar
 
 from recollect.errors import CollectorDiedError, FormatError, MissingExtraError, RecollectError
 from recollect.ipc.async_runner import AsyncRunner
@@ -19,6 +19,10 @@ from recollect.learners.config import config_json
 from recollect.learners.environment import EnvSpaces, spaces_of
 from recollect.learners.episodes import EpisodeBoard
 from recollect.learners.metrics import LOGGERS, Merged, RunSummary, Sink, open_sinks
+from recollect.learners.shown import collector_table, light
+from recollect.observe.beacon import Beacon
+from recollect.observe.phases import Phases
+from recollect.observe.trace import TraceRecorder
 
 LOG_EVERY = 10
 Watcher = Callable[[int, Mapping[str, float]], None]
@@ -27,19 +31,20 @@ Watcher = Callable[[int, Mapping[str, float]], None]
 class Stopwatch:
     """Time by phase since it was last read; phases exclude one another."""
 
-    def __init__(self) -> None:
+    def __init__(self, phases: Phases | None = None) -> None:
         self._ns: dict[str, int] = {}
-        self._clock = perf_counter_ns()
+        self._clock, self._phases = monotonic_ns(), phases or Phases(None, "learner")
 
     def lap(self, phase: str) -> None:
         """Count the time since the last lap to `phase`."""
-        now = perf_counter_ns()
+        now = monotonic_ns()
         self._ns[phase] = self._ns.get(phase, 0) + now - self._clock
+        self._phases.add(phase, self._clock, now)
         self._clock = now
 
     def skip(self) -> None:
         """Count the time since the last lap to nobody."""
-        self._clock = perf_counter_ns()
+        self._clock = monotonic_ns()
 
     def read(self, n: int) -> dict[str, float]:
         """Return milliseconds per iteration over `n`, and begin again."""
@@ -54,6 +59,9 @@ class ReferenceRunner(AsyncRunner):
     """
 
     algorithm = ""
+    _phase_names: ClassVar[
+        dict[str, str]
+    ] = {}  # what a trace calls the learner's phases, if not learner/<phase>
     _learner: Any
     _weights: Any
 
@@ -61,9 +69,11 @@ class ReferenceRunner(AsyncRunner):
         super().__init__(*args, **kwargs)
         self.last_run_summary: RunSummary | None = None
         self._watch = Stopwatch()
+        self._trace: TraceRecorder | None = None
+        self.beacon: Beacon | None = None
         self._version_base = self._steps_base = 0
         self._checkpoint: Callable[[], None] | None = None
-        self._has_learned = False
+        self._has_learned = self._is_finishing = False
 
     # -- an algorithm's part
 
@@ -107,12 +117,15 @@ class ReferenceRunner(AsyncRunner):
         save_replay: bool | None = None,
         logger: str | None = None,
         on_metrics: Watcher | None = None,
+        trace: str | Path | TraceRecorder | None = None,
     ) -> None:
         """Train up to iteration `max_iterations`, the total, writing metrics and checkpoints to `log_dir`.
 
         `save_interval` iterations lie between checkpoints (0: only the last). `resume` is a checkpoint to go on from.
         `save_replay` overrides the configuration. `logger`: None, "tensorboard" or "wandb". `on_metrics(iteration,
-        values)` is called for each line of metrics. `last_run_summary` says how it ended, also after an error.
+        values)` is called for each line of metrics. `trace` is a file for what every process did when; it is whole once
+        the runner is closed. `last_run_summary` says how it ended, also after an error. While it goes on, `recollect
+        top` and `recollect dash` show it.
         """
         _check_arguments(max_iterations, save_interval, logger)
         if self._has_learned:
@@ -121,7 +134,9 @@ class ReferenceRunner(AsyncRunner):
         summary = self.last_run_summary = RunSummary()
         start = monotonic()
         try:
-            self._run(summary, max_iterations, save_interval, Path(log_dir), resume, logger, on_metrics)
+            self._record(summary, trace)
+            with light(self, max_iterations, Path(log_dir)) as self.beacon:
+                self._run(summary, max_iterations, save_interval, Path(log_dir), resume, logger, on_metrics)
             summary.status = "completed"
         except KeyboardInterrupt:
             summary.status = "interrupted"
@@ -134,6 +149,18 @@ class ReferenceRunner(AsyncRunner):
         finally:
             summary.wall_time_s = monotonic() - start
             self._checkpoint = None
+
+    def _record(self, summary: RunSummary, trace: str | Path | TraceRecorder | None) -> None:
+        if trace is None:
+            return
+        self._trace = self.own(trace if isinstance(trace, TraceRecorder) else TraceRecorder(trace))
+        names = {"weight_sync": "weight_sync/write", **self._phase_names}
+        self._watch = Stopwatch(Phases(self._trace, "learner", **names))
+        summary.trace_path = str(self._trace.path)
+
+    def finish(self) -> None:
+        """Let `learn` end as completed after one more iteration, with its checkpoint; from any thread."""
+        self._is_finishing = True
 
     def on_interrupt(self) -> None:
         """Write a checkpoint of the last whole iteration."""
@@ -162,7 +189,8 @@ class ReferenceRunner(AsyncRunner):
             self._sum_up(summary)
             for sink in sinks:
                 sink.close()
-            if not self._is_closed and summary.completed_iterations == max_iterations:
+            is_done = summary.completed_iterations == max_iterations or self._is_finishing
+            if not self._is_closed and is_done:
                 self.stop_collectors()
 
     def _loop(
@@ -173,21 +201,23 @@ class ReferenceRunner(AsyncRunner):
         self._begin(iterations.start, state is not None)
         self._watch.skip()
         log.begin()
-        last = iterations.stop - 1
         for iteration in iterations:
-            log.add(self._iterate(iteration, iteration == last))
+            is_last = iteration == iterations.stop - 1 or self._is_finishing
+            log.add(self._iterate(iteration, is_last))
             summary.completed_iterations = iteration
 
             def write(iteration: int = iteration) -> None:
                 summary.last_checkpoint = str(self._save(log_dir, iteration))
 
             self._checkpoint = write
-            if iteration % LOG_EVERY == 0 or iteration == last:
+            if iteration % LOG_EVERY == 0 or is_last:
                 log.write(iteration, summary)
-            if iteration == last or (save_interval and iteration % save_interval == 0):
+            if is_last or (save_interval and iteration % save_interval == 0):
                 write()
                 self._checkpoint = None
                 self._watch.skip()
+            if is_last:
+                return
 
     def _look_at_env(self) -> EnvSpaces:
         """Make one environment, read its spaces, close it."""
@@ -296,6 +326,8 @@ class _MetricsLog:
         values = {name: float(x) for name, x in values.items() if math.isfinite(x)}
         for sink in self._sinks:
             sink.write(iteration, values)
+        if runner.beacon is not None:
+            runner.beacon.publish({"iteration": iteration, **values}, {"collectors": collector_table(stats)})
         if self._on_metrics is not None:
             self._on_metrics(iteration, values)
         reward = values.get("reward/mean")

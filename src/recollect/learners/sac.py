@@ -101,12 +101,12 @@ class OffPolicyRunner(ReferenceRunner):
 
     def _make_pipe(self) -> Any:
         """The pipeline, and what a packing collector needs for it."""
-        queues: dict[str, Any] = {}
+        queues: dict[str, Any] = {"trace_recorder": self._trace}
         pack = None
         if self.rl_cfg.pack == "collector":
             pack = make_collector_pack(self._replay, self._n_samples)
             names = ("request_queue", "ready_queue", "shared_slots")
-            queues = {f"collector_pack_{name}": x for name, x in zip(names, pack)}
+            queues |= {f"collector_pack_{name}": x for name, x in zip(names, pack)}
             self.own(pack[-1])  # the slots; the bells are words of theirs
         self._pipe = self.own(
             CPUPinnedDoubleBufferReplayPipeline(
@@ -128,7 +128,7 @@ class OffPolicyRunner(ReferenceRunner):
         self.start_collectors(
             collect_transitions,
             {"replay": self._replay, "weights": self._weights, "board": self._board, "plan": plan,
-             "stats": self._stats, "pack": pack},
+             "stats": self._stats, "pack": pack, "trace": self._trace},
         )  # fmt: skip
         self._fill_replay(first)
 

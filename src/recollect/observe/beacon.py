@@ -69,7 +69,7 @@ class Beacon:
         self._facts = dict(facts or {})
         self._start, self._pid, self._lock = monotonic(), os.getpid(), threading.Lock()
         self._history = _Growing()
-        self._last: tuple[dict[str, float], dict[str, Table]] = ({}, {})
+        self.last: Snapshot | None = None
         self._box: Latest | None = None
         self._light()
 
@@ -102,8 +102,7 @@ class Beacon:
     def _publish(self, figures: dict[str, float], tables: dict[str, Table], state: str) -> None:
         if self._box is None or os.getpid() != self._pid:
             return
-        self._last = figures, tables
-        snapshot = Snapshot(
+        snapshot = self.last = Snapshot(
             self.kind, self.title, self._pid, self.started, monotonic() - self._start, state, figures, tables,
             self._charts, self._facts, self._history.seen(),
         )  # fmt: skip
@@ -119,7 +118,8 @@ class Beacon:
         with self._lock:
             if self._box is None or os.getpid() != self._pid:
                 return
-            self._publish(*self._last, state)
+            if self.last is not None:
+                self._publish(self.last.figures, self.last.tables, state)
             box, self._box = self._box, None
         self._forget()
         box.close()  # not for everybody: who looks now may still read how it ended

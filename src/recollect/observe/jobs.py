@@ -8,6 +8,7 @@ whoever looks next.
 
 from __future__ import annotations
 
+import fnmatch
 import os
 import secrets
 import stat
@@ -44,6 +45,7 @@ class Snapshot(msgspec.Struct, frozen=True):
 
     `figures` are its numbers by name, in groups (`reward/mean`, `time/learner_wait_ms`). `tables` are rows of cells,
     such as one for each collector. `charts` says which figures belong together, the most telling chart first.
+    `facts` are what does not change.
     """
 
     kind: str
@@ -62,6 +64,15 @@ class Snapshot(msgspec.Struct, frozen=True):
     def is_over(self) -> bool:
         """Whether the job has ended, well or not."""
         return self.state in ENDED
+
+    def chart_names(self) -> dict[str, list[str]]:
+        """Return the figures of each chart, those that there are; a name with * stands for all that match."""
+        known = [*self.figures, *(name for name in self.history.values if name not in self.figures)]
+        found = {
+            title: [x for p in names for x in fnmatch.filter(known, p)]
+            for title, names in self.charts.items()
+        }
+        return {title: names for title, names in found.items() if names}
 
     @property
     def age_s(self) -> float:

@@ -36,19 +36,25 @@ class TraceRecorder:
     ['train/update', 'replay/size']
     """
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        """Start a new file."""
-        self._setup(Path(path).absolute(), os.getpid())
+    def __init__(self, path: str | os.PathLike[str], *, limit: int | None = None) -> None:
+        """Start a new file; of each process the first `limit` events are kept, None: all."""
+        self._setup(Path(path).absolute(), os.getpid(), limit)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
         self.path.write_text("[\n")
 
-    def _setup(self, path: Path, owner: int) -> None:
-        self.path, self._owner = path, owner
+    def _setup(self, path: Path, owner: int, limit: int | None) -> None:
+        self.path, self._owner, self.limit = path, owner, limit
         self._lock = threading.Lock()
-        self._kept = _Kept(path)
+        self._kept = _Kept(path, limit)
         self._closed = False
         self._end = weakref.finalize(self, _Kept.write, self._kept)
 
     # -- recording
+
+    def name_process(self, name: str) -> None:
+        """Call this process by `name` in the trace."""
+        with self._lock:
+            self._kept.lines.append(_named(os.getpid(), name))
 
     def add_slice(
         self, name: str, category: str, start_ns: int, end_ns: int, args: dict[str, Any] | None = None
@@ -128,21 +134,31 @@ class TraceRecorder:
         self.close()
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (str(self.path), self._owner)
+        return _attach, (str(self.path), self._owner, self.limit)
 
 
 class _Kept:
     """The events of one process that are not in the file yet."""
 
-    def __init__(self, path: Path) -> None:
-        self.path, self.pid = path, os.getpid()
-        self.lines = [_named(self.pid)]
+    def __init__(self, path: Path, limit: int | None) -> None:
+        self.path, self.limit = path, limit
+        self._begin()
+
+    def _begin(self) -> None:
+        self.pid, self.n_events = os.getpid(), 0
+        self.lines = [_named(self.pid, Path("/proc/self/comm").read_text().strip())]
+        self.threads: set[Any] = {GPU_TRACK, 0}
         self.pending: list[tuple[str, Any, Any, int, dict[str, Any]]] = []
 
     def add(self, event: dict[str, Any]) -> None:
         if os.getpid() != self.pid:  # a forked child: what was kept is its parent's to write
-            self.pid, self.pending = os.getpid(), []
-            self.lines = [_named(self.pid)]
+            self._begin()
+        self.n_events += 1
+        if self.limit is not None and self.n_events > self.limit:
+            return
+        if event["tid"] not in self.threads:
+            self.threads.add(event["tid"])
+            self.lines.append(_thread_named(self.pid, event["tid"]))
         self.lines.append(json.dumps({**event, "pid": self.pid}, default=str))
         if len(self.lines) >= _KEPT:
             self.write()
@@ -159,14 +175,18 @@ class _Kept:
             os.close(fd)
 
 
-def _named(pid: int) -> str:
-    name = Path("/proc/self/comm").read_text().strip()
+def _named(pid: int, name: str) -> str:
     return json.dumps({"name": "process_name", "ph": "M", "pid": pid, "args": {"name": f"{name} {pid}"}})
 
 
-def _attach(path: str, owner: int) -> TraceRecorder:
+def _thread_named(pid: int, tid: int) -> str:
+    name = threading.current_thread().name
+    return json.dumps({"name": "thread_name", "ph": "M", "pid": pid, "tid": tid, "args": {"name": name}})
+
+
+def _attach(path: str, owner: int, limit: int | None) -> TraceRecorder:
     recorder = TraceRecorder.__new__(TraceRecorder)
-    recorder._setup(Path(path), owner)
+    recorder._setup(Path(path), owner, limit)
     return recorder
 
 
