@@ -63,7 +63,7 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
         for _ in range(3):
             shown.show(STATE)
             now[0] += 3.0
-    wanted = "1:23 sac Pendulum-v1 iteration 20 of 100: mean return -150.5, learner, ms 0.5, restarts 2"
+    wanted = "1:23 sac Pendulum-v1 iteration 20 of 100: mean return -150.5, restarts 2"
     assert [text.strip() for text in out.getvalue().splitlines()] == [wanted, wanted]
     assert line(msgspec.structs.replace(STATE, facts={}, figures={})).endswith("running: no figures yet")
 
@@ -81,4 +81,4 @@ def test_quiet_is_quiet() -> None:
 )
 def test_sparkline(values: list[float | None], bars: str | None) -> None:
     got = sparkline(values)
-    assert got == bars if bars is not None else (len(got) == 40 and got[0] == "▁" and got[-1] == "█")
+    assert got == bars if bars is not None else (len(got) == 32 and got[0] == "▁" and got[-1] == "█")

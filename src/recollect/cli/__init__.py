@@ -9,7 +9,9 @@ from typing import Any
 from recollect.errors import MissingExtraError, RecollectError
 
 # Each is a module here, and in it a dataclass of the same name.
-_COMMANDS = ("bench", "convert", "demo", "doctor", "inspect", "rollout", "serve", "train", "verify", "view")
+_COMMANDS = (
+    "bench", "convert", "dash", "demo", "doctor", "inspect", "rollout", "serve", "top", "train", "verify", "view",
+)  # fmt: skip
 
 
 def run(args: list[str] | None = None) -> None:

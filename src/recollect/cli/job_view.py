@@ -17,7 +17,7 @@ from rich.text import Text
 from recollect.observe.jobs import COMPLETED, INTERRUPTED, RUNNING, STARTING, Cell, Snapshot
 
 _BARS = "▁▂▃▄▅▆▇█"
-_WIDTH = 40
+_WIDTH = 32
 _LINE_EVERY_S = 5.0
 _LINE_CHARTS = 5
 _STYLES = {STARTING: "yellow", RUNNING: "green", COMPLETED: "green", INTERRUPTED: "yellow"}
@@ -61,11 +61,8 @@ def clock(seconds: float) -> str:
 
 def line(snapshot: Snapshot) -> str:
     """Return a state as one plain line: the first figure of the first charts."""
-    parts = [
-        f"{title} {number(snapshot.figures[names[0]])}"
-        for title, names in list(snapshot.chart_names().items())[:_LINE_CHARTS]
-        if names[0] in snapshot.figures
-    ]
+    first = {title: snapshot.chart_names()[title][0] for title in snapshot.headlines[:_LINE_CHARTS]}
+    parts = [f"{title} {number(snapshot.figures[x])}" for title, x in first.items() if x in snapshot.figures]
     restarts = snapshot.figures.get("collectors/restarts", 0)
     if restarts:
         parts.append(f"restarts {number(restarts)}")
@@ -93,7 +90,7 @@ def _head(snapshot: Snapshot) -> RenderableType:
     ]
     done = _progress(snapshot)
     if done:
-        cells += [ProgressBar(total=done[1], completed=done[0], width=30), f"{done[0]:,} of {done[1]:,}"]
+        cells += [ProgressBar(total=done[1], completed=done[0], width=16), f"{done[0]:,} of {done[1]:,}"]
     if snapshot.state == RUNNING and snapshot.age_s > 5.0:
         cells.append(f"[yellow]nothing new for {snapshot.age_s:.0f} s")
     grid.add_row(*cells)
@@ -108,11 +105,11 @@ def _progress(snapshot: Snapshot) -> tuple[int, int] | None:
 def _charts(snapshot: Snapshot) -> Table:
     """One row for each chart, then the figures that are in none, by group."""
     grid = Table.grid(padding=(0, 2))
-    shown = {"iteration"}
+    shown, headlines = {"iteration"}, snapshot.headlines
     for title, names in snapshot.chart_names().items():
         values = {name: snapshot.figures[name] for name in names if name in snapshot.figures}
         shown |= values.keys()
-        if len(values) <= 2:
+        if title in headlines:
             text = "  ".join(number(x) for x in values.values())
             bars = sparkline(snapshot.history.values.get(names[0], []))
             grid.add_row(f"[dim]{title}", f"{text}  [cyan]{bars}")

@@ -12,7 +12,7 @@ from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 
-from recollect.cli.train_view import sparkline
+from recollect.cli.job_view import sparkline
 from recollect.observe import Beacon
 
 LOOK_EVERY_S = 0.25

@@ -75,6 +75,11 @@ class Snapshot(msgspec.Struct, frozen=True):
         return {title: names for title, names in found.items() if names}
 
     @property
+    def headlines(self) -> list[str]:
+        """The charts whose first figure says what they are about: those that name their figures one by one."""
+        return [title for title in self.chart_names() if not any("*" in name for name in self.charts[title])]
+
+    @property
     def age_s(self) -> float:
         """Seconds since it was published, by the clock on the wall."""
         return max(0.0, time() - self.started - self.elapsed_s)

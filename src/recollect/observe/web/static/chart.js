@@ -1,10 +1,13 @@
 // Line charts on uPlot: colours of the theme, width of the place, any number of named lines over one axis.
 "use strict";
 
-// const chart = new LineChart(place, ["reward/mean"], {x: shortTime}); chart.set(at, {"reward/mean": [...]});
+// const chart = new LineChart(place, ["reward/mean"], {x: shortTime, steps: TIME_STEPS});
+// chart.set(at, {"reward/mean": [...]});
+const TIME_STEPS = [1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 28800, 86400, 172800, 604800];
+
 class LineChart {
-  constructor(place, names, { x = shortNumber, y = shortNumber, height = 190, label = (name) => name } = {}) {
-    Object.assign(this, { place, names, x, y, height, label, data: [[], ...names.map(() => [])], plot: null });
+  constructor(place, names, { x = shortNumber, y = shortNumber, height = 190, label = (name) => name, steps = undefined } = {}) {
+    Object.assign(this, { place, names, x, y, height, label, steps, data: [[], ...names.map(() => [])], plot: null });
     place.classList.add("chart");
     new ResizeObserver(() => this.plot && this.plot.setSize({ width: this.width(), height })).observe(place);
     window.addEventListener("themechange", () => { if (this.plot) this.draw(); });
@@ -30,7 +33,7 @@ class LineChart {
       width: this.width(), height: this.height, scales: { x: { time: false } }, cursor: { y: false },
       series: [{ label: "at", value: (_, v) => (v === null ? "–" : this.x(v)) }, ...lines],
       axes: [
-        { ...axis, values: (_, ticks) => ticks.map(this.x), space: 60 },
+        { ...axis, values: (_, ticks) => ticks.map(this.x), space: 60, ...(this.steps ? { incrs: this.steps } : {}) },
         { ...axis, values: (_, ticks) => ticks.map(this.y), size: 58 },
       ],
     }, this.data, this.place);

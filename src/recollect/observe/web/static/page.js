@@ -37,7 +37,7 @@ function shortNumber(x) {
   if (size >= 1e4) return Math.round(x).toLocaleString("en-US");
   if (Number.isInteger(x)) return String(x);
   if (size >= 100) return x.toFixed(1);
-  if (size >= 0.01) return x.toPrecision(3);
+  if (size >= 0.0001) return String(Number(x.toPrecision(3)));
   return x.toExponential(1);
 }
 

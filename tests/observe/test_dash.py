@@ -1,0 +1,92 @@
+"""The live page: what it is sent, and what a browser makes of it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.observe.browser import chromium
+
+from recollect.cli import run
+from recollect.observe import Beacon
+from recollect.observe.dash import Watched, dash_routes, messages
+from recollect.observe.web import WebServer, make_app
+
+pytestmark = pytest.mark.usefixtures("runtime_dir")
+CHARTS = {"mean return": ["reward/mean"], "learner, ms": ["time/learner_*"]}
+FIGURES = {
+    "iteration": 20.0,
+    "reward/mean": -150.5,
+    "time/learner_wait_ms": 0.5,
+    "time/learner_train_ms": 8.0,
+}
+TABLES = {"collectors": [{"lane": 0, "state": "<b>stepping</b>"}]}
+
+
+def lit(title: str = "sac Pendulum-v1") -> Beacon:
+    beacon = Beacon("train", title, charts=CHARTS, facts={"iterations": 100})
+    beacon.publish(FIGURES, TABLES)
+    return beacon
+
+
+def test_messages_come_when_something_is_new() -> None:
+    stream = messages(None, pace_s=0.0)
+    first = next(stream)
+    assert first == {"jobs": [], "job": None}
+    with lit() as beacon:
+        seen = next(stream)
+        assert seen is not None and [job["title"] for job in seen["jobs"]] == ["sac Pendulum-v1"]
+        assert seen["job"]["charts"]["learner, ms"] == ["time/learner_wait_ms", "time/learner_train_ms"]
+        assert seen["job"]["tiles"] == ["mean return"] and seen["job"]["history"]["values"][
+            "reward/mean"
+        ] == [-150.5]
+        assert next(stream) is None
+        beacon.publish({**FIGURES, "iteration": 30.0})
+        seen = next(stream)
+        assert seen is not None and seen["job"]["figures"]["iteration"] == 30.0
+    seen = next(stream)
+    assert seen is not None and seen["jobs"] == [] and seen["job"]["state"] == "completed"
+    stream.close()
+
+
+def test_the_newest_job_is_shown_unless_one_is_chosen() -> None:
+    newest, chosen = Watched(None), Watched(1)
+    with lit("first"):
+        assert newest.look()["job"]["title"] == "first" and chosen.look()["job"] is None
+        with lit("second"):
+            assert newest.look()["job"]["title"] == "second"
+    newest.close()
+    chosen.close()
+
+
+def test_a_port_in_use_is_one_line() -> None:
+    with WebServer(make_app([])) as server, pytest.raises(SystemExit, match="choose another --port"):
+        run(["dash", "--port", str(server.port), "--no-browser"])
+
+
+@pytest.mark.timeout(120)
+def test_the_page_in_a_browser(tmp_path: Path) -> None:
+    with chromium() as browser, WebServer(make_app(dash_routes())) as server:
+        page = browser.new_page(color_scheme="dark")
+        page.set_default_timeout(60_000)
+        problems: list[Any] = []
+        page.on("pageerror", lambda error: problems.append(error))
+        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        page.goto(server.url)
+        page.get_by_text("No job is running").wait_for()
+        with lit() as beacon:
+            page.locator(".tile b", has_text="-150.5").wait_for()
+            assert page.locator(".card canvas").count() == 2
+            assert page.locator("progress").get_attribute("value") == "20"
+            assert "<b>stepping</b>" in page.locator(".scroll table").first.inner_text()  # text, never HTML
+            assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+            page.locator("#theme").click()
+            assert page.evaluate("document.documentElement.dataset.theme") == "light"
+            beacon.publish({**FIGURES, "reward/mean": -99.5}, TABLES)
+            page.locator(".tile b", has_text="-99.5").wait_for()
+        page.locator(".state", has_text="completed").wait_for()
+        assert page.locator(".card canvas").count() == 2
+        assert problems == []
+        hosts = page.evaluate("performance.getEntriesByType('resource').map((e) => new URL(e.name).host)")
+        assert set(hosts) == {f"127.0.0.1:{server.port}"}
