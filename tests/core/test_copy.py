@@ -302,7 +302,7 @@ def test_a_codec_of_other_rows_is_refused() -> None:
         lambda: rows.write(other, more, 1),
         lambda: rows.overwrite(other, index_of(0), more),
         lambda: rows.overwrite_rows(other, index_of(0), more),
-        lambda: rows.replace(other, 0, more),
+        lambda: rows.extend_lowest(other, more, _core.MinTree(8), np.zeros(1), 0),
     ):
         with pytest.raises(ValueError, match="codec: must be made for rows of 16 bytes, got 4000"):
             call()
@@ -315,7 +315,6 @@ def test_arrays_that_do_not_fit_their_fields_are_refused(arrays: list[Any]) -> N
     for call in (
         lambda: rows.write(codec, arrays, 1),
         lambda: rows.overwrite(codec, index_of(0), arrays),
-        lambda: rows.replace(codec, 0, arrays),
     ):
         with pytest.raises(ValueError, match="arrays: one"):
             call()

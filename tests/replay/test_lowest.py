@@ -240,3 +240,25 @@ def test_threads_keep_the_best_of_all() -> None:
 def test_it_has_no_lanes() -> None:
     with make() as buffer, pytest.raises(ValueError, match="no lanes"):
         buffer.on_lane(0)
+
+
+def test_a_block_is_one_change_whatever_it_displaces() -> None:
+    with make() as buffer:
+        buffer.append(one(0, 5.0))
+        ((_, _, before),) = buffer.engine.native.windows()
+        buffer.extend(
+            many([(1, 1.0), (2, 2.0), (3, 0.5), (4, 3.0), (5, 4.0)])
+        )  # fresh rows, then others' rows
+        ((_, _, after),) = buffer.engine.native.windows()
+        assert after - before == 2  # the epoch: odd while a change lasts
+        assert sorted(held(buffer)) == [(0, 5.0), (4, 3.0), (5, 4.0)]
+        assert buffer.stats().rejected == 1
+
+
+def test_a_block_with_one_bad_key_changes_nothing() -> None:
+    with make() as buffer:
+        buffer.extend(many([(0, 1.0), (1, 2.0)]))
+        before = buffer.engine.native.windows(), held(buffer)
+        with pytest.raises(SchemaError, match="meta/score: must be a number"):
+            buffer.extend(many([(2, 3.0), (3, 4.0), (4, float("nan"))]))
+        assert (buffer.engine.native.windows(), held(buffer)) == before

@@ -1,11 +1,9 @@
 // Bindings of items.hpp.
 #include "items.hpp"
 
-#include "arrays.hpp"
+#include "bind.hpp"
 
 namespace recollect {
-
-std::shared_ptr<Memory> memory_of(nb::handle rows);
 
 namespace {
 
@@ -108,7 +106,8 @@ nb::tuple lowest(const ItemPlan& plan, nb::handle rows, Tree<Min>& tree, nb::han
         Hold hold(*m);
         hold.take(0);
         Unlocked unlocked(at.n * m->row_nbytes > kHoldGil);
-        placed = place_lowest(*m, tree, plan, items, at.data, k.data, at.n, first, out);
+        auto fill = [&](byte* row, size_t i) { fill_item(row, plan, items, size_t(at.data[i])); };
+        placed = place_lowest(*m, tree, k.data, at.n, first, out, fill);
     }
     return nb::make_tuple(found, placed.fresh, placed.replaced, placed.rejected);
 }
@@ -167,16 +166,10 @@ nb::object pack_batch(const Codec& codec, nb::handle batch) {
     return packed(codec, leaves.data(), size_t(std::max<npy_intp>(n, 0)));
 }
 
-void* load_numpy() {
-    import_array();
-    return nullptr;
-}
-
 }  // namespace
 
 void bind_items(nb::module_& m) {
-    load_numpy();
-    if (PyErr_Occurred()) throw nb::python_error();
+    arrays::load_numpy();
     nb::class_<ItemPlan>(m, "ItemPlan")
         .def("__init__", &make_plan, nb::arg("row_nbytes"), nb::arg("steps"), nb::arg("step_nbytes"), nb::arg("fields"),
              nb::arg("field_nbytes"), nb::arg("length_at"), nb::arg("room"))

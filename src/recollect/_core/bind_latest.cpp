@@ -1,5 +1,5 @@
 // Bindings of Latest. The Python side is recollect.memory.latest; the stubs are in _native.pyi.
-#include "bind_latest.hpp"
+#include "bind.hpp"
 
 #include <nanobind/stl/shared_ptr.h>
 

@@ -1,11 +1,10 @@
 // Bindings of prioritized.hpp.
 #include <nanobind/stl/string.h>
 
-#include "arrays.hpp"
+#include "bind.hpp"
 #include "prioritized.hpp"
 
-using namespace recollect;
-
+namespace recollect {
 namespace {
 
 // The mass that each value comes to; none may be beyond what can be added up.
@@ -96,16 +95,10 @@ void restore(Priorities& self, nb::handle rows, nb::handle generations, nb::hand
     self.restore(*m, r, g, v, n, top);
 }
 
-void* load_numpy() {
-    import_array();
-    return nullptr;
-}
-
 }  // namespace
 
 void bind_prioritized(nb::module_& m) {
-    load_numpy();
-    if (PyErr_Occurred()) throw nb::python_error();
+    arrays::load_numpy();
     m.attr("MOST_MASS") = kMostMass;
     nb::class_<Priorities>(m, "Priorities")
         .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps) {
@@ -121,3 +114,5 @@ void bind_prioritized(nb::module_& m) {
         .def("state", &state)
         .def("restore", &restore, nb::arg("row"), nb::arg("generation"), nb::arg("mass"), nb::arg("top"));
 }
+
+}  // namespace recollect

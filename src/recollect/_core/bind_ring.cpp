@@ -3,17 +3,13 @@
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
+#include "bind.hpp"
 #include "codec.hpp"
 #include "ring.hpp"
 #include "rows.hpp"
 
 namespace recollect {
 namespace {
-
-void* load_numpy() {
-    import_array();
-    return nullptr;
-}
 
 // A batch in a slot: for each field of a codec a block of up to `most` rows at its offset.
 struct Blocks {
@@ -137,8 +133,7 @@ class BoundRing {
 }  // namespace
 
 void bind_ring(nb::module_& m) {
-    load_numpy();
-    if (PyErr_Occurred()) throw nb::python_error();
+    arrays::load_numpy();
     m.attr("RING_INFO_WORDS") = kInfoWords;
     m.def("ring_control_nbytes", &Ring::control_nbytes, nb::arg("n_lanes"), nb::arg("num_slots"));
 

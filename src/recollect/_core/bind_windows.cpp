@@ -1,35 +1,13 @@
 // Bindings of windows.hpp: reads and draws of frames, runs, and samples by place. Stubs are in _native.pyi.
-#include <nanobind/nanobind.h>
-
+#include "bind.hpp"
 #include "edits.hpp"
 #include "windows.hpp"
 
 namespace recollect {
 
-std::shared_ptr<Memory> memory_of(nb::handle rows);  // module.cpp, where Rows is
-
 namespace {
 
-struct Ints {
-    const int64_t* data;
-    size_t n;
-};
-
-Ints ints_of(nb::handle h, const char* what) {
-    auto* a = reinterpret_cast<PyArrayObject*>(h.ptr());
-    if (!PyArray_Check(h.ptr()) || PyArray_TYPE(a) != NPY_INT64 || PyArray_NDIM(a) != 1 || !PyArray_IS_C_CONTIGUOUS(a))
-        throw nb::type_error((std::string(what) + ": must be a contiguous 1-D array of int64").c_str());
-    return {static_cast<const int64_t*>(PyArray_DATA(a)), static_cast<size_t>(PyArray_DIM(a, 0))};
-}
-
-template <typename T> nb::object new_array(int type, std::initializer_list<npy_intp> shape, T*& data) {
-    PyObject* a = PyArray_SimpleNew(int(shape.size()), shape.begin(), type);
-    if (!a) throw nb::python_error();
-    data = static_cast<T*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(a)));
-    return nb::steal(a);
-}
-
-nb::object new_ints(size_t n, int64_t*& data) { return new_array(NPY_INT64, {npy_intp(n)}, data); }
+using Ints = arrays::View<int64_t>;
 
 // New arrays for the leaves of n samples.
 struct Leaves {
@@ -45,7 +23,7 @@ void check_codec(const Memory& m, const Codec& codec) {
 }
 
 Ints offsets_of(nb::handle h) {
-    const Ints offsets = ints_of(h, "offsets");
+    const Ints offsets = arrays::view<int64_t>(h, "offsets");
     for (size_t i = 1; i < offsets.n; ++i)
         if (offsets.data[i] <= offsets.data[i - 1]) throw nb::value_error("offsets: must increase strictly");
     if (std::find(offsets.data, offsets.data + offsets.n, 0) == offsets.data + offsets.n)
@@ -58,7 +36,7 @@ struct Located {
     int64_t* field[5];
     nb::object arrays[5];
 
-    explicit Located(size_t n) { for (size_t k = 0; k < 5; ++k) arrays[k] = new_ints(n, field[k]); }
+    explicit Located(size_t n) { for (size_t k = 0; k < 5; ++k) arrays[k] = arrays::make<int64_t>(n, field[k]); }
     void set(size_t i, const Memory& m, const Snapshot& s, const Runs& runs, Place a) {
         const size_t r = runs.row(a);
         const int64_t values[5] = {int64_t(index_of_place(s, a)), int64_t(r), int64_t(m.generation(r)), runs.segment(a), runs.step(a)};
@@ -73,14 +51,14 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
                        bool tracked, int64_t counted) {
     auto m = memory_of(rows);
     check_codec(*m, codec);
-    const Ints anchors = ints_of(at, "index"), offsets = offsets_of(offsets_);
+    const Ints anchors = arrays::view<int64_t>(at, "index"), offsets = offsets_of(offsets_);
     const bool located = !generations.is_none();
-    const Ints generation = located ? ints_of(generations, "generation") : Ints{nullptr, anchors.n};
+    const Ints generation = located ? arrays::view<int64_t>(generations, "generation") : Ints{nullptr, anchors.n};
     if (generation.n != anchors.n) throw nb::value_error("row, generation: must have equal lengths");
-    uint8_t* valid;
+    bool* valid;
     int64_t *segment, *step;
-    nb::object mask = new_array(NPY_BOOL, {npy_intp(anchors.n), npy_intp(offsets.n)}, valid);
-    nb::object segments = new_ints(anchors.n, segment), steps = new_ints(anchors.n, step);
+    nb::object mask = arrays::make<bool>({npy_intp(anchors.n), npy_intp(offsets.n)}, valid);
+    nb::object segments = arrays::make<int64_t>(anchors.n, segment), steps = arrays::make<int64_t>(anchors.n, step);
     Leaves leaves(codec, anchors.n * offsets.n);
     bool gone = false;
     {
@@ -88,7 +66,7 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
         Reader reader(*m);
         reader.run([&] {
             const Snapshot& s = reader.snapshot();
-            if (counted >= 0 && s.total() != uint64_t(counted)) throw std::out_of_range("the length has changed meanwhile");
+            check_count(s, counted);
             const Runs runs(*m, s, tracked);
             Frames frames(*m, runs, anchors.n, offsets.data, offsets.n);
             std::vector<Place> places(anchors.n);
@@ -123,15 +101,15 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
                        bool tracked, uint64_t length, bool pad) {
     auto m = memory_of(rows);
     const Ints offsets = offsets_of(offsets_);
-    uint8_t* valid;
+    bool* valid;
     int64_t *segment = nullptr, *step = nullptr;
-    nb::object mask = new_array(NPY_BOOL, {npy_intp(n), npy_intp(offsets.n)}, valid), segments, steps;
+    nb::object mask = arrays::make<bool>({npy_intp(n), npy_intp(offsets.n)}, valid), segments, steps;
     std::optional<Leaves> leaves;
     std::optional<Located> located;
     if (codec) {
         check_codec(*m, *codec);
         leaves.emplace(*codec, n * offsets.n);
-        if (length) segments = new_ints(n, segment), steps = new_ints(n, step);
+        if (length) segments = arrays::make<int64_t>(n, segment), steps = arrays::make<int64_t>(n, step);
         else segments = steps = nb::none();  // nobody asks where a stack was drawn
     } else {
         located.emplace(n);
@@ -164,14 +142,14 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
 // Where samples are, and the steps of the first sample of their run and of the one behind its last.
 nb::tuple runs_at(nb::handle rows, nb::handle index, bool tracked, int64_t counted) {
     auto m = memory_of(rows);
-    const Ints at = ints_of(index, "index");
+    const Ints at = arrays::view<int64_t>(index, "index");
     Located located(at.n);
     int64_t *first, *end;
-    nb::object firsts = new_ints(at.n, first), ends = new_ints(at.n, end);
+    nb::object firsts = arrays::make<int64_t>(at.n, first), ends = arrays::make<int64_t>(at.n, end);
     Reader reader(*m);
     reader.run([&] {
         const Snapshot& s = reader.snapshot();
-        if (counted >= 0 && s.total() != uint64_t(counted)) throw std::out_of_range("the length has changed meanwhile");
+        check_count(s, counted);
         const Runs runs(*m, s, tracked);
         std::vector<Place> places(at.n);
         for (size_t i = 0; i < at.n; ++i) {
@@ -222,7 +200,7 @@ nb::tuple window_starts(nb::handle rows, bool tracked, uint64_t length, bool pad
 nb::object read_located(nb::handle rows, const Codec& codec, nb::handle at, nb::handle generations) {
     auto m = memory_of(rows);
     check_codec(*m, codec);
-    const Ints row = ints_of(at, "row"), generation = ints_of(generations, "generation");
+    const Ints row = arrays::view<int64_t>(at, "row"), generation = arrays::view<int64_t>(generations, "generation");
     if (row.n != generation.n) throw nb::value_error("row, generation: must have equal lengths");
     Leaves leaves(codec, row.n);
     bool gone = false;
@@ -245,16 +223,10 @@ nb::object read_located(nb::handle rows, const Codec& codec, nb::handle at, nb::
     return gone ? nb::none() : leaves.build(codec);
 }
 
-void* load_numpy() {
-    import_array();
-    return nullptr;
-}
-
 }  // namespace
 
 void bind_windows(nb::module_& m) {
-    load_numpy();  // each file has its own table of numpy's functions
-    if (PyErr_Occurred()) throw nb::python_error();
+    arrays::load_numpy();
     m.attr("WINDOW_TRIES") = Chooser::kTries;
     m.def("read_frames", &read_frames, nb::arg("rows"), nb::arg("codec"), nb::arg("at"), nb::arg("generation").none(),
           nb::arg("offsets"), nb::arg("tracked"), nb::arg("counted") = -1);

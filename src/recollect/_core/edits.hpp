@@ -81,14 +81,16 @@ void overwrite_by(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows,
     for (auto& [k, _] : lanes) m.close_epoch(m.lane(k));
 }
 
+inline void copy_fields(byte* row, const Codec& codec, const byte* const* leaves, size_t i) {
+    for (size_t f = 0; f < codec.size(); ++f) {
+        const Span& span = codec.spans()[f];
+        copy_bytes(row + span.offset, leaves[f] + i * span.nbytes, span.nbytes);
+    }
+}
+
 inline void overwrite(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, const byte* const* leaves,
                       const Codec& codec) {
-    overwrite_by(m, rows, [&](byte* row, size_t i) {
-        for (size_t f = 0; f < codec.size(); ++f) {
-            const Span& span = codec.spans()[f];
-            copy_bytes(row + span.offset, leaves[f] + i * span.nbytes, span.nbytes);
-        }
-    });
+    overwrite_by(m, rows, [&](byte* row, size_t i) { copy_fields(row, codec, leaves, i); });
 }
 
 inline void remove_from_lane(Memory& m, size_t k, const std::vector<uint64_t>& gone) {

@@ -5,8 +5,7 @@
 #pragma once
 
 #include "crc32c.hpp"
-#include "edits.hpp"
-#include "tree.hpp"
+#include "lowest.hpp"
 
 namespace recollect {
 
@@ -60,8 +59,6 @@ inline void fill_item(byte* row, const ItemPlan& plan, const PackedItems& items,
     }
 }
 
-constexpr int64_t kRejected = -1, kDisplaced = -2;  // in place of a row
-
 // Into the ring, oldest out. The caller holds lane k.
 inline void place_newest(Memory& m, size_t k, const ItemPlan& plan, const PackedItems& items, const int64_t* index,
                          size_t n, int64_t* rows) {
@@ -71,57 +68,6 @@ inline void place_newest(Memory& m, size_t k, const ItemPlan& plan, const Packed
         if (m.tagged) m.lane(k).open_segment.store(0, std::memory_order_relaxed);
         if (i >= m.run) rows[i - m.run] = kDisplaced;
     }
-}
-
-struct Placed { size_t fresh = 0, replaced = 0, rejected = 0; };
-
-// In order: while there is room into a fresh row, then in the place of the lowest, unless it is lower itself. `first`
-// is the order of arrival of the first; it stands in the step tags. The caller holds lane 0, the only one.
-inline Placed place_lowest(Memory& m, Tree<Min>& tree, const ItemPlan& plan, const PackedItems& items,
-                           const int64_t* index, const double* keys, size_t n, int64_t first, int64_t* rows) {
-    Placed out;
-    std::vector<size_t> owners;  // by order of arrival from `first` on: which item it was
-    auto enter = [&](size_t i, int64_t row) {
-        const Ranked ranked{keys[i], first + int64_t(owners.size())};
-        owners.push_back(i);
-        rows[i] = row;
-        tree.set(&row, &ranked, 1);
-        return ranked.order;
-    };
-    const uint64_t room = m.run - m.window(0).count();
-    Writer writer(m, 0);
-    size_t i = 0;
-    for (; i < n && i < room; ++i) {
-        writer.append_by([&](byte* row, size_t r) {
-            fill_item(row, plan, items, size_t(index[i]));
-            m.set_tag(r, 1, enter(i, int64_t(r)));
-        });
-        m.lane(0).open_segment.store(0, std::memory_order_relaxed);
-        ++out.fresh;
-    }
-    std::vector<std::pair<size_t, size_t>> chosen;
-    std::vector<size_t> who;
-    std::vector<int64_t> orders;
-    for (; i < n; ++i) {
-        const Ranked lowest = tree.top();
-        if (keys[i] < lowest.value) { rows[i] = kRejected; ++out.rejected; continue; }
-        const size_t row = tree.find_lowest();
-        if (lowest.order >= first) rows[owners[size_t(lowest.order - first)]] = kDisplaced;
-        orders.push_back(enter(i, int64_t(row)));
-        chosen.emplace_back(0, row);
-        who.push_back(i);
-        ++out.replaced;
-    }
-    if (!chosen.empty()) {
-        overwrite_by(m, chosen, [&](byte* row, size_t j) {
-            if (rows[who[j]] < 0) return;  // a later one takes its row
-            fill_item(row, plan, items, size_t(index[who[j]]));
-            m.set_tag(chosen[j].second, 1, orders[j]);
-        });
-        m.lane(0).skip.fetch_add(out.replaced);
-    }
-    if (out.rejected) m.shared().rejected.fetch_add(out.rejected);
-    return out;
 }
 
 // Let a mirror of keys by row (NaN: none) and a tree of its finite ones follow a change; rows are distinct. Returns by

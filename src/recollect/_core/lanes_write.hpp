@@ -52,7 +52,7 @@ class Chosen {
 // Append sample i of `leaves` to lane `lanes[i]`, and end that lane's segment where ends[i] is set. All lanes are
 // claimed before the first row is written: a lane of another process means that nothing is.
 inline void write_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const int64_t* lanes, size_t n,
-                        const uint8_t* ends, const int64_t* rows = nullptr) {
+                        const bool* ends, const int64_t* rows = nullptr) {
     for (size_t i = 0; i < n; ++i) m.keep_lane(size_t(lanes[i]));
     std::vector<Source> sources(codec.size());
     const bool bounded = m.capacity != 0;  // an unbounded lane may have to grow before it has a next row

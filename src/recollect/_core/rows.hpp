@@ -1,6 +1,8 @@
 // Rows: any whole value. Reading, drawing and writing packed rows over the memory of lanes.hpp.
 #pragma once
 
+#include <optional>
+
 #include "codec.hpp"
 #include "lanes.hpp"
 
@@ -8,6 +10,7 @@ namespace recollect {
 
 constexpr size_t kHoldGil = 64 * 1024;   // copies smaller than this are over before another thread could start
 constexpr uint64_t kRedraws = 64;        // rounds of drawing lapped rows again before the whole draw starts afresh
+constexpr size_t kLooks = 256;           // at lanes that change while they are looked at, before the last look counts
 constexpr double kContention_s = 1.0;    // how long a read may be lapped
 constexpr double kLookAtOwner_s = 0.002; // after waiting this long for a change to end, ask whether its writer lives
 
@@ -40,14 +43,11 @@ class Snapshot {
     ~Snapshot() { if (windows_ != small_) delete[] windows_; }
     Snapshot(const Snapshot&) = delete;
 
-    // False while some lane is being changed in place.
+    // One moment of all lanes; false while one of them is being changed in place.
     bool take() {
-        total_ = 0;
-        for (size_t k = 0; k < memory_.n_lanes; ++k) {
-            windows_[k] = memory_.window(k);
-            if (windows_[k].epoch & 1) { changing_ = k; return false; }
-            total_ += windows_[k].count();
-        }
+        if (!look()) return false;
+        for (size_t again = 0; memory_.n_lanes > 1 && again < kLooks && !is_one_moment(); ++again)
+            if (!look()) return false;
         return true;
     }
     uint64_t total() const { return total_; }
@@ -108,6 +108,23 @@ class Snapshot {
     }
 
   private:
+    bool look() {
+        total_ = 0;
+        for (size_t k = 0; k < memory_.n_lanes; ++k) {
+            windows_[k] = memory_.window(k);
+            if (windows_[k].epoch & 1) { changing_ = k; return false; }
+            total_ += windows_[k].count();
+        }
+        return true;
+    }
+    // Lanes are looked at one after the other. If none has a new sample when all have been seen, then between the two
+    // looks all were as we have them. (What has left a lane since is found out after the copy, as always.)
+    bool is_one_moment() const {
+        for (size_t k = 0; k < memory_.n_lanes; ++k)
+            if (memory_.lane(k).cursor.load(std::memory_order_acquire) != windows_[k].cursor) return false;
+        return same_epochs();
+    }
+
     const Memory& memory_;
     Window small_[8];
     Window* windows_;
@@ -208,15 +225,30 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
     }
 }
 
-// Ask for the first rows of a draw while its arrays are still to be made.
-inline void expect_draw(const Memory& m, const Stream& stream, size_t n, const Extent& extent) {
-    if (!m.capacity || !extent.nbytes) return;
-    Snapshot s(m);
-    if (!s.take() || s.total() == 0) return;
-    const RowAddress address(m, s);
-    for (size_t i = 0; i < std::min(kAhead, n); ++i)
-        prefetch<4>(address(draw_one(stream.key, stream.counter + i, s.total())) + extent.offset, extent.nbytes);
-}
+// Asks for the first rows of a draw, a few at a time, between things that need no memory: asked for all at once they
+// would be waited for. A guess; what is drawn is decided later.
+class Ahead {
+  public:
+    Ahead(const Memory& m, const Stream& stream, size_t n, const Extent& extent)
+        : snapshot_(m), stream_(stream), n_(std::min(n, kMost)), extent_(extent) {
+        if (!m.capacity || !extent.nbytes || m.n_lanes > 8 || !snapshot_.take() || !snapshot_.total()) n_ = 0;
+        else address_.emplace(m, snapshot_);
+    }
+    void ask() {
+        for (const size_t end = std::min(next_ + kSome, n_); next_ < end; ++next_)
+            prefetch<4>((*address_)(draw_one(stream_.key, stream_.counter + next_, snapshot_.total())) + extent_.offset,
+                        extent_.nbytes);
+    }
+
+  private:
+    static constexpr size_t kSome = 6, kMost = 48;  // rows: six are about as many lines as can be under way at once
+
+    Snapshot snapshot_;
+    std::optional<RowAddress> address_;
+    const Stream stream_;
+    size_t n_, next_ = 0;
+    const Extent extent_;
+};
 
 // n uniform draws into leaves; false when the whole of it must be tried again.
 class Draw {
@@ -267,7 +299,7 @@ class Draw {
 
 // How a block of rows ends segments. Without tags nothing of it matters.
 struct Ends {
-    const uint8_t* flags = nullptr;  // one per row: a segment ends after it
+    const bool* flags = nullptr;  // one per row: a segment ends after it
     bool keep_open = false;          // rows after the last end stay in the open segment
 };
 

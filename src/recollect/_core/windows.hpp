@@ -224,7 +224,7 @@ class Frames {
     uint64_t ahead() const { return uint64_t(offsets_[t_ - 1]); }
     Place anchor(size_t j) const { return anchors_[j]; }
 
-    void plan(size_t j, Place a, uint8_t* valid) {
+    void plan(size_t j, Place a, bool* valid) {
         size_t first = 0, last = t_ - 1;
         if (!runs_.has(a, at(a, first)))
             for (first = anchor_; first > 0 && runs_.has(a, at(a, first - 1));) --first;
@@ -281,7 +281,7 @@ class Frames {
 // n drawn anchors with their frames, into leaves. What was overwritten while it was copied is drawn again.
 class FrameDraw {
   public:
-    FrameDraw(Snapshot& s, Chooser& chooser, Frames& frames, uint8_t* valid)
+    FrameDraw(Snapshot& s, Chooser& chooser, Frames& frames, bool* valid)
         : snapshot_(s), chooser_(chooser), frames_(frames), valid_(valid) {}
 
     bool is_empty() const { return empty_; }
@@ -324,7 +324,7 @@ class FrameDraw {
     Snapshot& snapshot_;
     Chooser& chooser_;
     Frames& frames_;
-    uint8_t* valid_;
+    bool* valid_;
     bool empty_ = false;
 };
 

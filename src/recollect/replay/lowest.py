@@ -34,11 +34,11 @@ class LowestEngine(RowsEngine):
         self._seen: Any = None  # the window and epoch that the tree was made for
 
     def append(self, value: Any) -> None:
-        self._add([a[None] for a in self.layout.encode_one(value, self.storage.cast)], 1)
+        self._add([a[None] for a in self.layout.encode_one(value, self.storage.cast)])
 
     def extend(self, value: Any, ends: Any = None) -> None:
-        n, arrays = self.layout.encode_batch(value, self.storage.cast)
-        self._add(arrays, n)
+        _, arrays = self.layout.encode_batch(value, self.storage.cast)
+        self._add(arrays)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         self.extend(value)
@@ -65,10 +65,12 @@ class LowestEngine(RowsEngine):
         """A context in which this object changes nothing."""
         return self._lock
 
-    def _add(self, arrays: list[Any], n: int) -> None:
+    def _add(self, arrays: list[Any]) -> None:
         keys = self._keys(arrays)
         with self._lock:
-            self._add_each(arrays, keys, n)
+            tree = self._ready()
+            stayed, _ = self.native.extend_lowest(self.codec, arrays, tree, keys, self._next)
+            self._next += stayed
             self._seen = self.native.windows()
 
     def place(
@@ -86,28 +88,6 @@ class LowestEngine(RowsEngine):
             self._next += found[1] + found[2]
             self._seen = self.native.windows()
         return found
-
-    def _add_each(self, arrays: list[Any], keys: Any, n: int) -> None:
-        tree, capacity = self._ready(), self.storage.capacity or 0
-        held = self.count()
-        fresh = min(n, capacity - held)
-        if fresh:
-            self.native.write(self.codec, [a[:fresh] for a in arrays], fresh, self.lane, None, False)
-            self._enter(tree, self.native.locate(np.arange(held, held + fresh))[0], keys[:fresh])
-        for i in range(fresh, n):
-            value, _, row = tree.lowest()
-            if keys[i] < value:
-                self.reject(1)
-                continue
-            self.native.replace(self.codec, int(row), [a[i : i + 1] for a in arrays])
-            self._enter(tree, np.array([row]), keys[i : i + 1])
-
-    def _enter(self, tree: _core.MinTree, rows: Ints, keys: Any) -> None:
-        orders = np.arange(self._next, self._next + len(rows))
-        self._next += len(rows)
-        for row, order in zip(rows.tolist(), orders.tolist()):
-            self.native.set_tags(row, 1, 1, order)
-        tree.set(rows, keys, orders)
 
     def _ready(self) -> _core.MinTree:
         if self._tree is None or self._seen != self.native.windows():

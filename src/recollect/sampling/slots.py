@@ -83,7 +83,9 @@ class Format:
         slot = self.data.blocks_space()
         if self.metadata is not None:
             slot |= self.metadata.blocks_space()
-        return Ring.create(slot, num_slots, num_lanes, least_nbytes=TEXT_NBYTES, wake_free=num_slots // 2)
+        return Ring.create(
+            slot, num_slots, num_lanes, least_nbytes=TEXT_NBYTES, wake_free=max(2, num_slots // 2)
+        )
 
 
 def _lengths(sampler: BatchBase, space: Space[Any], given: Mapping[str, int] | None) -> dict[str, int]:

@@ -1,0 +1,78 @@
+// Bindings of mapped memory: its words, waits on them, processes, checksums.
+#include <nanobind/stl/shared_ptr.h>
+
+#include <cmath>
+
+#include "bind.hpp"
+#include "crc32c.hpp"
+
+namespace recollect {
+namespace {
+
+template <typename T> T* word_at(const Mapping& m, size_t offset) {
+    if (offset % sizeof(T) || offset > m.nbytes() - sizeof(T)) throw nb::index_error("word: offset is off the mapping");
+    return reinterpret_cast<T*>(m.base() + offset);
+}
+
+template <typename T> T* writable_word_at(const Mapping& m, size_t offset) {
+    T* at = word_at<T>(m, offset);
+    if (!m.writable()) throw nb::value_error("word: the mapping is for reading");
+    return at;
+}
+
+nb::object view_of(MappingPtr m, size_t offset, size_t nbytes) {
+    if (offset > m->nbytes() || nbytes > m->nbytes() - offset) throw nb::index_error("view: reaches past the mapping");
+    npy_intp dims[1] = {static_cast<npy_intp>(nbytes)};
+    PyObject* a = PyArray_SimpleNewFromData(1, dims, NPY_UINT8, m->base() + offset);
+    if (!a) throw nb::python_error();
+    if (!m->writable()) PyArray_CLEARFLAGS(reinterpret_cast<PyArrayObject*>(a), NPY_ARRAY_WRITEABLE);
+    auto* owner = new MappingPtr(m);
+    nb::capsule keep(owner, [](void* p) noexcept { delete static_cast<MappingPtr*>(p); });
+    PyArray_SetBaseObject(reinterpret_cast<PyArrayObject*>(a), keep.release().ptr());
+    return nb::steal(a);
+}
+
+}  // namespace
+
+void bind_mapping(nb::module_& m) {
+    arrays::load_numpy();
+    m.def("process_word", [](int pid) { return process_word(pid); }, nb::arg("pid"));
+    m.def("is_alive", [](uint64_t w) { return is_alive(w); }, nb::arg("word"));
+    m.def("arm_fault", [](int64_t n) { fault_countdown = n; }, nb::arg("n"));
+    m.def("fault_point", [] { fault_point(); });
+    m.def("fault_countdown", [] { return fault_countdown; });
+    m.def("crc32c", [](nb::handle data, uint32_t seed) {
+        Py_buffer view;
+        if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
+        uint32_t crc;
+        { Unlocked unlocked(size_t(view.len) > kHoldGil); crc = crc32c(seed, static_cast<const byte*>(view.buf), size_t(view.len)); }
+        PyBuffer_Release(&view);
+        return crc;
+    }, nb::arg("data"), nb::arg("seed") = 0);
+    m.def("crc32c_portable", [](nb::bytes data) {
+        return ~crc32c_table(~0u, reinterpret_cast<const byte*>(data.c_str()), data.size());
+    }, nb::arg("data"));
+
+    nb::class_<Mapping>(m, "Mapping")
+        .def(nb::init<int, size_t, size_t, bool>(), nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("writable"))
+        .def_prop_ro("nbytes", &Mapping::nbytes)
+        .def("view", [](MappingPtr self, size_t offset, size_t nbytes) { return view_of(self, offset, nbytes); },
+             nb::arg("offset"), nb::arg("nbytes"))
+        .def("sync", &Mapping::sync, nb::call_guard<nb::gil_scoped_release>())
+        .def("load", [](const Mapping& s, size_t at) { return word_at<word>(s, at)->load(std::memory_order_acquire); }, nb::arg("offset"))
+        .def("store", [](Mapping& s, size_t at, uint64_t v) { writable_word_at<word>(s, at)->store(v, std::memory_order_release); },
+             nb::arg("offset"), nb::arg("value"))
+        .def("add", [](Mapping& s, size_t at, uint64_t v) { return writable_word_at<word>(s, at)->fetch_add(v); },
+             nb::arg("offset"), nb::arg("value"))
+        .def("swap_if", [](Mapping& s, size_t at, uint64_t expected, uint64_t v) {
+            return writable_word_at<word>(s, at)->compare_exchange_strong(expected, v); }, nb::arg("offset"), nb::arg("expected"), nb::arg("value"))
+        .def("wait", [](const Mapping& s, size_t at, uint32_t expected, double timeout_s) {
+            auto* w = word_at<std::atomic<uint32_t>>(s, at);
+            if (std::isnan(timeout_s)) throw nb::value_error("timeout_s: must be a number of seconds, got NaN");
+            nb::gil_scoped_release unlocked;
+            return futex_wait(w, expected, timeout_s); }, nb::arg("offset"), nb::arg("expected"), nb::arg("timeout_s"))
+        .def("wake", [](const Mapping& s, size_t at, int n) { return futex_wake(word_at<std::atomic<uint32_t>>(s, at), n); },
+             nb::arg("offset"), nb::arg("n") = 0x7FFFFFFF);
+}
+
+}  // namespace recollect
