@@ -210,7 +210,9 @@ def test_an_add_that_is_given_back_leaves_those_before_it(ends: list[LocalCarrie
     silent.answers = 99
     replay._line._next_retry = 0.0
     replay.deadline = replay._line.deadline = 10.0
-    replay.add(samples([3]))
+    assert (
+        replay.add(samples([3])) is not None and replay.stats().sent == 2
+    )  # it completes the container again
     replay.close()
     assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3]
 
@@ -230,19 +232,19 @@ def test_a_sync_add_past_its_deadline_waits_here(ends: list[LocalCarrier], silen
 def test_a_scoring_error_names_its_container_and_the_rest_is_delivered(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:
-    replay = client(ends[0], mode="async_comm", window=2)
-    replay.add(samples([-1, 0]))
-    replay.add(samples([1]))
+    replay = client(ends[0], mode="async_comm", window=3)
+    for ids in ([-1, 0], [1], [2]):
+        replay.add(samples(ids))
     with pytest.raises(ScoringError, match="below zero") as caught:
-        replay.add(samples([2]))
+        replay.add(samples([-3]))
     assert (caught.value.seq, caught.value.kept) == (1, 2)
-    replay.add(samples([-3]))
+    assert replay.add(samples([5])) == {"first": 1.0}
     with pytest.raises(ScoringError) as last:
         replay.close()
-    assert last.value.seq == 4 and last.value.scores == [{"first": 2.0}]
+    assert last.value.seq == 4 and last.value.scores == [{"first": 2.0}, {"first": 5.0}]
     stats = replay.stats()
     assert_doors(stats)
-    assert manager.buffer[:]["id"].tolist() == [-1, 0, 1, 2, -3] and stats.pending == 0
+    assert manager.buffer[:]["id"].tolist() == [-1, 0, 1, 2, -3, 5] and stats.pending == 0
 
 
 def test_answers_to_nobody_are_dropped_and_counted(
