@@ -105,7 +105,7 @@ def config(**fields: Any) -> rr.Config:
 async def coordinator(models: Any = (), auxiliary: Any = None, **fields: Any) -> AsyncIterator[Any]:
     """A coordinator on a fake clock: `c.clock`, `c.gates`, `c.list_sink`."""
     clock = FakeClock()
-    sink = fields.pop("sink", None) or ListSink()
+    sink = fields.pop("sink") if "sink" in fields else ListSink()
     made: Any = rr.RolloutCoordinator(config(sink=sink, **fields), models, auxiliary, clock=clock)
     made.clock, made.gates, made.list_sink = clock, Gates(), sink
     async with made:

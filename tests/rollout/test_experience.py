@@ -268,3 +268,35 @@ def test_the_queue_drops_what_is_too_old_and_counts_it() -> None:
         assert sink.dropped_stale == 1
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("lengths", "prompt", "said"),
+    [
+        ((-1, 3, 3), 1, "fit the space"),
+        ((5000, 3, 3), 1, "fit the space"),
+        ((3, 3, 3), 0, "add up"),
+        ((4, 3, 3), 5, "prompt_length"),
+        ((4, 3, 3), -1, "prompt_length"),
+        ((4, 3, 3), 2, "per response token"),
+    ],
+)
+def test_lengths_that_lie_are_refused_though_the_checksums_hold(
+    lengths: tuple[int, ...], prompt: int, said: str
+) -> None:
+    """As a foreign encoder could write them: tokens, logprobs and mask of one row."""
+    from recollect.rollout.frame import aligned, framed, opened
+    from recollect.rollout.schema import plan_of
+
+    plan = plan_of()
+    head, body = opened(rr.encode([experience()]))
+    rows = np.frombuffer(body, plan.row_dtype, 1).copy()
+    rows["prompt_length"] = prompt
+    at, sizes = aligned(rows.nbytes) + aligned(12), [rows.nbytes, 12]
+    blocks: list[list[Any]] = [[rows], [np.array(lengths, np.int32)]]
+    for leaf, count in zip(plan.ragged, head.blocks):
+        sizes.append(count * leaf.nbytes)
+        blocks.append([bytes(body[at : at + sizes[-1]])])
+        at += aligned(sizes[-1])
+    with pytest.raises(FormatError, match=said):
+        rr.decode(framed(head, blocks, sizes))
