@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 
 import recollect as rc
 from recollect.errors import ClosedError, FormatError, ReadOnlyError
@@ -188,3 +189,16 @@ def test_register_refuses_taken_names_and_other_things() -> None:
     with pytest.raises(TypeError, match="SpaceStorage"):
         rc.register_storage("x", dict)  # type: ignore[arg-type]
     rc.register_storage("contract-list", ListStorage)  # again is nothing new
+
+
+@pytest.mark.parametrize("cls", [rc.MemoryStorage, rc.SharedMemoryStorage])
+def test_row_storages_read_text_and_sequences_by_row(cls: Any) -> None:
+    tokens = spaces.Sequence(spaces.Box(0, 9, (), np.int64), stack=True)
+    space = spaces.Dict({"note": spaces.Text(8), "tokens": tokens})
+    with cls.create(space, capacity=3, max_lengths={"tokens": 4}) as storage:
+        for row, n in enumerate((1, 3, 0)):
+            storage.set(row, {"note": "a" * n, "tokens": np.arange(n)})
+        one, two = storage.get(1), storage.get([2, 0])
+        assert (one["note"], one["tokens"].tolist()) == ("aaa", [0, 1, 2])
+        assert (two["note"], [t.tolist() for t in two["tokens"]]) == (("", "a"), [[], [0]])
+        assert storage.get_column("note", [0, 1]) == ("a", "aaa")
