@@ -98,8 +98,8 @@ class PlainEngine:
             return self.storage.get_column(keys, at) if keys else self.storage.get(at)
 
     def _check(self, index: Any) -> None:
-        n, found = self.count(), np.atleast_1d(index)
-        if found.size and (found.min() < 0 or found.max() >= n):
+        n, found = self.count(), np.atleast_1d(np.asarray(index, np.int64))
+        if found.size and int(found.view(np.uint64).max()) >= n:  # as unsigned, negatives are huge
             raise IndexError(f"index: must be in [0, {n}), got {int(found.max())}")
 
     def draw(self, stream: Any, n: int, keys: Keys = (), out: Any = None) -> Any:

@@ -51,6 +51,7 @@ class ChunkCache:
         self._slab: list[Array] | None = None
         self._slot = np.full(0, -1, np.int64)  # by chunk
         self._chunk = np.full(self.n_slots, -1, np.int64)  # by slot
+        self._is_coming = np.zeros(self.n_slots, np.bool_)  # by slot
         self._used = np.zeros(self.n_slots, np.int64)  # when, by slot
         self._now = 0
 
@@ -74,7 +75,7 @@ class ChunkCache:
                 return self._gather_in_parts(ends, rows, chunk, needed)
             self._fetch(needed)
             slot = self._slot[chunk]
-        if self._coming:
+        if self._coming and self._is_coming[slot].any():
             slot = self._arrived(chunk, slot)
         self._now += 1
         self._used[slot] = self._now
@@ -96,10 +97,11 @@ class ChunkCache:
         for number, slot in zip(missing, free):
             self._hold(number, slot)
             self._coming[slot] = self._threads().submit(self._decode, number, slot)
+            self._is_coming[slot] = True
 
     def _arrived(self, chunk: Ints, slot: Ints) -> Ints:
         """Wait for those of the chunks that are being decoded; raise what is wrong with one of them."""
-        for coming in sorted(set(slot.tolist()) & self._coming.keys()):
+        for coming in np.unique(slot[self._is_coming[slot]]).tolist():
             if self._pid != os.getpid():  # a forked child: its parent's threads decode for the parent only
                 self._give_up(coming)
                 continue
@@ -109,6 +111,7 @@ class ChunkCache:
                 self._give_up(coming)
                 raise
             del self._coming[coming]
+            self._is_coming[coming] = False
         if (self._slot[chunk] < 0).any():
             self._fetch(np.unique(chunk))
         return self._slot[chunk]
@@ -116,6 +119,7 @@ class ChunkCache:
     def _give_up(self, slot: int) -> None:
         """Free a slot that a thread may be writing to."""
         future = self._coming.pop(slot)
+        self._is_coming[slot] = False
         if self._pid == os.getpid() and not future.cancel():
             future.exception()  # waits: the slot must not change any more
         self._drop(slot)

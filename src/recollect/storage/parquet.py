@@ -223,7 +223,7 @@ class ParquetStorage(AppendStorage):
     def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
         stored = self.stored_length()
         old = rows < stored
-        if old.all():
+        if not self._pending.n or old.all():
             return self._cache(keys).gather(self._ends, rows)
         shown, new = self._pending.layout, self._pending.arrays
         if keys:
