@@ -28,7 +28,7 @@ install: $(VENV)/core.stamp  ## build the core and install the package, editable
 test: $(VENV)/test.stamp $(VENV)/core.stamp  ## run the tests (ARGS="-k ring" to choose)
 	$(BIN)/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
-demo: $(VENV)/core.stamp  ## record an environment into a shared buffer, sample it, show the rates
+demo: $(VENV)/demo.stamp $(VENV)/core.stamp  ## train SAC on Pendulum-v1 with collectors of its own, in a few minutes
 	$(BIN)/python -m recollect demo $(ARGS)
 
 lint: $(VENV)/lint.stamp $(VENV)/core.stamp  ## ruff, mypy --strict, layers
@@ -71,6 +71,10 @@ $(BENCH)/peers.stamp: benchmarks/setup.sh benchmarks/constraints.txt
 # These depend on the core only by order: after a change of C++ it is built once, not once per set of extras.
 $(VENV)/test.stamp: $(PINS) | $(VENV)/core.stamp
 	$(call install_with,test+torch+jax+cli+progress+hdf5+parquet+video+images+mpi+http+ray+tensorboard+web+plot)
+	touch $@
+
+$(VENV)/demo.stamp: $(PINS) | $(VENV)/core.stamp
+	$(call install_with,cli+torch+plot+web+tensorboard)
 	touch $@
 
 $(VENV)/lint.stamp: $(PINS) | $(VENV)/core.stamp

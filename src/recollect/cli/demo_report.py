@@ -65,8 +65,8 @@ def _draw_learner(axes: Any, points: Points) -> None:
         axes.set_ylim(
             0, 1.25 * total[int(0.98 * (len(total) - 1))] or 1.0
         )  # one slow line must not flatten the rest
+        axes.legend(loc="upper right", ncols=2)
     axes.set(ylabel="learner, ms an iteration", xlabel="seconds since the start")
-    axes.legend(loc="upper right", ncols=2)
 
 
 def _draw_shares(axes: Any, points: Points) -> None:
@@ -77,7 +77,7 @@ def _draw_shares(axes: Any, points: Points) -> None:
         for k, (phase, label) in enumerate(phases.items()):
             share = 100 * sums[phase] / whole
             axes.barh(row, share, left=left, color=_COLOURS[k], height=0.62)
-            if share > 9:
+            if share > 12:
                 axes.text(
                     left + share / 2, row, f"{label}\n{share:.0f} %", ha="center", va="center", fontsize=8
                 )

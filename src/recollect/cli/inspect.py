@@ -20,7 +20,7 @@ class Inspect:
 
     The path is a dump or live directory of Recollect, or a data set of LeRobot, Minari or Hugging Face.
 
-    Example: recollect inspect runs/demo
+    Example: recollect inspect runs/rates
     """
 
     path: Annotated[Path, tyro.conf.Positional]

@@ -20,7 +20,7 @@ class Verify:
     Dumps, and LeRobot sets that Recollect wrote, have a checksum for every file. Data sets of others have none: all
     their samples are read. Ends with status 1 if anything is damaged.
 
-    Example: recollect verify runs/demo
+    Example: recollect verify runs/rates
     """
 
     path: Annotated[Path, tyro.conf.Positional]

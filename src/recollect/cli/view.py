@@ -21,7 +21,7 @@ class View:
     The path is a dump or live directory of Recollect, or a data set of LeRobot, Minari or Hugging Face. The page is
     served to this computer alone, at an address with a secret in it, until Ctrl-C; it needs no internet.
 
-    Example: recollect view runs/demo
+    Example: recollect view runs/rates
     """
 
     path: Annotated[Path, tyro.conf.Positional]
