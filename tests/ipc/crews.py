@@ -12,8 +12,9 @@ import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
-from time import monotonic
 from typing import Any
+
+from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect import _core
@@ -73,14 +74,16 @@ class Say:
         self.ring.cleanup()
 
 
-def wait_until(ready: Callable[[], bool], timeout_s: float, look: Callable[[], Any] = lambda: None) -> float:
-    """Seconds until `ready()`; what cannot wake us (the end of somebody else's process) is looked at by turns."""
-    start, never = monotonic(), threading.Event()
+def wait_until(
+    ready: Callable[[], bool], timeout_s: float, look: Callable[[], Any] = lambda: None
+) -> Stopwatch:
+    """Wait until `ready()`; what cannot wake us (the end of somebody else's process) is looked at by turns."""
+    watch, never = Stopwatch(), threading.Event()
     while not ready():
         look()
-        assert monotonic() - start < timeout_s, f"not within {timeout_s} s"
+        assert watch.wall_s < timeout_s, f"not within {timeout_s} s"
         never.wait(0.002)  # the processors are for those we wait for
-    return monotonic() - start
+    return watch
 
 
 def is_gone(pid: int) -> bool:

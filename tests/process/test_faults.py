@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process.killing import in_child, killed_at, steps
+from tests.timing import Stopwatch
 
 import recollect as rc
 
@@ -238,9 +238,9 @@ def check_counts(
 
 def check_after_kill(place: Place, operation: Operation, before: Ids, step: int) -> None:
     reader = place.reader(step)
-    start = time.monotonic()
+    start = Stopwatch()
     found = ids_of(reader[...])
-    assert time.monotonic() - start < 1.0
+    assert start.s < 1.0
     assert operation.allowed(before, found), f"step {step}: {before} became {found}"
     check_segments(reader, found)
     check_counts(reader, operation, reader, found, before)

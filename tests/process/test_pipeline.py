@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 from tests.process.actor import Actor
+from tests.timing import Stopwatch
 
 from recollect.errors import (
     ClosedError,
@@ -121,9 +122,9 @@ def test_the_learner_takes_over_from_a_killed_collector(setting: Any, when: str)
             collector.pipe.close()
         else:
             collector.kill()
-        start = time.monotonic()
+        start = Stopwatch()
         taken(pipe, 0)
-        assert time.monotonic() - start < 1.0
+        assert start.s < 1.0
         assert pipe.stats().takeovers == 1 and pipe.stats().ticks == 1
         taken(pipe, 1)  # and every later one, until somebody packs again
         assert pipe.stats().takeovers == 2
@@ -201,12 +202,12 @@ def test_rows_that_no_live_collector_will_add_are_a_peer_died_error_within_a_sec
         pipe.start_prepare(0, N, buf.ptr + 1)
         assert not pipe.wait_until_ready(0, N, timeout=0.15)
         collector.kill()
-        start = time.monotonic()
+        start = Stopwatch()
         with pytest.raises(
             PeerDiedError, match="tick 0: needs 42 rows, there are 41 and every collector is gone"
         ):
             pipe.wait_ready()
-        assert time.monotonic() - start < 1.0
+        assert start.s < 1.0
         taken(pipe, 0)  # with what is there
 
 
@@ -271,9 +272,9 @@ def test_closing_does_not_wait_for_the_collector(setting: Any) -> None:
     pipe = packed_by(buf, pack)
     pipe.start_prepare(0, N)
     assert not pipe.wait_until_ready(0, N, timeout=0.02)
-    start = time.monotonic()
+    start = Stopwatch()
     pipe.close()
-    assert time.monotonic() - start < 0.09
+    assert start.s < 0.09
     assert collector.do("serve") == 0  # the request was withdrawn
     pack[2].cleanup()
     with pytest.raises(ClosedError):

@@ -24,6 +24,7 @@ from tests.ipc.replay_pipelines.make import (
     pipeline,
     transitions,
 )
+from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect.errors import (
@@ -468,18 +469,18 @@ def test_close_wakes_whoever_waits(wait: str) -> None:
             try:
                 getattr(pipe, wait)(*(() if wait == "wait_ready" else (0, N)))
             except Exception as error:
-                errors.append((error, time.monotonic()))
+                errors.append((error, start.s))
 
         thread = threading.Thread(target=run)
         thread.start()
         while not sleeps_in(thread, "_wait"):
             pass
-        start = time.monotonic()
+        start = Stopwatch()
         pipe.close()
-        assert time.monotonic() - start < 0.09  # the packer was woken too, not joined at the end of its slice
+        assert start.s < 0.09  # the packer was woken too, not joined at the end of its slice
         thread.join(10)
-        ((error, at),) = errors
-        assert isinstance(error, ClosedError) and at - start < 0.09
+        ((error, took_s),) = errors
+        assert isinstance(error, ClosedError) and took_s < 0.09
 
 
 def test_after_close_every_call_raises_and_close_may_be_repeated() -> None:
