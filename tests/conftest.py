@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import multiprocessing
 import signal
 import subprocess
@@ -11,6 +12,7 @@ from typing import Any
 
 import hypothesis
 import pytest
+from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from recollect.testing import leftovers
 
@@ -33,18 +35,29 @@ hypothesis.settings.load_profile("small")
 
 
 # Directories whose tests start processes or threads that must answer in time, marked or not.
-TIMED = {"cli", "ipc", "learners", "observe", "process", "remote", "rollout"}
+TIMED = {"cli", "docs", "ipc", "learners", "observe", "process", "remote", "rollout"}
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+class ProcessesAlone(LoadScopeScheduling):  # type: ignore[misc]
     """With `-n 2`, one worker runs all files that start processes, one by one; the other runs the rest.
 
     So no two of them ever compete for the cores, which their deadlines assume, and Ray is started once.
     """
-    alone = {item.path for item in items if item.get_closest_marker("process")}
-    for item in items:
-        is_alone = item.path in alone or item.path.parent.name in TIMED
-        item.add_marker(pytest.mark.xdist_group("processes" if is_alone else item.path.as_posix()))
+
+    def _split_scope(self, nodeid: str) -> str:
+        return _scope(nodeid.partition("::")[0])
+
+
+@functools.cache
+def _scope(file: str) -> str:
+    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
+    is_alone = not TIMED.isdisjoint(Path(file).parts) or "mark.process" in text
+    return "processes" if is_alone else file
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    return ProcessesAlone(config, log)
 
 
 @pytest.fixture

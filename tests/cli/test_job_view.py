@@ -39,7 +39,8 @@ def test_a_state_has_its_charts_tables_and_progress() -> None:
 
 def test_a_silent_job_is_told_of_and_an_ended_one_is_not() -> None:
     silent = msgspec.structs.replace(STATE, started=time() - 200.0)
-    assert "nothing new for 11" in shown(silent) and "nothing new" not in shown(STATE)
+    fresh = msgspec.structs.replace(STATE, started=time() - STATE.elapsed_s)
+    assert "nothing new for 1" in shown(silent) and "nothing new" not in shown(fresh)
     assert "nothing new" not in shown(msgspec.structs.replace(silent, state="completed"))
 
 

@@ -85,7 +85,7 @@ def test_a_collector_packs(setting: Any) -> None:
             pipe.start_prepare(t, N, buf.ptr + 2)
             assert collector.do("serve") == 0  # the rows are not there yet: it stays open
             collector.do("add", 2)
-            assert collector.do("serve") == 1
+            assert collector.do("serve", 20.0) == 1
             assert collector.do("serve") == 0
             taken(pipe, t)
         assert pipe.stats().takeovers == 0

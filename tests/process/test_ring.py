@@ -389,7 +389,7 @@ def soak(n: int, policy: str) -> None:
             return actor
 
         rng = np.random.default_rng(0)
-        last = [-1, -1]
+        last, starts = [-1, -1], [0, 0]
         writers = [start(0, 0), start(1, 0)]
         for i in range(n):
             taken = ring.take(30.0)
@@ -404,7 +404,10 @@ def soak(n: int, policy: str) -> None:
             if rng.random() < 30 / n:
                 lane = int(rng.integers(2))
                 writers[lane].kill()
-                writers[lane] = start(lane, (last[lane] // 1_000_000 + 1) * 1_000_000)
+                starts[lane] += (
+                    1  # not told from what was taken: the one just killed may still be in the ring
+                )
+                writers[lane] = start(lane, starts[lane] * 1_000_000)
             del i
         for writer in writers:
             writer.kill()

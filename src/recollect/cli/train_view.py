@@ -13,8 +13,10 @@ from recollect.cli.job_view import clock
 def report(summary: Any, title: str, log_dir: Path, console: Console | None = None) -> None:
     """Print how a run ended and what to do next."""
     console = console or Console()
-    final, best = summary.final_mean_reward, summary.best_mean_reward
-    shown = "no episode ended" if final is None else f"mean return {final:,.1f} (best {best:,.1f})"
+    recent, final = summary.recent_mean_reward, summary.final_mean_reward
+    shown = "no episode ended"
+    if recent is not None:
+        shown = f"mean return of the last 20 episodes {recent:,.1f}, of the last 100 {final:,.1f}"
     console.print(
         f"\n[bold]{title}[/]: {summary.status} after {summary.completed_iterations:,} iterations and "
         f"{summary.total_env_steps:,} environment steps in {clock(summary.wall_time_s)}; {shown}; "

@@ -18,7 +18,7 @@ LOGGERS = ("tensorboard", "wandb")
 
 @dataclass(slots=True)
 class RunSummary:
-    """How a run ended; there also when `learn` raised."""
+    """How a run ended; there also when `learn` raised. Means are of 100 episodes, the recent one of 20."""
 
     status: str = "error"
     completed_iterations: int = 0
@@ -32,6 +32,7 @@ class RunSummary:
     restarts: int = 0
     dropped: int = 0
     misses: int = 0
+    recent_mean_reward: float | None = None
 
     def to_json(self) -> dict[str, Any]:
         """Return it as JSON can say it."""

@@ -18,7 +18,7 @@ from recollect.learners.checkpoint import check_shapes, load_checkpoint, save_ch
 from recollect.learners.config import config_json
 from recollect.learners.environment import EnvSpaces, spaces_of
 from recollect.learners.episodes import EpisodeBoard
-from recollect.learners.metrics import LOGGERS, Merged, RunSummary, Sink, open_sinks
+from recollect.learners.metrics import LOGGERS, RECENT, Merged, RunSummary, Sink, open_sinks
 from recollect.learners.shown import collector_table, light
 from recollect.observe.beacon import Beacon
 from recollect.observe.phases import Phases
@@ -278,6 +278,7 @@ class ReferenceRunner(AsyncRunner):
         merged = self._board_totals()
         summary.total_env_steps = self._steps_base + int(merged.totals.get("env_steps", 0))
         summary.final_mean_reward, summary.mean_episode_length = merged.mean(1), merged.mean(2)
+        summary.recent_mean_reward = merged.mean(1, RECENT)
         best = [x for x in (summary.best_mean_reward, summary.final_mean_reward) if x is not None]
         summary.best_mean_reward = max(best) if best else None
         summary.restarts = self.stats().restarts
