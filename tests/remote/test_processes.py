@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -25,6 +26,7 @@ from recollect.remote import (
     ReplayBufferManager,
     TcpCarrier,
     launch,
+    launching,
 )
 from recollect.testing import FaultyCarrier
 from recollect.testing.carrier_contract import eventually
@@ -284,6 +286,24 @@ def test_launch_brings_back_results_and_stats(carrier: str) -> None:
     out = launch(count, plain_manager, n_workers=3, n_managers=2, carrier=carrier)
     assert out.results == {0: True, 1: True, 2: True}
     assert {rank: stats.offered for rank, stats in out.stats.items()} == {3: 40, 4: 20}
+
+
+def test_a_worker_may_come_when_the_managers_of_others_have_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    join = launching._tcp_end
+
+    def is_listening(address: str) -> bool:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as sock:
+            return sock.connect_ex((host, int(port))) == 0
+
+    def late(layout: Any, rank: int, token: bytes, addresses: dict[int, str], pipe: Any) -> TcpCarrier:
+        if rank == 2:
+            eventually(lambda: not is_listening(addresses[4]))
+        return join(layout, rank, token, addresses, pipe)
+
+    monkeypatch.setattr(launching, "_tcp_end", late)
+    out = launch(count, plain_manager, n_workers=3, n_managers=2, carrier="tcp")
+    assert out.results == {0: True, 1: True, 2: True}
 
 
 def test_a_worker_that_raises_is_a_worker_error_after_the_others_finished(tmp_path: Path) -> None:

@@ -139,6 +139,12 @@ class TcpCarrier(StreamCarrier):
                         ) from None
                     threading.Event().wait(min(0.05, max(0.0, end - monotonic())))
 
+    def link_if_there(self, rank: int, address: str, timeout: float = 30.0) -> None:
+        """Connect to a serving end that may have ended by now; `reconnect` knows where to look for it later."""
+        self._addresses[rank] = address
+        with suppress(ConnectionError):
+            self._join(address, check_timeout(timeout))
+
     @property
     def token(self) -> bytes:
         """The token, to be handed to those who shall join."""
