@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import multiprocessing
 import signal
 import subprocess
@@ -63,6 +64,8 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fails the test if it leaves a child process, a descriptor or shared memory behind."""
+    gc.collect()
+    gc.freeze()  # torch, jax and the rest stay: looking through them again and again costs a second a test
     with leftovers.leaves_nothing():
         yield
 

@@ -58,11 +58,12 @@ def test_a_wrong_setting_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_the_report_says_how_to_go_on() -> None:
-    summary = RunSummary("completed", 100, 1600, -150.0, -120.0, 200.0, "runs/a/model_100", None, 72.0)
+    summary = RunSummary("completed", 100, 1600, -150.0, -120.0, 200.0, "runs/a/model_100", None, 72.0,
+                         recent_mean_reward=-130.0)  # fmt: skip
     out = io.StringIO()
     report(summary, "sac Pendulum-v1", Path("runs/a"), Console(file=out, width=200))
     text = out.getvalue()
-    assert "completed after 100 iterations" in text and "-150.0 (best -120.0)" in text and "in 1:12" in text
+    assert "completed after 100 iterations" in text and "last 20 episodes -130.0, of the last 100 -150.0" in text and "in 1:12" in text
     assert "--resume runs/a/model_100" in text and "runs/a/metrics.jsonl" in text
 
 

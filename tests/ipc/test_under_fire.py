@@ -135,8 +135,11 @@ def lap(seconds: float, policy: str) -> dict[str, int]:
         with parties(write) as (writer,):
             before = reads = 0
             while not writer.pipe.poll() or ring.available():
-                if not ring.wait_for_data(timeout=0.05):
-                    continue
+                try:
+                    if not ring.wait_for_data(timeout=0.05):
+                        continue
+                except rc.PeerDiedError:  # it has ended, and nothing is left to read
+                    break
                 views, number = ring.read_numpy_views(), ring.read_info.version
                 assert number > before, f"{number} after {before}"
                 for _ in range(3):  # slow: the writer laps meanwhile, and never this slot
