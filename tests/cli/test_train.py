@@ -63,7 +63,11 @@ def test_the_report_says_how_to_go_on() -> None:
     out = io.StringIO()
     report(summary, "sac Pendulum-v1", Path("runs/a"), Console(file=out, width=200))
     text = out.getvalue()
-    assert "completed after 100 iterations" in text and "last 20 episodes -130.0, of the last 100 -150.0" in text and "in 1:12" in text
+    assert (
+        "completed after 100 iterations" in text
+        and "last 20 episodes -130.0, of the last 100 -150.0" in text
+        and "in 1:12" in text
+    )
     assert "--resume runs/a/model_100" in text and "runs/a/metrics.jsonl" in text
 
 
