@@ -6,7 +6,7 @@ import asyncio
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.rollout.make import Gates, ListSink, check_doors, config, settle
 
 import recollect.rollout as rr
@@ -16,6 +16,13 @@ from recollect.testing import FakeClock
 
 S = BatchLifecycleState
 IDS = st.sampled_from([1, 2, "3/copy", "x"])
+PICK = st.integers(
+    0, 11
+)  # which of those there are: threads end in any order, what is drawn must not depend on it
+
+
+def picked(found: list[Any], pick: int) -> Any:
+    return found[pick % len(found)] if found else None
 
 
 def reachable(start: S) -> set[S]:
@@ -181,13 +188,11 @@ class Machine(RuleBasedStateMachine):
         self.ended.pop(ident, None)
         self.live[ident] = Plain(kind, n, repeats, least)
 
-    def gate(self, data: Any) -> Any:
-        return data.draw(st.sampled_from(sorted(self.gates.waiting, key=repr)), label="run")
-
-    @precondition(lambda self: self.gates.waiting)
-    @rule(data=st.data(), how=st.sampled_from(["good", "failed"]))
-    def end_run(self, data: Any, how: str) -> None:
-        key = self.gate(data)
+    @rule(pick=PICK, how=st.sampled_from(["good", "failed"]))
+    def end_run(self, pick: int, how: str) -> None:
+        key = picked(sorted(self.gates.waiting, key=repr), pick)
+        if key is None:
+            return
         plain = self.live.get(key[0])
         self.gates.end(key, None if how == "good" else ValueError("no"))
         if plain is not None and self.is_current(key):
@@ -217,20 +222,22 @@ class Machine(RuleBasedStateMachine):
                         assert "limit of 50 s" in status.error
                         plain.end(task_id, run, "failed", self.clock.now)
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), timeout=st.sampled_from([0.0, 3.0, 100.0]))
-    def finalize(self, data: Any, timeout: float) -> None:
-        ident = data.draw(st.sampled_from(sorted(self.live, key=repr)), label="batch")
+    @rule(pick=PICK, timeout=st.sampled_from([0.0, 3.0, 100.0]))
+    def finalize(self, pick: int, timeout: float) -> None:
+        ident = picked(sorted(self.live, key=repr), pick)
+        if ident is None:
+            return
         plain = self.live[ident]
         call = self.c.finalize_train_batch if plain.kind == "train" else self.c.finalize_eval_batch
         task = self.loop.create_task(call(ident, timeout=timeout))
         self.waiting.append((task, ident, plain, self.clock.now + timeout))
         self.pause()
 
-    @precondition(lambda self: self.live)
-    @rule(data=st.data(), keep=st.booleans())
-    def abort(self, data: Any, keep: bool) -> None:
-        ident = data.draw(st.sampled_from(sorted(self.live, key=repr)), label="batch")
+    @rule(pick=PICK, keep=st.booleans())
+    def abort(self, pick: int, keep: bool) -> None:
+        ident = picked(sorted(self.live, key=repr), pick)
+        if ident is None:
+            return
         plain = self.live[ident]
         keeps = keep and bool(plain.tasks)
         was, plain.state = plain.state, S.ABORTED
@@ -246,11 +253,12 @@ class Machine(RuleBasedStateMachine):
     def break_sink(self, fail: str | None) -> None:
         self.sink.fail = fail
 
-    @precondition(lambda self: self.waiting)
-    @rule(data=st.data())
-    def cancel_a_waiter(self, data: Any) -> None:
-        data.draw(st.sampled_from(self.waiting), label="waiter")[0].cancel()
-        self.pause()
+    @rule(pick=PICK)
+    def cancel_a_waiter(self, pick: int) -> None:
+        waiter = picked(self.waiting, pick)
+        if waiter is not None:
+            waiter[0].cancel()
+            self.pause()
 
     @rule()
     def restart(self) -> None:
