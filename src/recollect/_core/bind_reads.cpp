@@ -75,15 +75,20 @@ nb::object read(const Rows& self, const Codec& codec, nb::handle index, bool sin
     return out.is_none() ? codec.build(arrays, single) : out;
 }
 
-// The next n draws of a stream, uniform with replacement; None when there is nothing to draw from.
+// The next n draws of a stream, uniform with replacement; None when there is nothing to draw from. While the batch is
+// made, which needs no memory, the first of its rows are already on their way, and after it the first of the next.
 nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, nb::object out) {
     auto m = self.memory(codec);
-    const auto [key, counter] = stream;
+    const uint64_t key = stream.key, counter = stream.counter;
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
+    nb::object batch = out;
     if (out.is_none()) {
         Ahead ahead(*m, stream, n, codec.extent());
         codec.make_arrays(npy_intp(n), arrays, leaves, [&] { ahead.ask(); });
+        ahead.ask();
+        batch = codec.build(arrays, false);
+        ahead.ask();
     } else {
         prepare(codec, npy_intp(n), out, arrays, leaves);
     }
@@ -97,10 +102,9 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
         });
     }
     if (empty) return nb::none();
-    stream.counter = counter + n;
-    if (!out.is_none()) return out;
-    Ahead(*m, stream, n, codec.extent()).ask();  // the next draw's first rows come while the caller is busy
-    return codec.build(arrays, false);
+    stream = {key, counter + n};
+    if (out.is_none()) Ahead(*m, stream, n, codec.extent()).ask();
+    return batch;
 }
 
 // Physical rows, in the window or not: each is whole, checked by its stamp.

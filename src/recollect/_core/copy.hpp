@@ -186,6 +186,27 @@ void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const
     }
 }
 
+// The lines of a long row, asked for a few at a time while the row before it is copied: of that one the hardware has
+// seen the stream, of this one it has not.
+class Lines {
+  public:
+    Lines(const byte* at, size_t nbytes) : at_(at), end_(at + nbytes) {}
+    void ask() {
+        for (size_t i = 0; i < 4 && at_ < end_; ++i, at_ += 64) __builtin_prefetch(at_);
+    }
+
+  private:
+    const byte *at_, *end_;
+};
+
+inline void copy_asking(byte* to, const byte* from, size_t n, Lines& lines) {
+    constexpr size_t kPiece = 2048;
+    for (size_t i = 0; i < n; i += kPiece) {
+        lines.ask();
+        copy_bytes(to + i, from + i, std::min(kPiece, n - i));
+    }
+}
+
 // Leaves of samples [begin, end) into leaves[k] + i * size of leaf k; `row(i)` is called once, in order, for where
 // the row of sample i is.
 template <typename Row>
@@ -210,9 +231,10 @@ void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, cons
     const byte* next = begin < end ? row(begin) : nullptr;
     for (size_t i = begin; i < end; ++i) {
         const byte* at = next;
-        if (i + 1 < end) prefetch<9>((next = row(i + 1)) + extent.offset, extent.nbytes);
+        if (i + 1 < end) next = row(i + 1);
+        Lines lines(next + extent.offset, i + 1 < end ? extent.nbytes : 0);
         for (size_t k = 0; k < n_spans; ++k)
-            copy_bytes(leaves[k] + i * spans[k].nbytes, at + spans[k].offset, spans[k].nbytes);
+            copy_asking(leaves[k] + i * spans[k].nbytes, at + spans[k].offset, spans[k].nbytes, lines);
     }
 }
 

@@ -33,8 +33,8 @@ inline uint64_t draw_one(uint64_t key, uint64_t counter, uint64_t bound) {
     return static_cast<uint64_t>(m >> 64);
 }
 
-// A stream of draws: its state is a key and how many were drawn.
-struct Stream { uint64_t key = 0, counter = 0; };
+// A stream of draws: its state is a key and how many were drawn. The rows of the next `asked` draws are on their way.
+struct Stream { uint64_t key = 0, counter = 0, asked = 0; };
 
 // What all lanes show at one moment, and the order in which their samples are numbered.
 class Snapshot {
@@ -229,24 +229,24 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
 // would be waited for. A guess; what is drawn is decided later.
 class Ahead {
   public:
-    Ahead(const Memory& m, const Stream& stream, size_t n, const Extent& extent)
+    Ahead(const Memory& m, Stream& stream, size_t n, const Extent& extent)
         : snapshot_(m), stream_(stream), n_(std::min(n, kMost)), extent_(extent) {
         if (!m.capacity || !extent.nbytes || m.n_lanes > 8 || !snapshot_.take() || !snapshot_.total()) n_ = 0;
         else address_.emplace(m, snapshot_);
     }
     void ask() {
-        for (const size_t end = std::min(next_ + kSome, n_); next_ < end; ++next_)
-            prefetch<4>((*address_)(draw_one(stream_.key, stream_.counter + next_, snapshot_.total())) + extent_.offset,
+        for (const size_t end = std::min(stream_.asked + kSome, n_); stream_.asked < end; ++stream_.asked)
+            prefetch<4>((*address_)(draw_one(stream_.key, stream_.counter + stream_.asked, snapshot_.total())) + extent_.offset,
                         extent_.nbytes);
     }
 
   private:
-    static constexpr size_t kSome = 6, kMost = 48;  // rows: six are about as many lines as can be under way at once
+    static constexpr size_t kSome = 6, kMost = 64;  // rows: six are about as many lines as can be under way at once
 
     Snapshot snapshot_;
     std::optional<RowAddress> address_;
-    const Stream stream_;
-    size_t n_, next_ = 0;
+    Stream& stream_;
+    size_t n_;
     const Extent extent_;
 };
 
