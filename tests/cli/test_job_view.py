@@ -69,6 +69,14 @@ def test_without_a_terminal_there_are_plain_lines_now_and_then() -> None:
     assert line(msgspec.structs.replace(STATE, facts={}, figures={})).endswith("running: no figures yet")
 
 
+def test_a_line_tells_of_restarts_once_and_only_if_there_were_any() -> None:
+    charts = {"mean return": ["reward/mean"], "restarts": ["collectors/restarts"]}
+    state = msgspec.structs.replace(STATE, charts=charts)
+    assert line(state).endswith("mean return -150.5, restarts 2")
+    none = msgspec.structs.replace(state, figures={**STATE.figures, "collectors/restarts": 0})
+    assert line(none).endswith("mean return -150.5")
+
+
 def test_quiet_is_quiet() -> None:
     shown, out = view(terminal=True, quiet=True)
     with shown:

@@ -20,6 +20,7 @@ _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
 _LINE_EVERY_S = 5.0
 _LINE_CHARTS = 5
+_RESTARTS = "collectors/restarts"  # has no place in a line until there are some
 _STYLES = {STARTING: "yellow", RUNNING: "green", COMPLETED: "green", INTERRUPTED: "yellow"}
 
 
@@ -61,9 +62,11 @@ def clock(seconds: float) -> str:
 
 def line(snapshot: Snapshot) -> str:
     """Return a state as one plain line: the first figure of the first charts."""
-    first = {title: snapshot.chart_names()[title][0] for title in snapshot.headlines[:_LINE_CHARTS]}
-    parts = [f"{title} {number(snapshot.figures[x])}" for title, x in first.items() if x in snapshot.figures]
-    restarts = snapshot.figures.get("collectors/restarts", 0)
+    charts = snapshot.chart_names()
+    first = [(title, charts[title][0]) for title in snapshot.headlines if charts[title][0] != _RESTARTS]
+    shown = [(title, x) for title, x in first[:_LINE_CHARTS] if x in snapshot.figures]
+    parts = [f"{title} {number(snapshot.figures[x])}" for title, x in shown]
+    restarts = snapshot.figures.get(_RESTARTS, 0)
     if restarts:
         parts.append(f"restarts {number(restarts)}")
     done = _progress(snapshot)
