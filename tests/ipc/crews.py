@@ -186,6 +186,14 @@ def follow_permits(ctx: Any, say: Say) -> None:
         say(permit.version)
 
 
+def follow_permits_slow_to_return(ctx: Any, say: Say, gate: Any, flag: str) -> None:
+    """As follow_permits, but once `flag` exists a new life begins only when the gate has opened: it imports."""
+    if Path(flag).exists():
+        ctx.beat("import")
+        gate.wait_newer(1, 60.0)
+    follow_permits(ctx, say)
+
+
 def fill_ring(ctx: Any, ring: Any) -> None:
     number = 0
     while not ctx.stopping():

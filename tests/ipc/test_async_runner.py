@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.ipc import crews
 from tests.ipc.crews import Say, is_gone, runner, wait_until
@@ -288,12 +289,58 @@ class TestPermits:
             wait_until(lambda: it.stats().lanes[0].pid is None, 5, it.check_collectors)
             it.grant_permits(2)
             it.wait_permits_done()
-            wait_until(lambda: it.stats().lanes[0].pid is not None, 5, it.check_collectors)
-            assert it._crew is not None and it._crew.control.has_done(0)
+            group = it._crew
+            assert group is not None
+            wait_until(lambda: group.is_counted_on(0), 30, it.check_collectors)
+            assert group.control.has_done(0)
             it.grant_permits(3)
             it.wait_permits_done()
             said = [(say.ring.take(0.0).lane, say.hear(0.0)) for _ in range(5)]
             assert sorted(said) == [(0, 1), (0, 3), (1, 1), (1, 2), (1, 3)]
+
+    def test_a_replacement_is_not_counted_on_before_it_is_ready(self, tmp_path: Path) -> None:
+        flag = tmp_path / "slow"
+        with runner(num_collectors=2, restart="on_death") as it:
+            say, gate = it.own(Say.create(2)), it.own(rc.ipc.SharedWeightSync({"w": (1,)}))
+            gate.write_weights({"w": np.zeros(1, "float32")})
+            kwargs = {"say": say, "gate": gate, "flag": str(flag)}
+            it.start_collectors(crews.follow_permits_slow_to_return, kwargs)
+            it.grant_permits(1)
+            it.wait_permits_done()
+            flag.touch()
+            os.kill(it.stats().lanes[0].pid or 0, signal.SIGKILL)
+            wait_until(lambda: it.stats().lanes[0].phase == "import", 30, it.check_collectors)
+            for version in (2, 3):
+                it.grant_permits(version, timeout=5.0)
+                it.wait_permits_taken(5.0)
+                it.wait_permits_done(5.0)
+            group = it._crew
+            assert group is not None and not group.is_counted_on(0) and it.stats().restarts == 1
+            it.wait_permits_wanted(0.0)  # by lane 1
+            group._deadline = 1e-6  # one that never gets ready is stuck, one that waits for leave is not
+            with pytest.raises(rc.DeadlineError, match="collector 0: .* phase 'import'"):
+                look(it)
+            group._deadline = 60.0
+            gate.write_weights({"w": np.ones(1, "float32")})
+            wait_until(lambda: group.is_counted_on(0), 30, it.check_collectors)
+            it.grant_permits(4)
+            it.wait_permits_done()
+            said = [(say.ring.take(0.0).lane, say.hear(0.0)) for _ in range(6)]
+            assert sorted(said) == [(0, 1), (0, 4), (1, 1), (1, 2), (1, 3), (1, 4)]
+
+    def test_nobody_wants_a_permit_while_the_only_collector_is_dead(self) -> None:
+        with runner(restart="on_death") as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.follow_permits, {"say": say})
+            it.wait_permits_wanted(0.0)  # in its first life it is waited for
+            it.grant_permits(1)
+            it.wait_permits_done()
+            os.kill(it.stats().lanes[0].pid or 0, signal.SIGKILL)
+            wait_until(lambda: it.stats().lanes[0].pid is None, 5, it.check_collectors)
+            with pytest.raises(rc.DeadlineError, match="permits: wanted"):
+                it.wait_permits_wanted(0.0)
+            it.wait_permits_wanted(30.0)
+            assert it.stats().restarts == 1
 
     def test_one_without_a_permit_has_no_work(self) -> None:
         with runner(deadline=1.0) as it:

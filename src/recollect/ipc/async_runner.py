@@ -230,26 +230,32 @@ class AsyncRunner(ABC):
     # -- permits
 
     def grant_permits(self, version: int = 0, steps: int = 1, *, timeout: float | None = None) -> None:
-        """Let live collectors make `steps` steps with the weights of `version`, once they took their last permit."""
+        """Let live collectors make `steps` steps with the weights of `version`, once they took their last permit.
+
+        One that was started again gets its first permit when it is ready, having asked for one.
+        """
         self.wait_permits_taken(timeout)
         self._running().grant(version, steps)
 
+    def wait_permits_wanted(self, timeout: float | None = None) -> None:
+        """Wait until some collector can use a permit: none can while all of them are dead or being started again."""
+        lanes = range(self.num_collectors)
+        self._wait_permits("wanted", lambda crew: any(map(crew.is_counted_on, lanes)), timeout)
+
     def wait_permits_taken(self, timeout: float | None = None) -> None:
         """Wait until every live collector has taken the last permit; a dead lane counts as done."""
-        self._wait_permits("taken", lambda c: c.has_taken, timeout)
+        self._wait_permits("taken", lambda crew: crew.all_live(crew.control.has_taken), timeout)
 
     def wait_permits_done(self, timeout: float | None = None) -> None:
         """Wait until every live collector has used up the last permit; a dead lane counts as done."""
-        self._wait_permits("done", lambda c: c.has_done, timeout)
+        self._wait_permits("done", lambda crew: crew.all_live(crew.control.has_done), timeout)
 
-    def _wait_permits(self, what: str, done: Callable[[Control], Any], timeout: float | None) -> None:
-        crew, control = self._running(), self._running().control
+    def _wait_permits(self, what: str, ready: Callable[[Crew], bool], timeout: float | None) -> None:
+        crew = self._running()
         seconds = checked_timeout(
             timeout, 10 * self.deadline + 60
         )  # a stuck collector is an error before that
-        control.wait_for(
-            lambda: crew.all_live(done(control)), crew.check, seconds, f"permits: all {what} by collectors"
-        )
+        crew.control.wait_for(lambda: ready(crew), crew.check, seconds, f"permits: {what} by collectors")
 
     def _running(self) -> Crew:
         self._check_open()

@@ -23,7 +23,7 @@ _LINE = 64
 _STOP_AT, _NEWS_AT = WORDS_AT, WORDS_AT + _LINE
 # Of each lane: a line that the learner writes and one that the collector writes.
 _TURN, _GRANTED, _VERSION, _STEPS, _GRANTED_NS = range(0, 40, 8)
-_TAKEN, _DONE, _TOUCHED_NS = range(_LINE, _LINE + 24, 8)
+_TAKEN, _DONE, _TOUCHED_NS, _READY = range(_LINE, _LINE + 32, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,9 +104,9 @@ class Control:
     # -- permits, the learner's side
 
     def join(self, lane: int) -> None:
-        """A new collector of this lane: it owes nothing, and joins at the next permit."""
+        """A new collector of this lane: it owes nothing, and joins at the first permit after it is ready."""
         granted = self._load(lane, _GRANTED)
-        for word, value in ((_TAKEN, granted), (_DONE, granted), (_TOUCHED_NS, 0)):
+        for word, value in ((_READY, 0), (_TAKEN, granted), (_DONE, granted), (_TOUCHED_NS, 0)):
             self._words.store(self._at(lane, word), value)
 
     def grant(self, lane: int, version: int, steps: int) -> None:
@@ -123,6 +123,10 @@ class Control:
     def has_done(self, lane: int) -> bool:
         """Whether the lane has done what its last permit allowed."""
         return self._load(lane, _DONE) >= self._load(lane, _GRANTED)
+
+    def is_ready(self, lane: int) -> bool:
+        """Whether the lane's collector has ever asked for a permit: it has imported and made what it needs."""
+        return self._load(lane, _READY) != 0
 
     def has_permits(self, lane: int) -> bool:
         """Whether the lane was ever given a permit: it does not run free."""
@@ -174,6 +178,9 @@ class Control:
         `on_take(permit)` is called before the learner sees that the permit was taken.
         """
         end = monotonic() + timeout
+        if not self.is_ready(lane):
+            self._words.store(self._at(lane, _READY), 1)
+            self._change(_NEWS_AT)
         while not self.is_stopping:
             seen = self._load(lane, _TURN) & 0xFFFFFFFF
             granted = self._load(lane, _GRANTED)

@@ -248,7 +248,7 @@ class Crew:
 
     def _check_progress(self, m: Member) -> None:
         control, lane = self.control, m.lane
-        if control.has_permits(lane) and control.has_done(lane):
+        if control.has_permits(lane) and control.has_done(lane) and control.is_ready(lane):
             return  # it waits for leave to go on
         age_s = (monotonic_ns() - max(m.started_ns, *control.times_ns(lane))) / 1e9
         if age_s <= self._deadline:
@@ -264,12 +264,21 @@ class Crew:
 
     # -- permits
 
-    def grant(self, version: int, steps: int) -> None:
-        """Give every live lane its next permit."""
+    def is_counted_on(self, lane: int) -> bool:
+        """Whether the lane gets permits: it lives, and if it was started again it has said that it is ready."""
+        m = self.members[lane]
+        return m.is_running and (m.restarts == 0 or self.control.is_ready(lane))
+
+    def grant(self, version: int, steps: int) -> int:
+        """Give every lane that is counted on its next permit; how many those are.
+
+        A replacement imports for seconds: a permit that it cannot use yet would stop the learner and the other lanes.
+        """
         with self._lock:
-            for m in self.members:
-                if m.is_running:
-                    self.control.grant(m.lane, version, steps)
+            lanes = [m.lane for m in self.members if self.is_counted_on(m.lane)]
+            for lane in lanes:
+                self.control.grant(lane, version, steps)
+            return len(lanes)
 
     def all_live(self, done: Callable[[int], bool]) -> bool:
         """Whether `done(lane)` holds for every live lane; a dead one counts as done."""

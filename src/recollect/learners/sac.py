@@ -137,6 +137,7 @@ class OffPolicyRunner(ReferenceRunner):
         if self.rl_cfg.sync_collection:
             kept, since = self._replay.ptr, monotonic()
             while self._replay.size < self._fill:
+                self.wait_permits_wanted()
                 self._permit()
                 self.wait_permits_done()
                 if self._replay.ptr > kept:
