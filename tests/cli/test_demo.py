@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +12,8 @@ from typing import Any
 import pytest
 
 import recollect as rc
-from recollect.cli import demo_report, run
+from recollect.cli import _chosen, demo_report, run
+from recollect.learners.checkpoint import load_checkpoint
 
 
 def run_demo(*args: str) -> subprocess.CompletedProcess[str]:
@@ -77,6 +79,19 @@ def test_the_training_demo_leaves_all_that_it_names(
     replay = next(word for word in out.split() if word.endswith("/replay"))
     with rc.ReplayBuffer.load_from(replay, verify=True) as saved:
         assert len(saved) > 1000
+    check_go_on(next(text for text in out.splitlines() if text.startswith("Go on: ")), tmp_path)
+
+
+def check_go_on(said: str, path: Path) -> None:
+    """The command takes the checkpoint: it makes the same learner."""
+    command = said.removeprefix("Go on: recollect ").removesuffix(" and more --iterations").replace(" with ", " ")
+    train = _chosen(shlex.split(command)).algorithm
+    assert train.resume == path / "model_12"
+    state = load_checkpoint(train.resume)
+    with train.runner() as runner:
+        runner._make(runner._look_at_env())
+        runner._restore(state, train.resume)
+        assert runner._replay.size > 1000 and runner.num_envs == 20
 
 
 def test_the_plot_is_drawn_of_whatever_there_is(tmp_path: Path) -> None:

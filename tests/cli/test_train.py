@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -12,6 +13,7 @@ from rich.console import Console
 from recollect.cli import run
 from recollect.cli.train_view import report
 from recollect.learners.metrics import RunSummary
+from recollect.learners.sac import SACRunner
 
 
 @pytest.mark.parametrize(
@@ -68,7 +70,22 @@ def test_the_report_says_how_to_go_on() -> None:
         and "last 20 episodes -130.0, of the last 100 -150.0" in text
         and "in 1:12" in text
     )
-    assert "--resume runs/a/model_100" in text and "runs/a/metrics.jsonl" in text
+    assert "Go on: the same command with --resume runs/a/model_100" in text and "runs/a/metrics.jsonl" in text
+
+
+def test_ctrl_c_is_reported_with_how_to_go_on(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def press(runner: Any, *args: Any, **kwargs: Any) -> None:
+        runner.last_run_summary = RunSummary("interrupted", 70, last_checkpoint="runs/a/model_70")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(SACRunner, "learn", press)
+    with pytest.raises(SystemExit) as caught:
+        run(["train", "sac", "--env", "Pendulum-v1", "--device", "cpu", "--log-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert caught.value.code == 130
+    assert "interrupted after 70 iterations" in out and "--resume runs/a/model_70" in out
 
 
 @pytest.mark.process

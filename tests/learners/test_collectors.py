@@ -50,6 +50,17 @@ def test_at_a_full_ring_it_stops_when_told() -> None:
     assert collectors._claim(Context(looks=2), FullRing(10**6)) is None
 
 
+def test_each_step_says_what_it_did_last() -> None:
+    """A collector that hangs in an environment must not be reported as one that never started."""
+    beats: list[Any] = []
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: None)
+    worker.driver = SimpleNamespace(step=lambda actions: SimpleNamespace(n_steps=4))
+    worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
+    worker.step(None)
+    assert beats == [(("env_step",), {"env_steps": 4})]
+
+
 def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:
     worker: Any = collectors._Worker.__new__(collectors._Worker)
     worker.tally = SimpleNamespace(lap=lambda phase: None)

@@ -85,12 +85,12 @@ def _draw_shares(axes: Any, points: Points) -> None:
     axes.set(yticks=[0, 1], yticklabels=["collectors", "learner"], xlim=(0, 100), xlabel="% of the time")
 
 
-def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None) -> None:
-    """Print the summary, and the commands to look at what is there."""
+def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None, go_on: str) -> None:
+    """Print the summary, and the commands to look at what is there and to train on."""
     from rich.console import Console
 
     console = Console()
-    report(summary, title, out, console)
+    report(summary, title, out, console, go_on)
     for at in log.kills:
         console.print(
             f"A collector was killed with SIGKILL at {clock(at)} on purpose and started again.",

@@ -81,11 +81,13 @@ class DemoSac:
     def _runner(self) -> Any:
         from recollect.learners.sac import SACRunner
 
-        config = {**CONFIG, "replay_buffer_n": max(1, self.replay_rows // self.num_envs)}
         return SACRunner(
-            self.env, {}, config, num_envs=self.num_envs, num_collectors=self.collectors, restart="on_death",
-            device="cpu", seed=self.seed,
+            self.env, {}, self._config(), num_envs=self.num_envs, num_collectors=self.collectors,
+            restart="on_death", device="cpu", seed=self.seed,
         )  # fmt: skip
+
+    def _config(self) -> dict[str, Any]:
+        return {**CONFIG, "replay_buffer_n": max(1, self.replay_rows // self.num_envs)}
 
     def _learn(self, runner: Any, log: RunLog, view: Any) -> None:
         from recollect.observe import TraceRecorder
@@ -127,7 +129,16 @@ class DemoSac:
             found = {"env": self.env, **summary.to_json(), "kills": log.kills, "plot": plot and str(plot)}
             sys.stdout.write(json.dumps(found, indent=2) + "\n")
         else:
-            show(summary, log, f"sac {self.env}", self.out, plot)
+            show(summary, log, f"sac {self.env}", self.out, plot, self._train_command())
+
+    def _train_command(self) -> str:
+        """The command that trains the same learner, and takes the demo's checkpoint."""
+        options = {
+            "env": self.env, "num_envs": self.num_envs, "collectors": self.collectors, "log_dir": self.out,
+            **self._config(),
+        }  # fmt: skip
+        words = (f"--{name.replace('_', '-')} {_words(value)}" for name, value in options.items())
+        return f"recollect train sac {' '.join(words)}"
 
 
 @dataclass
@@ -149,6 +160,10 @@ class RunLog:
             os.kill(pids[0], signal.SIGKILL)
             self.kills.append(at)
         return bool(pids)
+
+
+def _words(value: Any) -> str:
+    return " ".join(map(str, value)) if isinstance(value, tuple) else str(value)
 
 
 def _tensorboard() -> str | None:

@@ -58,17 +58,11 @@ class Options:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C."""
-        from recollect.cli.job_view import JobView
+        """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C, which saves."""
         from recollect.cli.train_view import report
 
         try:
-            with self.runner() as runner, JobView(quiet=self.json) as view:
-                runner.learn(
-                    self.iterations, self.save_interval, self.log_dir, resume=self.resume,
-                    logger=None if self.logger == "none" else self.logger,
-                    on_metrics=lambda *_: view.show(runner.beacon.last), trace=self.trace,
-                )  # fmt: skip
+            runner = self._trained()
         except (gymnasium.error.Error, ValueError, RuntimeError) as error:
             if isinstance(error, RecollectError):
                 raise
@@ -78,6 +72,24 @@ class Options:
             sys.stdout.write(json.dumps({"env": self.env, **summary.to_json()}, indent=2) + "\n")
         else:
             report(summary, f"{runner.algorithm} {self.env}", self.log_dir)
+        if summary.status == "interrupted":
+            sys.exit(130)
+
+    def _trained(self) -> Any:
+        """The runner after its run, whole or interrupted."""
+        from recollect.cli.job_view import JobView
+
+        with self.runner() as runner, JobView(quiet=self.json) as view:
+            try:
+                runner.learn(
+                    self.iterations, self.save_interval, self.log_dir, resume=self.resume,
+                    logger=None if self.logger == "none" else self.logger,
+                    on_metrics=lambda *_: view.show(runner.beacon.last), trace=self.trace,
+                )  # fmt: skip
+            except KeyboardInterrupt:
+                if runner.last_run_summary is None:
+                    raise
+        return runner
 
 
 @dataclass

@@ -10,8 +10,10 @@ from rich.console import Console
 from recollect.cli.job_view import clock
 
 
-def report(summary: Any, title: str, log_dir: Path, console: Console | None = None) -> None:
-    """Print how a run ended and what to do next."""
+def report(
+    summary: Any, title: str, log_dir: Path, console: Console | None = None, go_on: str = "the same command"
+) -> None:
+    """Print how a run ended and what to do next; `go_on` is the command that a checkpoint can be given to."""
     console = console or Console()
     recent, final = summary.recent_mean_reward, summary.final_mean_reward
     shown = "no episode ended"
@@ -26,7 +28,7 @@ def report(summary: Any, title: str, log_dir: Path, console: Console | None = No
     console.print(f"Metrics: {log_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
     if summary.last_checkpoint:
         console.print(
-            f"Go on: --resume {summary.last_checkpoint} and more --iterations",
+            f"Go on: {go_on} with --resume {summary.last_checkpoint} and more --iterations",
             highlight=False,
             soft_wrap=True,
         )

@@ -151,7 +151,7 @@ class _Worker:
         step = self.driver.step(actions)
         self.tally.count(step)
         self.tally.lap("env_step")
-        self.ctx.beat(env_steps=step.n_steps)
+        self.ctx.beat("env_step", env_steps=step.n_steps)
         return step
 
     def end(self) -> None:

@@ -33,7 +33,7 @@ def light(runner: Any, max_iterations: int, log_dir: Path) -> Beacon:
     facts = {
         "algorithm": runner.algorithm, "environment": env, "environments": runner.num_envs,
         "collectors": runner.num_collectors, "device": runner.device, "iterations": max_iterations,
-        "log_dir": str(log_dir.absolute()),
+        "log_dir": str(log_dir),
     }  # fmt: skip
     return Beacon("train", f"{runner.algorithm} {env}", charts=CHARTS, facts=facts)
 
