@@ -5,6 +5,7 @@ Briefly here; a minute and more of each with `-m soak`.
 
 from __future__ import annotations
 
+import ctypes
 import mmap
 import os
 import signal
@@ -32,6 +33,7 @@ class Party:
         self.pipe, theirs = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            _end_with_parent()
             try:
                 theirs.send(("returned", work(self._beat)))
             except BaseException as error:
@@ -59,6 +61,12 @@ class Party:
         os.waitpid(self.pid, 0)
         self.pipe.close()
         self.beats.close()
+
+
+def _end_with_parent() -> None:
+    """A test that is killed leaves no party behind."""
+    pr_set_pdeathsig = 1
+    ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 @contextmanager

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -15,7 +17,7 @@ import pytest
 from recollect.observe import Beacon, find_jobs
 from recollect.observe import beacon as beacon_module
 from recollect.observe.beacon import HISTORY, _Growing
-from recollect.observe.jobs import Entry
+from recollect.observe.jobs import Entry, Job
 
 pytestmark = pytest.mark.usefixtures("runtime_dir", "leaves_nothing")
 JOB = """
@@ -87,6 +89,27 @@ def test_a_killed_job_is_lost_and_its_file_goes(runtime_dir: Path) -> None:
         assert find_jobs() == [] and list(runtime_dir.iterdir()) == []
 
 
+def test_a_job_that_ends_just_after_it_was_read_is_not_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    lives = [True]
+    monkeypatch.setattr(Job, "is_alive", property(lambda job: lives[0]))
+    with Beacon("train", "x") as beacon:
+        beacon.publish({"a": 1.0})
+        (job,) = find_jobs()
+        with job:
+            read = job._box.latest
+
+            def read_and_end(out: list[Any]) -> int:
+                version = read(out)
+                lives[0] = False
+                return version
+
+            monkeypatch.setattr(job._box, "latest", read_and_end)
+            seen = job.snapshot()
+            assert seen is not None and seen.state == "running"
+            seen = job.snapshot()
+            assert seen is not None and seen.state == "lost"
+
+
 def test_a_killed_jobs_file_goes_with_the_next_job(runtime_dir: Path) -> None:
     with start() as child:
         child.kill()
@@ -136,11 +159,28 @@ def test_a_forked_child_says_nothing_for_its_parent(runtime_dir: Path) -> None:
             assert seen is not None and seen.figures == {} and seen.state == "starting"
 
 
+def writable_by_all(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir()
+    path.chmod(0o777)
+
+
+def a_link(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    target = path.with_name("elsewhere")
+    target.mkdir(mode=0o700)
+    path.symlink_to(target)
+
+
+def of_another_user(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path.mkdir(mode=0o700)
+    me = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: me + 1)
+
+
+@pytest.mark.parametrize("make", [writable_by_all, a_link, of_another_user])
 def test_a_directory_of_others_is_refused_and_costs_nothing(
-    runtime_dir: Path, caplog: pytest.LogCaptureFixture
+    make: Any, runtime_dir: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    runtime_dir.mkdir()
-    runtime_dir.chmod(0o777)
+    make(runtime_dir, monkeypatch)
     with Beacon("train", "x") as beacon:
         beacon.publish({"a": 1.0})
     assert "only this user" in caplog.text
@@ -164,5 +204,7 @@ def test_history_is_bounded_aligned_and_spans_the_run() -> None:
         history.add(float(k), {"a": float(k)} if k < 500 else {"a": float(k), "late": 1.0})
     seen = history.seen()
     assert 8 <= len(seen.at) <= 16 < HISTORY and seen.at[0] == 0.0 and seen.at[-1] > 850.0
+    gaps = [late - early for early, late in itertools.pairwise(seen.at)]
+    assert max(gaps) <= 3 * min(gaps)  # a curve has the same detail at its start and at its end
     assert seen.values["a"] == seen.at
     assert seen.values["late"] == [None if at < 500 else 1.0 for at in seen.at]

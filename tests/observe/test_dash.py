@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +28,7 @@ TABLES = {"collectors": [{"lane": 0, "state": "<b>stepping</b>"}]}
 
 
 def lit(title: str = "sac Pendulum-v1") -> Beacon:
-    beacon = Beacon("train", title, charts=CHARTS, facts={"iterations": 100})
+    beacon = Beacon("train", title, charts=CHARTS, facts={"iterations": 100, "device": "cpu"})
     beacon.publish(FIGURES, TABLES)
     return beacon
 
@@ -65,28 +68,78 @@ def test_a_port_in_use_is_one_line() -> None:
         run(["dash", "--port", str(server.port), "--no-browser"])
 
 
-@pytest.mark.timeout(120)
-def test_the_page_in_a_browser(tmp_path: Path) -> None:
-    with chromium() as browser, WebServer(make_app(dash_routes())) as server:
+DRAWN = "[...shown.charts.values()].map((chart) => chart.plot.data.slice(1).map((line) => [...line]))"
+OTHER = """
+import sys
+from recollect.observe import Beacon
+with Beacon("serve", "another job") as beacon:
+    print("lit", flush=True)
+    sys.stdin.readline()
+"""
+
+
+@pytest.fixture
+def other_job(runtime_dir: Path) -> Iterator[subprocess.Popen[str]]:
+    """A job of another process, until its standard input ends."""
+    with subprocess.Popen(
+        [sys.executable, "-c", OTHER], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as child:
+        assert child.stdout is not None and child.stdout.readline() == "lit\n"
+        yield child
+        child.communicate("")
+
+
+@pytest.fixture
+def page() -> Iterator[Any]:
+    """A browser's page; at its end there must have been no error on it."""
+    with chromium() as browser:
         page = browser.new_page(color_scheme="dark")
         page.set_default_timeout(60_000)
         problems: list[Any] = []
         page.on("pageerror", lambda error: problems.append(error))
         page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+        yield page
+        gone = "Failed to load resource: net::"  # what a browser says of a server that has ended
+        assert [x for x in problems if not str(x).startswith(gone)] == []
+
+
+@pytest.mark.timeout(120)
+def test_the_page_in_a_browser(page: Any) -> None:
+    with WebServer(make_app(dash_routes())) as server:
         page.goto(server.url)
         page.get_by_text("No job is running").wait_for()
         with lit() as beacon:
             page.locator(".tile b", has_text="-150.5").wait_for()
             assert page.locator(".card canvas").count() == 2
+            assert page.evaluate(DRAWN) == [[[-150.5]], [[0.5], [8.0]]]
             assert page.locator("progress").get_attribute("value") == "20"
+            assert "device cpu" in page.locator(".head").inner_text()
             assert "<b>stepping</b>" in page.locator(".scroll table").first.inner_text()  # text, never HTML
-            assert page.evaluate("document.documentElement.dataset.theme") == "dark"
-            page.locator("#theme").click()
-            assert page.evaluate("document.documentElement.dataset.theme") == "light"
+            assert page.locator("#jobs a").count() == 0  # nothing to choose from
             beacon.publish({**FIGURES, "reward/mean": -99.5}, TABLES)
             page.locator(".tile b", has_text="-99.5").wait_for()
+            assert page.evaluate(DRAWN) == [[[-150.5, -99.5]], [[0.5, 0.5], [8.0, 8.0]]]
         page.locator(".state", has_text="completed").wait_for()
         assert page.locator(".card canvas").count() == 2
-        assert problems == []
         hosts = page.evaluate("performance.getEntriesByType('resource').map((e) => new URL(e.name).host)")
         assert set(hosts) == {f"127.0.0.1:{server.port}"}
+
+
+@pytest.mark.timeout(120)
+def test_the_page_changes_theme_and_job_and_says_when_nobody_serves_it(
+    page: Any, other_job: subprocess.Popen[str]
+) -> None:
+    theme = "document.documentElement.dataset.theme"
+    with lit(), WebServer(make_app(dash_routes())) as server:
+        page.goto(server.url)
+        page.locator(".head b", has_text="sac Pendulum-v1").wait_for()  # the one that began last
+        assert page.evaluate(theme) == "dark"
+        page.locator("#theme").click()
+        assert page.evaluate(theme) == "light"
+        page.locator("#jobs a", has_text=f"pid {other_job.pid}").click()
+        page.locator(".head b", has_text="another job").wait_for()
+        assert page.locator("#jobs a[aria-current]").inner_text().startswith("another job")
+        assert page.evaluate(theme) == "light"  # on the next page too
+        other_job.communicate("")
+        page.locator(".state", has_text="completed").wait_for()
+    page.locator("#status", has_text="not connected").wait_for()
