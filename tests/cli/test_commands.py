@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -36,3 +37,12 @@ def test_a_command_imports_only_itself(tmp_path: Path) -> None:
     assert not {"recollect.cli.doctor", "recollect.cli.train", "recollect.cli.rollout", "torch"} & set(
         found.stdout.split()
     )
+
+
+def test_output_that_nobody_reads_ends_a_command_quietly() -> None:
+    reads, writes = os.pipe()
+    os.close(reads)  # as `recollect inspect --help | head -0` does
+    command = [sys.executable, "-m", "recollect", "inspect", "--help"]
+    ended = subprocess.run(command, stdout=writes, stderr=subprocess.PIPE, text=True, check=False)
+    os.close(writes)
+    assert (ended.returncode, ended.stderr) == (141, "")

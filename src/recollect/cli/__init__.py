@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import select
 import sys
 from importlib import import_module
 from typing import Any
@@ -23,13 +25,25 @@ def run(args: list[str] | None = None) -> None:
         raise MissingExtraError(
             'the command line needs tyro and rich; run pip install "recollect[cli]"'
         ) from error
-    command = _chosen(sys.argv[1:] if args is None else args)
     try:
-        command.run()
+        _chosen(sys.argv[1:] if args is None else args).run()
+        sys.stdout.flush()
     except KeyboardInterrupt:
         sys.exit(130)
     except (RecollectError, OSError) as error:  # OSError: a full disk, a place that cannot be written
+        if isinstance(error, BrokenPipeError) and _reader_has_left():
+            sys.exit(141)
         sys.exit(f"recollect: {error}")
+
+
+def _reader_has_left() -> bool:
+    """Whether nobody reads our output any more, as in `recollect ... | head`; then nothing more is written to it."""
+    output = select.poll()
+    output.register(sys.stdout, 0)
+    if not any(event & select.POLLERR for _, event in output.poll(0)):
+        return False
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the interpreter flushes once more as it ends
+    return True
 
 
 def _chosen(args: list[str]) -> Any:
