@@ -14,8 +14,8 @@ from gymnasium import spaces
 from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
 from recollect.batch.location import Bools, Ints, Location, Segments
-from recollect.batch.structure import Keys, as_batch, assemble, checked_batch, fill, select, unbatch
-from recollect.batch.view import Read
+from recollect.batch.structure import Keys, as_batch, assemble, checked_batch, select, unbatch
+from recollect.batch.view import Read, ReadsOnce
 from recollect.errors import SchemaError
 from recollect.indexing import normalize, positions
 from recollect.spaces import first_difference, space_at
@@ -35,7 +35,7 @@ class _Share:
         self.index = index
 
 
-class CombinedBatch(BatchBase):
+class CombinedBatch(ReadsOnce):
     """The samples of `batches`, one batch after the other; lengths are read at each call.
 
     A read is one gather in each member that it touches, in any index order. Metadata gains `batch_index` (of
@@ -120,23 +120,6 @@ class CombinedBatch(BatchBase):
         return np.cumsum([len(batch) for batch in self.batches])
 
     # Reads
-
-    def get_at(self, idx: Any, *, out: Any = None) -> Any:
-        """Fetch samples in their structured form, into `out` if it is given."""
-        data = self._read(idx)[0]
-        return data if out is None else fill(out, data)
-
-    def get_flattened_at(self, idx: Any) -> Any:
-        return self._read(idx, flat=True)[0]
-
-    def get_at_with_metadata(self, idx: Any) -> Read:
-        return self._read(idx, metadata=True)
-
-    def get_flattened_at_with_metadata(self, idx: Any) -> Read:
-        return self._read(idx, flat=True, metadata=True)
-
-    def get_column_at(self, keys: Keys, idx: Any) -> Any:
-        return self._read(idx, keys)[0]
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         ends = self._ends()

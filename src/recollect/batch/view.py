@@ -17,7 +17,28 @@ from recollect.batch.structure import Keys, fill
 Read = tuple[Any, "dict[str, Any] | None"]
 
 
-class View(BatchBase):
+class ReadsOnce(BatchBase):
+    """A batch whose reads are all one `_read`, which a subclass gives."""
+
+    def get_at(self, idx: Any, *, out: Any = None) -> Any:
+        """Fetch samples in their structured form, into `out` if it is given."""
+        data = self._read(idx)[0]
+        return data if out is None else fill(out, data)
+
+    def get_flattened_at(self, idx: Any) -> Any:
+        return self._read(idx, flat=True)[0]
+
+    def get_at_with_metadata(self, idx: Any) -> Read:
+        return self._read(idx, metadata=True)
+
+    def get_flattened_at_with_metadata(self, idx: Any) -> Read:
+        return self._read(idx, flat=True, metadata=True)
+
+    def get_column_at(self, keys: Keys, idx: Any) -> Any:
+        return self._read(idx, keys)[0]
+
+
+class View(ReadsOnce):
     """A lazy, live, read-only window on `batch` with the same indices; subclasses change what differs.
 
     Ownership: owns nothing; never closes what it views.
@@ -61,23 +82,6 @@ class View(BatchBase):
         return (self.batch,)
 
     # Reads
-
-    def get_at(self, idx: Any, *, out: Any = None) -> Any:
-        """Fetch samples in their structured form, into `out` if it is given."""
-        data = self._read(idx)[0]
-        return data if out is None else fill(out, data)
-
-    def get_flattened_at(self, idx: Any) -> Any:
-        return self._read(idx, flat=True)[0]
-
-    def get_at_with_metadata(self, idx: Any) -> Read:
-        return self._read(idx, metadata=True)
-
-    def get_flattened_at_with_metadata(self, idx: Any) -> Read:
-        return self._read(idx, flat=True, metadata=True)
-
-    def get_column_at(self, keys: Keys, idx: Any) -> Any:
-        return self._read(idx, keys)[0]
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         return self._outward(self.batch._read(idx, keys, flat, metadata), keys, flat)
