@@ -202,6 +202,28 @@ def test_a_copy_killed_with_sigkill_goes_on(tmp_path: Path, target: str) -> None
     assert sorted(p.name for p in tmp_path.iterdir()) == ["dst", "src"]
 
 
+def test_a_copy_of_many_episodes_commits_now_and_then_and_makes_large_files(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, maintain_segment_metadata=True) as source:
+        source.extend({"x": np.arange(3000)}, ends=np.arange(3000) % 10 == 9)
+        convert(source, tmp_path / "dst", "parquet")
+    manifest = json.loads((tmp_path / "dst" / "manifest.json").read_text())
+    assert manifest["commit"] <= 3, "the first, the last, and one for every FLUSH_S"
+    assert len(manifest["files"]) == 1
+    with rc.ReplayBuffer.load_from(tmp_path / "dst") as got:
+        assert got[:]["x"].tolist() == [*range(3000)] and len(got.get_segments() or ()) == 300
+
+
+def test_full_pieces_are_written_before_they_are_committed(tmp_path: Path) -> None:
+    """So that a long copy does not grow in memory."""
+    seen = []
+    with rc.ReplayBuffer.create("memory", {"x": ((), "int64")}) as source:
+        source.extend({"x": np.arange(300)})
+        files = tmp_path / "dst.partial" / "storage"
+        convert(source, tmp_path / "dst", "parquet", chunk_size=50, piece_size=100,
+                progress=lambda n: seen.append(len(list(files.glob("*.parquet")))))  # fmt: skip
+    assert seen == [0, 0, 1, 1, 2, 2, 3]
+
+
 def test_a_half_made_copy_of_another_source_is_refused(tmp_path: Path) -> None:
     class Stop(BaseException):
         pass

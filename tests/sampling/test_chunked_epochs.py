@@ -215,3 +215,75 @@ def test_closing_with_chunks_under_way_leaves_no_thread(path: Path) -> None:
     with load(path) as buffer:
         buffer._expect(np.arange(0, 4 * PIECE, PIECE))
     assert threading.active_count() == before
+
+
+# -- batches that are read several at a time
+
+
+class Counted(rc.SubIndexedBatch):
+    """Passes everything on, and remembers how many samples each read asked for."""
+
+    def __init__(self, batch: Any, ahead: int | None = None) -> None:
+        super().__init__(batch, ...)
+        self.reads: list[int] = []
+        self.ahead = ahead
+
+    def _reads_ahead(self) -> int:
+        return super()._reads_ahead() if self.ahead is None else self.ahead
+
+    def _read(self, idx: Any, *args: Any) -> Any:
+        self.reads.append(len(idx))
+        return super()._read(idx, *args)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_batches_are_the_same_whether_read_one_by_one_or_several_at_a_time(path: Path, flat: bool) -> None:
+    with load(path) as buffer:
+        seen = []
+        for ahead in (0, None):
+            source = Counted(buffer, ahead)
+            sampler = rc.StepSampler(source, 7, seed=1)
+            batches = [*(sampler.epoch_flat_iter() if flat else sampler.epoch_iter())]
+            seen.append([b.tolist() if flat else [b["id"].tolist(), b["x"].tolist()] for b in batches])
+            assert (max(source.reads) == 7) == (ahead == 0)
+            assert sum(source.reads) < N + 8 * len(source.reads)
+        assert seen[0] == seen[1] and len(seen[0]) == -(-N // 7)
+
+
+def test_a_batch_is_its_owners_also_if_it_was_read_with_others(path: Path) -> None:
+    with load(path) as buffer:
+        first, second = (b for _, b in zip(range(2), rc.StepSampler(buffer, 5, seed=0).epoch_iter()))
+        kept = second["x"].tolist()
+        first["x"][:] = -1
+        assert second["x"].tolist() == kept and first["x"].flags.writeable
+        assert (buffer[:]["x"] >= 0).all()
+
+
+def test_a_short_last_batch_comes_or_is_dropped_also_of_a_block(path: Path) -> None:
+    with load(path) as buffer:
+        sampler = rc.StepSampler(buffer, 30, seed=0)
+        assert [len(b["id"]) for b in sampler.epoch_iter()] == [30] * 33 + [10]
+        assert [len(b["id"]) for b in sampler.epoch_iter(drop_last=True)] == [30] * 33
+
+
+def test_a_transformation_sees_batches_and_no_blocks(path: Path) -> None:
+    sizes = []
+
+    def look(data: Any) -> Any:
+        sizes.append(len(data["id"]))
+        return data
+
+    with load(path) as buffer:
+        view = rc.TransformedBatch(buffer, look)
+        sizes.clear()
+        for _ in rc.StepSampler(view, 50, seed=0).epoch_iter():
+            pass
+    assert sizes == [50] * 20
+
+
+def test_a_buffer_that_is_written_is_read_batch_by_batch(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create("parquet", SPACE, cache_path=tmp_path, piece_size=PIECE) as buffer:
+        buffer.extend(rows(0, 60))
+        source = Counted(buffer)
+        assert sum(len(b["id"]) for b in rc.StepSampler(source, 4, seed=0).epoch_iter()) == 60
+        assert not source.reads, "rows and generations are asked for instead"

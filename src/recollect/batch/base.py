@@ -86,9 +86,10 @@ class BatchBase(ABC):
         Samples by row and generation. A source whose indices move (a ring) gives all four: `locate` at one
         moment, `relocate` to today's index or -1, `get_located` to `(data, metadata)`, or None if any of them
         is gone. The defaults are right for a source whose samples never move.
-    `_chunks()`, `_expect(idx, keys)`
+    `_chunks()`, `_expect(idx, keys)`, `_reads_ahead()`
         For sources that are read a chunk at a time: the chunk of each index, and how many chunks are kept, so
-        that a shuffled epoch reads each chunk once; and the place to be told which samples' chunks come next.
+        that a shuffled epoch reads each chunk once; the place to be told which samples' chunks come next; and
+        how many samples are read at a time if they stay as they are.
     `_extend_part(block, closes)`
         Used by `extend_from`: append the block to the segment that the previous part left open, else start
         one; then end it if `closes`. An empty block with `closes=True` only ends it. All or nothing. If a
@@ -417,6 +418,10 @@ class BatchBase(ABC):
 
     def _expect(self, idx: Ints, keys: Keys = ()) -> None:
         """Take note that all chunks of these samples, or one nested field of them, are read soon."""
+
+    def _reads_ahead(self) -> int:
+        """How many samples an epoch may read at a time for later batches; 0 where a batch must be a read of its own."""
+        return 0
 
     # What the views share
 

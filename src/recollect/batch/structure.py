@@ -110,6 +110,11 @@ def _select_leaf(space: Space[Any], x: Any, positions: Array) -> Any:
     return tuple([x[i] for i in positions]) if has_no_array(space) else x[positions]
 
 
+def portion(space: Space[Any] | None, data: Any, at: slice) -> Any:
+    """Return consecutive samples of a numpy batch, as views, or of its vectors if no space is given."""
+    return data[at] if space is None else map_leaves(lambda leaf, x: x[at], space, data)
+
+
 def assemble(
     space: Space[Any] | None, parts: Sequence[Any], places: Sequence[Array], backend: Backend
 ) -> Any:

@@ -153,6 +153,9 @@ class SubIndexedBatch(View):
     def _expect(self, idx: Any, keys: Keys = ()) -> None:
         self.batch._expect(idx if self._index is None else self._index[idx], keys)
 
+    def _reads_ahead(self) -> int:
+        return self.batch._reads_ahead()
+
     # Writes
 
     def set_at(self, idx: Any, value: Any) -> None:

@@ -51,6 +51,9 @@ class SubItemBatch(View):
     def _expect(self, idx: Any, keys: Keys = ()) -> None:
         self.batch._expect(idx, self.sub_indexes + keys)
 
+    def _reads_ahead(self) -> int:
+        return self.batch._reads_ahead()
+
     def draw_at(self, stream: Draws, n: int) -> Any:
         return self.batch.draw_column_at(self.sub_indexes, stream, n)
 

@@ -49,6 +49,11 @@ class Walk:
         """The indices that the samples had at the start."""
         return self._order
 
+    @property
+    def is_still(self) -> bool:
+        """Whether the samples stay where they are, as they are."""
+        return self._location is None and not self.batch._moves
+
     def segments(self) -> Segments:
         """Return runs of positions: segments, and gaps between them. For walks in index order."""
         if self._location is not None:

@@ -21,14 +21,19 @@ from recollect.batch import BatchBase
 from recollect.errors import FormatError
 from recollect.replay import ReplayBuffer
 from recollect.replay.plain import PlainEngine
+from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
+from recollect.storage.columns import longest
 from recollect.storage.dump import sync_directory
+from recollect.storage.live import live_of
 
 RECORD = "convert.json"
 TARGETS = ("memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot")
-FLUSH_S = 5.0  # how much work a kill may cost where a storage does not commit by itself
-_COMMITS_ITSELF = ("memmap", "parquet", "video", "dict")
+FLUSH_S = 5.0  # how much work a kill may cost
+PIECE_NBYTES = (
+    4 << 20
+)  # of a Parquet file: large enough to be read fast, small enough to keep several decoded
 
 
 def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "", chunk_size: int = 1024,
@@ -103,6 +108,8 @@ def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, 
         options = {"max_lengths": dict(most.max_lengths), **options}
     if target == "dict":
         args = (_patterns(source.single_space),)
+    if target == "parquet":
+        options = {"piece_size": _piece_size(source.single_space), **options}
     buffer = ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
                                  cache_path=stage, capacity=None, maintain_segment_metadata=record["tracked"],
                                  **options)  # fmt: skip
@@ -112,6 +119,13 @@ def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, 
         buffer.close()
         raise
     return buffer
+
+
+def _piece_size(space: Any) -> int:
+    """How many rows a Parquet file of a converted set has; a Sequence counts as one element."""
+    most: dict[str, int] = {}
+    longest(space, (), most)
+    return max(64, min(65536, PIECE_NBYTES // max(1, compile_layout(space, most).row_nbytes)))
 
 
 def _patterns(space: Any) -> dict[str, str]:
@@ -138,8 +152,11 @@ def _cut_to_whole(buffer: ReplayBuffer, bounds: list[tuple[int, int]], tracked: 
 
 def _copy(source: BatchBase, buffer: ReplayBuffer, bounds: list[tuple[int, int]], done: int, tracked: bool,
           chunk_size: int, tell: Any) -> None:  # fmt: skip
-    flushed = monotonic()
-    commits_itself = buffer.inner_storage.short_name in _COMMITS_ITSELF
+    flushed, live = monotonic(), live_of(buffer.inner_storage)
+    if live is not None:
+        live.waits_for_flush = (
+            True  # a commit names every file: one at the end of each episode would take longer than the copy
+        )
     for first, end, closes in _parts(bounds, done, chunk_size):
         block = source.get_at(np.arange(first, end))
         if tracked:
@@ -147,7 +164,7 @@ def _copy(source: BatchBase, buffer: ReplayBuffer, bounds: list[tuple[int, int]]
         else:
             buffer.extend(block)
         tell(end - first)
-        if (closes or not tracked) and not commits_itself and monotonic() - flushed > FLUSH_S:
+        if live is not None and (closes or not tracked) and monotonic() - flushed > FLUSH_S:
             buffer.inner_storage.flush()
             flushed = monotonic()
 

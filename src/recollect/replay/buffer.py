@@ -418,6 +418,11 @@ class ReplayBuffer(BatchBase):
         if isinstance(self.engine, PlainEngine):
             self.engine.expect(idx, keys)
 
+    def _reads_ahead(self) -> int:
+        return (
+            self.engine.reads_ahead() if isinstance(self.engine, PlainEngine) and self._outward is None else 0
+        )
+
     @property
     def _moves(self) -> bool:
         # What was opened for reading stays as it is; rows in memory may be another process's.

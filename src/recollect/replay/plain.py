@@ -20,6 +20,10 @@ from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
 from recollect.storage.live import live_of, manifest_of, save
 
+AHEAD_NBYTES = (
+    1 << 19
+)  # what an epoch reads at a time; so little that it is still in the cache when it is handed out
+
 
 class PlainEngine:
     """A ring of samples over a storage of any kind.
@@ -453,6 +457,12 @@ class PlainEngine:
         """Tell the storage that the chunks of these samples are read soon."""
         with self._lock:
             self.storage.expect(self._rows(self._low + index[index < self.count()]), keys)
+
+    def reads_ahead(self) -> int:
+        """How many samples of a storage of chunks make a block of a sensible size; 0 where rows are read singly."""
+        if self.storage.chunk_ends() is None:
+            return 0
+        return AHEAD_NBYTES // max(1, self.storage.layout.row_nbytes)
 
     def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
         """Read samples by row and generation at one moment; None if any is gone."""

@@ -11,6 +11,7 @@ import numpy as np
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import CONTENTION_S, drawn
 from recollect.batch.location import Ints
+from recollect.batch.structure import portion
 from recollect.batch.walk import Found, Walk
 from recollect.errors import ContentionError
 from recollect.sampling.stream import IndexStream
@@ -29,6 +30,8 @@ class Epoch:
         self._walk = walk
         self._windows = list(windows)[::-1]
         self._position = 0
+        self._ahead = walk.batch._reads_ahead() if walk.is_still else 0
+        self._block: tuple[range, bool, bool, Found] | None = None  # positions, flat, metadata, samples
         self.skipped = 0
         self.taken = 0  # how many the last batch has
 
@@ -36,14 +39,18 @@ class Epoch:
     def start(cls, batch: BatchBase, stream: IndexStream) -> Epoch:
         """Fix what `batch` holds now, in a fresh permutation."""
         walk = drawn(batch, lambda size: Walk.start(batch))
-        order, windows = _order(batch, walk.order, stream)
-        return cls(walk.permuted(order), windows)
+        groups, windows = _windows(batch, walk.order, stream)
+        if windows:
+            batch._expect(windows[0][1])  # they are decoded while the order is drawn
+        return cls(walk.permuted(_order(walk, groups, stream)), windows)
 
     def take(self, n: int, drop_last: bool, flat: bool, metadata: bool) -> Found | None:
         """Return the next batch, of `n` while they last; None at the end."""
         deadline, self.taken = 0.0, 0
         while self._windows and self._windows[-1][0] <= self._position:
             self._walk.batch._expect(self._windows.pop()[1])
+        if self._ahead >= 2 * n:
+            return self._take_of_block(n, drop_last, flat, metadata)
         chosen = np.empty(0, np.int64)
         while True:
             chosen = self._top_up(chosen, n)
@@ -59,6 +66,31 @@ class Epoch:
                 deadline = deadline or monotonic() + CONTENTION_S
                 _check_deadline(deadline)
             chosen = kept
+
+    def _take_of_block(self, n: int, drop_last: bool, flat: bool, metadata: bool) -> Found | None:
+        """Return the next batch of a source that stays as it is: several are read at once, then handed out."""
+        first, end = self._position, self._position + self.next_size(n, drop_last)
+        if first == end:
+            return None
+        block = self._block
+        if block is None or end > block[0].stop or block[1:3] != (flat, metadata):
+            block = self._block = self._read_block(first, end, flat, metadata)
+        self._position, self.taken = end, end - first
+        at, (data, labels) = slice(first - block[0].start, end - block[0].start), block[3]
+        batch = self._walk.batch
+        part = portion(None if flat else batch.single_space, data, at)
+        return part, None if labels is None else portion(batch.single_metadata_space, labels, at)
+
+    def _read_block(
+        self, first: int, end: int, flat: bool, metadata: bool
+    ) -> tuple[range, bool, bool, Found]:
+        """Read from `first` on, at least up to `end`, but no further than the window that is held."""
+        bound = self._windows[-1][0] if self._windows else len(self._walk)
+        positions = range(first, max(end, min(first + self._ahead, bound)))
+        found = self._walk.read(np.arange(positions.start, positions.stop), flat, metadata)
+        if found is None:
+            raise IndexError(f"epoch: samples must stay, got a source that shrank to {len(self._walk.batch)}")
+        return positions, flat, metadata, found
 
     def next_size(self, n: int, drop_last: bool) -> int:
         """Return how many the next batch of at most `n` has if none was overwritten."""
@@ -84,34 +116,37 @@ class Epoch:
 def shuffled(batch: BatchBase, stream: IndexStream) -> Walk:
     """Fix what `batch` holds now, in a fresh permutation."""
     walk = drawn(batch, lambda size: Walk.start(batch))
-    return walk.permuted(_order(batch, walk.order, stream)[0])
+    return walk.permuted(_order(walk, _windows(batch, walk.order, stream)[0], stream))
 
 
-def _order(batch: BatchBase, existing: Any, stream: IndexStream) -> tuple[Ints, Windows]:
-    """A permutation; over chunks it shuffles those, and then the samples within each window of them.
+def _order(walk: Walk, groups: Ints | None, stream: IndexStream) -> Ints:
+    """A permutation; over chunks, of the samples within each window of them."""
+    return stream.permutation(len(walk)) if groups is None else stream.permutation_of(groups)
 
-    A window is as many chunks as the source keeps at once, so that every chunk is read once. With one window it is a
-    permutation of all.
+
+def _windows(batch: BatchBase, existing: Any, stream: IndexStream) -> tuple[Ints | None, Windows]:
+    """Shuffle the chunks of a source and cut them into windows; return each sample's, and what to tell the source.
+
+    A window is as many chunks as the source keeps at once, so that every chunk is read once. With one window the
+    epoch is a permutation of all. What to tell: where each window begins, and a sample of each chunk of it and of the
+    next, which is to be read beside it.
     """
     found = batch._chunks()
     if found is None:
-        return stream.permutation(len(existing)), ()
+        return None, ()
     chunk, window = found
     chunk = chunk[: len(existing)] if isinstance(existing, range) else chunk[np.asarray(existing, np.int64)]
     n_chunks = int(chunk.max(initial=-1)) + 1
     turn = np.empty(n_chunks, np.int64)
     turn[stream.permutation(n_chunks)] = np.arange(n_chunks)
-    groups = turn[chunk] // window
-    return stream.permutation_of(groups), _windows(chunk, groups, existing)
-
-
-def _windows(chunk: Ints, groups: Ints, existing: Any) -> Windows:
-    """Where each window begins, and a sample of each chunk of it and of the next, which is to be read beside it."""
+    group = turn // window  # by chunk
+    groups = group[chunk]
     firsts = np.flatnonzero(np.diff(chunk, prepend=-1))
     of = groups[firsts]
     index = firsts if isinstance(existing, range) else np.asarray(existing, np.int64)[firsts]
-    starts = np.cumsum(np.bincount(groups)) - np.bincount(groups)
-    return [(int(start), index[(of == k) | (of == k + 1)]) for k, start in enumerate(starts)]
+    sizes = np.bincount(groups)
+    starts = np.cumsum(sizes) - sizes
+    return groups, [(int(start), index[(of == k) | (of == k + 1)]) for k, start in enumerate(starts)]
 
 
 def _check_deadline(deadline: float) -> None:

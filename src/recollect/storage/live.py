@@ -37,6 +37,9 @@ class Live:
         self.owner: Owner | None = None  # a buffer: counters and segments for so many stored rows
         self.lock = threading.RLock()
         self._due = -1
+        self.waits_for_flush = (
+            False  # a long copy: only `flush()` and `close()` commit; full pieces are still written
+        )
 
     def due(self, urgency: int) -> None:
         """Ask for a commit; without an owner it is made at once, else when the owner has counted and settles."""
@@ -47,8 +50,11 @@ class Live:
     def settle(self) -> None:
         """Make the commit that was asked for."""
         urgency, self._due = self._due, -1
-        if urgency >= 0:
+        if urgency >= 0 and not self.waits_for_flush:
             self.commit(urgency)
+        elif urgency == PIECE and self.root is not None and self.root.commits_from == PIECE:
+            with self.lock:
+                self.root.write_out(PIECE)
 
     def commit(self, urgency: int = FLUSH) -> None:
         """Write out what is pending and name it; less urgent than what the storages take part in: nothing."""
