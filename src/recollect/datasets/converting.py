@@ -154,9 +154,7 @@ def _copy(source: BatchBase, buffer: ReplayBuffer, bounds: list[tuple[int, int]]
           chunk_size: int, tell: Any) -> None:  # fmt: skip
     flushed, live = monotonic(), live_of(buffer.inner_storage)
     if live is not None:
-        live.waits_for_flush = (
-            True  # a commit names every file: one at the end of each episode would take longer than the copy
-        )
+        live.waits_for_flush = True  # a commit for each episode would take longer than the copy
     for first, end, closes in _parts(bounds, done, chunk_size):
         block = source.get_at(np.arange(first, end))
         if tracked:
