@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.observe.browser import chromium
 from tests.observe.view.test_catalogue import recorded
 from tests.observe.view.test_site import pictured
 
+import recollect as rc
 from recollect.observe.view.catalogue import Catalogue
 from recollect.observe.view.site import site_routes
 from recollect.observe.web import WebServer, make_app
@@ -32,10 +34,19 @@ def opened(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
         page.on("response", lambda found: found.ok or wrong.append(found.url))
         page.on("request", lambda asked: asked.url.startswith(server.url) or wrong.append(asked.url))
         page.goto(server.url)
-        page.wait_for_selector(".leaf[data-ready='0']")
+        page.wait_for_selector(".leaf[data-ready='0'], canvas[data-step='0']")
         yield page
         page.close()
     assert not wrong
+
+
+def cameras() -> rc.ReplayBuffer:
+    """Two pictures a step, and nothing else."""
+    buf = rc.ReplayBuffer.create(
+        "memory", dict.fromkeys(("top", "wrist"), ((12, 16, 3), "uint8")), capacity=4
+    )
+    buf.extend(dict.fromkeys(("top", "wrist"), np.zeros((4, 12, 16, 3), np.uint8)))
+    return buf
 
 
 numbers = pytest.mark.parametrize("opened", [(recorded, "light")], indirect=True)
@@ -104,3 +115,10 @@ def test_frames_are_shown_exactly_and_play(opened: Any) -> None:
     assert page.evaluate(pixel) == [180, 180, 180]
     page.click("#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+@pytest.mark.parametrize("opened", [(cameras, "light")], indirect=True)
+def test_cameras_are_side_by_side_and_a_set_of_pictures_has_no_empty_cards(opened: Any) -> None:
+    one, other = (card.bounding_box() for card in opened.locator(".picture").all())
+    assert one["y"] == other["y"] and one["x"] + one["width"] < other["x"]
+    assert not opened.is_visible("#now") and not opened.is_visible("#leaf-filter")

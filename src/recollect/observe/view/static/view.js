@@ -11,6 +11,8 @@ class View {
     // next_obs and its like repeat what is shown above, one step later: they come last.
     this.curves.sort((x, y) => x.leaf.name.startsWith("next_") - y.leaf.name.startsWith("next_"));
     document.getElementById("curves").append(...this.curves.map((one) => one.place));
+    document.getElementById("leaf-filter").hidden = !this.curves.length;
+    document.getElementById("now").hidden = about.leaves.every((leaf) => leaf.shown === "picture");
     this.frames = [];
     this.isPlaying = false;
     this.listen();
@@ -44,7 +46,7 @@ class View {
     this.list.mark(a.episode, b && b.episode);
     this.list.reveal(a.episode);
     document.getElementById("heads").replaceChildren(...this.rows.map((row, k) => this.head(row, k)));
-    document.getElementById("curves").classList.toggle("compared", b !== null);
+    for (const id of ["pictures", "curves"]) document.getElementById(id).classList.toggle("compared", b !== null);
     this.setFrames();
     document.getElementById("slider").max = this.length - 1;
     for (const one of this.curves) one.set(this.rows);
