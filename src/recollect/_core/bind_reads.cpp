@@ -83,15 +83,16 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
     nb::object batch = out;
+    Ahead ahead(*m, stream, n, codec.extent());
+    ahead.ask();
     if (out.is_none()) {
-        Ahead ahead(*m, stream, n, codec.extent());
         codec.make_arrays(npy_intp(n), arrays, leaves, [&] { ahead.ask(); });
         ahead.ask();
         batch = codec.build(arrays, false);
-        ahead.ask();
     } else {
         prepare(codec, npy_intp(n), out, arrays, leaves);
     }
+    ahead.ask();
     bool empty = false;
     {
         Unlocked unlocked(n * m->row_nbytes > kHoldGil);
