@@ -86,6 +86,18 @@ def test_several_jobs_are_listed(job: subprocess.Popen[str], capsys: pytest.Capt
     assert str(job.pid) in out[0] and "serve" in out[1] and str(os.getpid()) in out[1]
 
 
+def test_one_of_several_jobs_is_chosen_by_its_process(
+    job: subprocess.Popen[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with Beacon("serve", "replay at 127.0.0.1:7077"):
+        run(["top", str(job.pid), "--once"])
+        text = capsys.readouterr().out
+        assert f"pid {job.pid}" in text and "replay at" not in text
+        run(["top", "--json", "--once"])
+        both = [json.loads(text) for text in capsys.readouterr().out.splitlines()]
+        assert [state["kind"] for state in both] == ["train", "serve"]
+
+
 @pytest.mark.parametrize(
     ("args", "said"), [([], "no job is running"), (["1"], "process 1 has no job that can be watched")]
 )

@@ -13,7 +13,7 @@ from tests.learners.test_sac import without_collectors
 from tests.learners.test_sac_learner import flat
 from tests.learners.worlds import reach
 
-from recollect.errors import BudgetError, FormatError
+from recollect.errors import BudgetError, CollectorDiedError, FormatError
 from recollect.ipc import memory_budget
 from recollect.learners.appo import APPORunner
 from recollect.learners.checkpoint import load_checkpoint
@@ -122,6 +122,17 @@ def test_the_newest_rollouts_are_kept_and_the_others_counted() -> None:
     assert r._stage() == 2
     assert r._ring.skipped == 3 and [x for x, _ in r._ring.copied] == [(1, 4), (0, 5)]
     assert r._lags == [5.0, 4.0]
+
+
+def test_a_dead_collector_is_told_of_while_the_others_supply_rollouts() -> None:
+    r = staging([(0, 9), (0, 9)])
+
+    def check() -> None:
+        raise CollectorDiedError("collector 1: must live, got a dead process")
+
+    r.check_collectors = check
+    with pytest.raises(CollectorDiedError):
+        r._stage()
 
 
 def test_rollouts_beyond_the_lag_are_skipped_and_counted() -> None:

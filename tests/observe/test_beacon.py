@@ -17,7 +17,7 @@ import pytest
 from recollect.observe import Beacon, find_jobs
 from recollect.observe import beacon as beacon_module
 from recollect.observe.beacon import HISTORY, _Growing
-from recollect.observe.jobs import Entry, Job
+from recollect.observe.jobs import Entry, History, Job, Snapshot
 
 pytestmark = pytest.mark.usefixtures("runtime_dir", "leaves_nothing")
 JOB = """
@@ -196,6 +196,14 @@ def test_too_much_to_show_keeps_the_figures(monkeypatch: pytest.MonkeyPatch) -> 
         with job:
             seen = job.snapshot()
             assert seen is not None and seen.figures == {"a": 1.0} and seen.tables == {}
+
+
+def test_a_chart_keeps_figures_that_are_only_in_its_history() -> None:
+    seen = History([0.0], {"reward/mean": [1.0], "loss": [2.0]})
+    charts = {"return": ["reward/*"], "loss": ["loss"], "absent": ["x/*"]}
+    state = Snapshot("train", "x", 1, 0.0, 0.0, "running", {"loss": 2.0}, {}, charts, {}, seen)
+    assert state.chart_names() == {"return": ["reward/mean"], "loss": ["loss"]}
+    assert state.headlines == ["loss"]
 
 
 def test_history_is_bounded_aligned_and_spans_the_run() -> None:

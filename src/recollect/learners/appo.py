@@ -110,6 +110,7 @@ class APPORunner(ReferenceRunner):
 
     def _stage(self) -> int:
         """Wait for rollouts and copy those there are, the newest kept; how many were fresh enough."""
+        self.check_collectors()  # also while the others keep the ring full
         sync = self.rl_cfg.sync_collection
         if sync:
             self.wait_permits_done()  # then every live lane has published its rollout

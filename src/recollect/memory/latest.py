@@ -15,10 +15,10 @@ from recollect.memory import shared
 from recollect.memory.geometry import page_up
 from recollect.memory.rows import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
+from recollect.memory.watching import LOOK_S, Watch
 
 KIND = "latest"
 _CHANGE_AT = WORDS_AT + 5 * 64  # the futex word of latest.hpp
-LOOK_S = 0.1  # between looks of whoever watches
 _MOST_TIMEOUT_S = 1e9
 
 
@@ -59,7 +59,7 @@ class Latest:
         self.deadline = checked_timeout(deadline, deadline)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
-        self._look: Callable[[], object] | None = None
+        self._watch: Watch | None = None
 
     @classmethod
     def create(cls, sizes: Sequence[int], schema: Any = None, *, deadline: float = 60.0) -> Self:
@@ -131,10 +131,12 @@ class Latest:
         """
         seconds = checked_timeout(timeout, self.deadline)
         end = monotonic() + seconds
-        while self._look is not None and (left := end - monotonic()) > LOOK_S:
+        if self._watch is not None:
+            self._watch.by_the_way()
+        while self._watch is not None and (left := end - monotonic()) > LOOK_S:
             if self._wait_once(version, LOOK_S):
                 return True
-            self._look()
+            self._watch.look()
             seconds = left - LOOK_S
         return self._wait_once(version, max(0.0, seconds))
 
@@ -144,7 +146,7 @@ class Latest:
 
     def watch(self, look: Callable[[], object] | None) -> None:
         """Have `look()` called in waits, every 100 ms; it may raise."""
-        self._look = look
+        self._watch = None if look is None else Watch(look)
 
     # -- life
 

@@ -18,10 +18,10 @@ from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyErr
 from recollect.memory import shared
 from recollect.memory.rows import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
+from recollect.memory.watching import LOOK_S, Watch
 from recollect.spaces import Layout, compile_layout
 
 KIND = "ring"
-LOOK_S = 0.1  # between looks of whoever watches
 POLICIES = ("block", "drop_oldest", "drop_newest")
 TIMEOUT, CLOSED, PEER_DIED, BUSY, NOTHING = -1, -2, -3, -4, -5  # outcomes of the native ring
 Array = np.ndarray[Any, Any]
@@ -93,7 +93,7 @@ class Ring:
         self._lane_now = -1
         self._is_maker = False  # `with` over a lane of it, or over an attached one, closes no more than that
         self._reads = False
-        self._look: Callable[[], bool] | None = None
+        self._watch: Watch | None = None
         self._loans: list[Array] = []  # arrays to turn read-only at commit
 
     @classmethod
@@ -242,7 +242,7 @@ class Ring:
 
     def watch(self, look: Callable[[], bool] | None) -> None:
         """Have `look()` called in waits, every 100 ms; it may raise. While it says True a dead peer is waited for."""
-        self._look = look
+        self._watch = None if look is None else Watch(look)
 
     # -- what it is
 
@@ -325,15 +325,16 @@ class Ring:
 
     def _waited(self, wait: Callable[[float], int], seconds: float) -> int:
         """The outcome of a native wait; with somebody to look after things, in slices."""
-        if self._look is None:
+        if self._watch is None:
             return wait(seconds)
+        self._watch.by_the_way()
         end = monotonic() + seconds
         while True:
             left = end - monotonic()
             outcome = wait(min(LOOK_S, max(0.0, left)))
             if outcome not in (TIMEOUT, PEER_DIED):
                 return outcome
-            goes_on = self._look()
+            goes_on = self._watch.look()
             if left <= LOOK_S or (outcome == PEER_DIED and not goes_on):
                 return outcome
 

@@ -23,6 +23,7 @@ from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, P
 from recollect.ipc.replay_pipelines.transfer import TransferBackend, fields_of, make_transfer
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
+from recollect.memory.watching import Watch
 
 __all__ = ["CPUPinnedDoubleBufferReplayPipeline", "make_collector_pack", "serve_pack_requests"]
 _GRACE_S = 0.25  # a tick that ends at its own deadline says so itself, before who waits for it gives up
@@ -98,7 +99,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         self._cold: Job | None = None
         self._last_slot = 1
         self._closed = False
-        self._look: Callable[[], object] | None = None
+        self._watch: Watch | None = None
         self._started, self._hits, self._misses, self._wait_us = 0, 0, 0, 0.0
         self._packer = Packer(replay_buffer, self._slots, self._transfer, queues, self._trace, self._log)
         self._lock = threading.RLock()
@@ -124,7 +125,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
 
     def watch(self, look: Callable[[], object] | None) -> None:
         """Have `look()` called in waits, every 100 ms; it may raise, and decides what a dead collector means."""
-        self._look, self._packer.watched = look, look is not None
+        self._watch, self._packer.watched = None if look is None else Watch(look), look is not None
 
     def stats(self) -> PipelineStats:
         """Return a frozen record of counts and times."""
@@ -292,6 +293,8 @@ class CPUPinnedDoubleBufferReplayPipeline:
         end = monotonic() + self.deadline if timeout is None else monotonic() + timeout
         if timeout is None:
             end = max(end, job.end + _GRACE_S)
+        if self._watch is not None:
+            self._watch.by_the_way()
         while job.state == PENDING:
             left = end - monotonic()
             if left <= 0:
@@ -299,9 +302,9 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._lock.release()
             try:
                 with suppress(queue.Empty):
-                    job.done.get(timeout=left if self._look is None else min(left, SLICE_S))
-                if self._look is not None and job.state == PENDING:
-                    self._look()
+                    job.done.get(timeout=left if self._watch is None else min(left, SLICE_S))
+                if self._watch is not None and job.state == PENDING:
+                    self._watch.look()
             finally:
                 self._lock.acquire()
             self._check_open()
