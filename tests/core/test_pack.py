@@ -14,7 +14,7 @@ from tests.ipc.replay_pipelines.make import N, add, buffer, ids, transitions
 
 from recollect import _core
 from recollect.ipc.replay_pipelines.slots import STOP_AT, PackSlots
-from recollect.ipc.replay_pipelines.transfer import fields_of
+from recollect.ipc.transitions import fields_of
 from recollect.memory.rows import packed_codec
 
 REACHED, TIMED_OUT, CLOSED, STOPPED = range(4)

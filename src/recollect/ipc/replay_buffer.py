@@ -19,7 +19,7 @@ from recollect import _core, replay
 from recollect.backends import get_backend
 from recollect.errors import AttachError, ClosedError, EmptyError, FormatError, SchemaError
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
-from recollect.ipc.transitions import Checker, other_dtypes, row_layout
+from recollect.ipc.transitions import Checker, fields_of, other_dtypes, row_layout
 from recollect.memory import segment as segments
 from recollect.memory.geometry import Geometry, check_same
 from recollect.memory.rows import Rows, packed_codec
@@ -251,7 +251,7 @@ class ReplayBuffer(SharedBufferBase):
         if torch.as_device(self.device).type == "cpu":
             return self._sample_tensors(torch, stream, n, out)
         block = self._drawn(self._native().draw(packed_codec(self.row_nbytes), stream, n))
-        batch = self._views(torch.from_numpy(block, self.device))
+        batch = fields_of(torch.from_numpy(block, self.device), self.layout)
         return batch if out is None else _fill(out, batch)
 
     def _draw_from(self, n: int, seed: int | None) -> IndexStream:
@@ -272,16 +272,6 @@ class ReplayBuffer(SharedBufferBase):
         arrays = None if out is None else {name: torch.to_numpy(x) for name, x in out.items()}
         data = self._drawn(self._native().draw(self._codec, stream, n, arrays))
         return {name: torch.from_numpy(x) for name, x in data.items()} if out is None else out
-
-    def _views(self, block: Any) -> dict[str, Any]:
-        """The fields of packed rows `[n, row_nbytes]` on a device, as views of that one block."""
-        import torch
-
-        found = {}
-        for f in self.layout.fields:
-            column = block[:, f.offset : f.offset + f.nbytes].view(getattr(torch, f.dtype.name))
-            found[f.name] = column if f.shape else column.squeeze(1)
-        return found
 
     # -- disk
 

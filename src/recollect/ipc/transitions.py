@@ -47,6 +47,25 @@ def other_dtypes(layout: Layout) -> dict[str, str]:
     return {f.name: dtype_name(f.dtype) for f in layout.fields if f.dtype != np.float32}
 
 
+def fields_of(block: Any, layout: Any) -> dict[str, Any]:
+    """The fields of packed rows `[n, row_bytes]`, as views of that one block."""
+    found = {}
+    for f in layout.fields:
+        column = block[:, f.offset : f.offset + f.nbytes]
+        if isinstance(block, np.ndarray):
+            found[f.name] = column.view(f.dtype).reshape(len(block), *f.shape)
+        else:
+            found[f.name] = _tensor_field(column, f)
+    return found
+
+
+def _tensor_field(column: Any, f: Any) -> Any:
+    import torch
+
+    typed = column.view(getattr(torch, f.dtype.name))
+    return typed.view(len(column), *f.shape) if f.shape else typed.squeeze(1)
+
+
 class Checker:
     """Turns what a caller adds into one exact contiguous array per field, or says which leaf is wrong.
 

@@ -20,8 +20,9 @@ from recollect.ipc.replay_pipelines.observing import PipelineStats, TickLog, Tra
 from recollect.ipc.replay_pipelines.packer import BROKEN, PENDING, READY, Job, Packer
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
 from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, PackSlots
-from recollect.ipc.replay_pipelines.transfer import TransferBackend, fields_of, make_transfer
+from recollect.ipc.replay_pipelines.transfer import TransferBackend, make_transfer
 from recollect.ipc.shared_buffer import check_count
+from recollect.ipc.transitions import fields_of
 from recollect.memory.latest import checked_timeout
 from recollect.memory.watching import Watch
 

@@ -12,8 +12,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import numpy as np
-
 from recollect.backends import get_backend
 from recollect.errors import DeadlineError
 from recollect.ipc.shared_buffer import NUMPY
@@ -77,8 +75,26 @@ class TransferBackend(Protocol):
         ...
 
 
-class InPlaceTransfer:
-    """numpy and cpu: the learner reads the packed shared slot itself, so there is nothing to copy or to wait for."""
+class UnqueuedTransfer:
+    """Part of a backend whose slots are ready when `submit_h2d` returns: nothing ever has to wait."""
+
+    def clear_ready(self, slot: int) -> None: ...
+
+    def ready_query(self, slot: int) -> bool:
+        return True
+
+    def synchronize_ready(self, slot: int, timeout: float) -> None: ...
+
+    def wait_current_stream_for_ready(self, slot: int) -> None: ...
+
+    def record_release(self, slot: int) -> None: ...
+
+    def copy_us(self, slot: int) -> float:
+        return 0.0
+
+
+class InPlaceTransfer(UnqueuedTransfer):
+    """numpy and cpu: the learner reads the packed shared slot itself, so there is nothing to copy."""
 
     submits_in_learner = False
 
@@ -95,20 +111,6 @@ class InPlaceTransfer:
         return [self._torch.from_numpy(slot) for slot in self._slots[:count]]
 
     def submit_h2d(self, slot: int) -> None: ...
-
-    def clear_ready(self, slot: int) -> None: ...
-
-    def ready_query(self, slot: int) -> bool:
-        return True
-
-    def synchronize_ready(self, slot: int, timeout: float) -> None: ...
-
-    def wait_current_stream_for_ready(self, slot: int) -> None: ...
-
-    def record_release(self, slot: int) -> None: ...
-
-    def copy_us(self, slot: int) -> float:
-        return 0.0
 
     def describe(self) -> dict[str, Any]:
         return describe(type(self), self.device, "cpu", "in_place")
@@ -249,22 +251,3 @@ def make_transfer(device: Any) -> TransferBackend:
     from recollect.ipc.replay_pipelines import transfer_torch
 
     return transfer_torch.make(found)
-
-
-def fields_of(block: Block, layout: Any) -> dict[str, Any]:
-    """The fields of packed rows `[n, row_bytes]`, as views of that one block."""
-    found = {}
-    for f in layout.fields:
-        column = block[:, f.offset : f.offset + f.nbytes]
-        if isinstance(block, np.ndarray):
-            found[f.name] = column.view(f.dtype).reshape(len(block), *f.shape)
-        else:
-            found[f.name] = _tensor_field(column, f)
-    return found
-
-
-def _tensor_field(column: Any, f: Any) -> Any:
-    import torch
-
-    typed = column.view(getattr(torch, f.dtype.name))
-    return typed.view(len(column), *f.shape) if f.shape else typed.squeeze(1)

@@ -10,7 +10,13 @@ import numpy as np
 import torch
 
 from recollect.ipc.replay_pipelines import native_h2d
-from recollect.ipc.replay_pipelines.transfer import Block, StreamTransfer, TransferBackend, describe
+from recollect.ipc.replay_pipelines.transfer import (
+    Block,
+    StreamTransfer,
+    TransferBackend,
+    UnqueuedTransfer,
+    describe,
+)
 
 _log = logging.getLogger(__name__)
 
@@ -137,7 +143,7 @@ class CudaTransfer(TorchStreamTransfer):
         super().close()
 
 
-class MpsTransfer:
+class MpsTransfer(UnqueuedTransfer):
     """Apple GPUs: the learner's thread issues the copy, in order with its own work, so nothing has to wait."""
 
     submits_in_learner = True
@@ -156,20 +162,6 @@ class MpsTransfer:
 
     def submit_h2d(self, slot: int) -> None:
         self._blocks[slot].copy_(self._host[slot])  # complete on return: the slot may be filled again
-
-    def clear_ready(self, slot: int) -> None: ...
-
-    def ready_query(self, slot: int) -> bool:
-        return True
-
-    def synchronize_ready(self, slot: int, timeout: float) -> None: ...
-
-    def wait_current_stream_for_ready(self, slot: int) -> None: ...
-
-    def record_release(self, slot: int) -> None: ...
-
-    def copy_us(self, slot: int) -> float:
-        return 0.0
 
     def describe(self) -> dict[str, Any]:
         return describe(type(self), self.device, "mps", "torch_copy_main_thread")
