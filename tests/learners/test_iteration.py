@@ -1,0 +1,144 @@
+"""The order of an iteration, as the contract gives it: what a tick may see, and when the next weights come out."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.learners import test_appo, test_sac
+from tests.learners.test_metrics import lane
+from tests.learners.worlds import own_learner
+
+from recollect.ipc.async_runner import RunnerStats
+from recollect.learners import run as run_module
+from recollect.learners.metrics import Merged, RunSummary
+from recollect.learners.sac import OffPolicyRunner
+
+
+class Calls(list[Any]):
+    """Notes the calls of what stands in for the parts of a runner."""
+
+    def to(self, name: str, returns: Any = None) -> Any:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            self.append((name, *args, *sorted(kwargs.items())) if args or kwargs else name)
+            return returns
+
+        return call
+
+
+def off_policy(calls: Calls, **cfg: Any) -> Any:
+    r = test_sac.runner(OffPolicyRunner, cfg, learner=own_learner, num_collectors=2)
+    r._pipe = SimpleNamespace(
+        sample_large_batch=calls.to("sample", {}), start_prepare=calls.to("prepare"), after_tick=calls.to("after_tick")
+    )  # fmt: skip
+    r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
+    r._learner = SimpleNamespace(actor=SimpleNamespace(state_dict=lambda: "weights"))
+    r._update = calls.to("update", {})
+    r.wait_permits_done, r.wait_permits_taken = calls.to("wait for the chunk"), calls.to("wait for takers")
+    r.grant_permits, r.check_collectors = calls.to("permit"), calls.to("check")
+    return r
+
+
+def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
+    """The permit names the version, which stays until everybody has taken it; the next tick leaves out a chunk."""
+    calls = Calls()
+    r = off_policy(calls, env_steps_per_sync=3)
+    r._iterate(5, False)
+    chunk = 3 * 2  # steps by environments of a lane
+    n = r.rl_cfg.batch_size
+    assert calls == [
+        "wait for the chunk", ("sample", 5, n), ("prepare", 6, n, ("headroom", chunk)), ("permit", 7, 3),
+        ("update", {}), "after_tick", "wait for takers", ("publish", "weights"),
+    ]  # fmt: skip
+
+
+def test_the_last_tick_of_sac_starts_nothing() -> None:
+    calls = Calls()
+    off_policy(calls)._iterate(5, True)
+    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+        "wait for the chunk", "sample", "update", "after_tick", "publish",
+    ]  # fmt: skip
+
+
+def test_a_tick_of_sac_running_free_waits_for_nobody() -> None:
+    calls = Calls()
+    off_policy(calls, sync_collection=False)._iterate(5, False)
+    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+        "check", "sample", "prepare", "update", "after_tick", "publish",
+    ]  # fmt: skip
+
+
+def test_updates_take_slices_in_order_and_the_actor_every_nth() -> None:
+    calls = Calls()
+    r = test_sac.runner(cfg={"batch_size": 4, "updates_per_step": 3, "policy_frequency": 2})
+    learner = SimpleNamespace(update_count=0, soft_update_target=calls.to("target"))
+
+    def update_critic(batch: Any) -> dict[str, float]:
+        learner.update_count += 1
+        calls.append(("critic", batch["rewards"].tolist()))
+        return {"critic": 1.0}
+
+    def update_actor(batch: Any) -> dict[str, float]:
+        calls.append(("actor", batch["rewards"].tolist()))
+        return {"actor": 2.0}
+
+    learner.update_critic, learner.update_actor, r._learner = update_critic, update_actor, learner
+    assert r._update({"rewards": np.arange(12)}) == {"critic": 1.0, "actor": 2.0}
+    assert calls == [
+        ("critic", [0, 1, 2, 3]), "target", ("critic", [4, 5, 6, 7]), ("actor", [4, 5, 6, 7]), "target",
+        ("critic", [8, 9, 10, 11]), "target",
+    ]  # fmt: skip
+
+
+def test_statistics_go_out_before_the_weights_that_were_trained_with_them() -> None:
+    calls = Calls()
+    r = off_policy(calls)
+    r._stats = SimpleNamespace(put=calls.to("put"))
+    r._learner.obs_normalizer = SimpleNamespace(pair=lambda: None)
+    r._publish()
+    r._learner.obs_normalizer = SimpleNamespace(pair=lambda: "pair")
+    r._publish()
+    assert calls == [("publish", "weights"), ("put", "pair"), ("publish", "weights")]
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_an_iteration_of_appo(sync: bool) -> None:
+    """Weights are published before the next permit, which names them."""
+    calls = Calls()
+    r = test_appo.runner({"sync_collection": sync, "steps_per_env": 8})
+    r._stage, r._pool = calls.to("stage", 1), SimpleNamespace(batch=lambda: "batch")
+    network = SimpleNamespace(state_dict=lambda: "weights")
+    r._learner = SimpleNamespace(train=calls.to("train", {}), network=network)
+    r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
+    r.grant_permits = calls.to("permit")
+    r._iterate(5, False)
+    r._iterate(6, True)
+    one = ["stage", ("train", "batch"), ("publish", "weights")]
+    assert calls == [*one, *([("permit", 7, 8)] if sync else []), *one]
+
+
+def test_a_line_of_metrics_has_rates_of_wall_time_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, steps, lines = [100.0], [200.0], []
+    monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
+    rewards = iter([-5.0, -9.0])
+    r = SimpleNamespace(
+        _board_totals=lambda: Merged([lane([(1.0, next(rewards), 2.0, 0.0)], env_steps=steps[0], version=5.0)]),
+        _watch=SimpleNamespace(read=lambda n: {"time/learner_train_ms": 1.0 * n}), _steps_base=1000, beacon=None,
+        stats=lambda: RunnerStats(2, 1, 1, {}, ()), _weights=SimpleNamespace(version=8), _more_metrics=dict,
+    )  # fmt: skip
+    log, summary = run_module._MetricsLog(r, [], lambda i, values: lines.append(values)), RunSummary()  # type: ignore[arg-type]
+    log._start, log._steps = now[0], steps[0]
+    for spent, made in ((8.0, 400.0), (2.0, 10.0)):
+        log.add({"critic": 1.0})
+        log.add({"critic": 2.0})
+        now[0] += spent
+        steps[0] += made
+        log.write(10, summary)
+    assert [line["perf/steps_per_sec"] for line in lines] == [50.0, 5.0]
+    assert [line["perf/iter_ms"] for line in lines] == [4000.0, 1000.0]
+    assert [line["axis/env_steps_total"] for line in lines] == [1600.0, 1610.0]
+    assert lines[0]["loss/critic"] == 1.5 and lines[0]["lag/weight_versions"] == 3
+    assert (lines[0]["collectors/alive"], lines[0]["collectors/restarts"]) == (2, 1)
+    assert summary.best_mean_reward == -5.0
