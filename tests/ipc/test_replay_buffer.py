@@ -429,6 +429,18 @@ def test_lanes_between_processes() -> None:
                 buf.on_lane(number)  # type: ignore[arg-type]
 
 
+def test_a_handle_stays_small_whatever_the_dtypes_and_sizes() -> None:
+    names = "obs next_obs actions rewards dones truncated critic next_critic".split()
+    kinds = "bfloat16 float8_e4m3fn float8_e5m2 float16 uint16 uint8 float64 bfloat16".split()
+    with make(num_lanes=2, critic_dim=C, dtypes=dict(zip(names, kinds))) as buf:
+        lane = buf.on_lane(1)
+        assert lane.layout == buf.layout and [f.dtype.name for f in lane.layout.fields] == kinds
+        numbers = buf.name.split("-")[2:9]  # pid, descriptor, capacity, lanes, three sizes
+        more = sum(most - len(n) for most, n in zip((7, 6, 12, 4, 6, 6, 6), numbers))
+        assert len(pickle.dumps(lane)) + more < 300
+        lane.close()
+
+
 @pytest.mark.process
 def test_attach_by_name_from_an_unrelated_process() -> None:
     script = (

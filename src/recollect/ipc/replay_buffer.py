@@ -19,7 +19,7 @@ from recollect import _core, replay
 from recollect.backends import get_backend
 from recollect.errors import AttachError, ClosedError, EmptyError, FormatError, SchemaError
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
-from recollect.ipc.transitions import Checker, fields_of, other_dtypes, row_layout
+from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
 from recollect.memory.geometry import Geometry, check_same
 from recollect.memory.rows import Rows, packed_codec
@@ -129,7 +129,6 @@ class ReplayBuffer(SharedBufferBase):
     def name(self) -> str:
         """The handle as text; `ReplayBuffer.attach(name, device)` in any process of the same user."""
         g, nonce = self._rows.geometry, self._open().nonce.hex()
-        types = ",".join(f"{k}:{v}" for k, v in other_dtypes(self.layout).items())
         numbers = (
             os.getpid(),
             self._open().fd,
@@ -139,7 +138,7 @@ class ReplayBuffer(SharedBufferBase):
             self.action_dim,
             self.critic_dim,
         )
-        return "-".join((_PREFIX, *map(str, numbers), nonce, types))
+        return "-".join((_PREFIX, *map(str, numbers), nonce, dtypes_as_text(self.layout)))
 
     @property
     def ptr(self) -> int:
@@ -369,11 +368,10 @@ def _parse(name: Any) -> tuple[Handle, Layout]:
         pid, fd, capacity, n_lanes, obs_dim, action_dim, critic_dim = map(int, numbers)
         if head != _PREFIX + "-":
             raise ValueError("prefix")
-        dtypes = dict(pair.split(":") for pair in types.split(",") if pair)
-        layout = row_layout(obs_dim, action_dim, critic_dim, dtypes)
+        layout = row_layout(obs_dim, action_dim, critic_dim, dtypes_of_text(types))
         geometry = Geometry(capacity, n_lanes, layout.row_nbytes, False, layout.hash)
         return Handle(pid, fd, None, bytes.fromhex(nonce), geometry, True), layout
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, LookupError):
         raise AttachError(
             f"name: must be the `name` of a ReplayBuffer, got {name!r}; pass it unchanged"
         ) from None

@@ -16,6 +16,7 @@ from recollect.spaces.dtypes import dtype_from, dtype_kind, dtype_name
 
 Array = np.ndarray[Any, Any]
 FLAGS = ("dones", "truncated")
+_FIELDS = ("obs", "next_obs", "actions", "rewards", *FLAGS, "critic", "next_critic")
 
 
 def row_layout(
@@ -28,12 +29,8 @@ def row_layout(
         ("critic_dim", critic_dim, 0),
     ):
         check_count(label, n, least)
-    shapes: dict[str, tuple[int, ...]] = {
-        "obs": (obs_dim,), "next_obs": (obs_dim,), "actions": (action_dim,), "rewards": (),
-        "dones": (), "truncated": (),
-    }  # fmt: skip
-    if critic_dim:
-        shapes |= {"critic": (critic_dim,), "next_critic": (critic_dim,)}
+    sizes = ((obs_dim,), (obs_dim,), (action_dim,), (), (), (), (critic_dim,), (critic_dim,))
+    shapes = dict(zip(_FIELDS if critic_dim else _FIELDS[:6], sizes))
     dtypes = dict(dtypes or {})
     unknown = sorted(set(dtypes) - set(shapes))
     if unknown:
@@ -42,9 +39,19 @@ def row_layout(
     return compile_layout(space)
 
 
-def other_dtypes(layout: Layout) -> dict[str, str]:
-    """The fields that are not float32."""
-    return {f.name: dtype_name(f.dtype) for f in layout.fields if f.dtype != np.float32}
+def dtypes_as_text(layout: Layout) -> str:
+    """The dtypes that are not float32, each with the numbers of its fields: `int64:3,bfloat16:01`."""
+    found: dict[str, str] = {}
+    for k, f in enumerate(layout.fields):
+        if f.dtype != np.float32:
+            found[dtype_name(f.dtype)] = found.get(dtype_name(f.dtype), "") + str(k)
+    return ",".join(f"{dtype}:{numbers}" for dtype, numbers in found.items())
+
+
+def dtypes_of_text(text: str) -> dict[str, str]:
+    """Field → dtype of what `dtypes_as_text` wrote."""
+    pairs = [pair.split(":") for pair in text.split(",") if pair]
+    return {_FIELDS[int(k)]: dtype for dtype, numbers in pairs for k in numbers}
 
 
 def fields_of(block: Any, layout: Any) -> dict[str, Any]:
