@@ -16,6 +16,7 @@ from tests.rollout.make import experience, run
 
 import recollect as rc
 import recollect.rollout as rr
+from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, FormatError, MissingLeafError, SchemaError
 from recollect.testing import SinkContract
 
@@ -61,6 +62,60 @@ def test_what_goes_in_comes_out(given_rows: list[Any], group: int) -> None:
     if made:
         assert x.task_of(group) == ("b", 4) and x.ends.sum() == 1
         assert x.metrics["m"].tolist() == [e.metrics["m"] for e in made]
+
+
+@given(
+    st.lists(st.tuples(st.integers(0, 5), st.integers(0, 5), st.booleans(), st.booleans()), max_size=4),
+    st.sampled_from([None, 3]),
+)
+def test_values_that_must_be_converted_make_the_same_bytes(shapes: list[Any], run_id: int | None) -> None:
+    """Arrays and plain numbers are gathered as they are, lists and numpy's numbers one by one."""
+    quick, slow = [], []
+    for i, (prompt, response, has_mask, has_step) in enumerate(shapes):
+        leaves: dict[str, Any] = {
+            "tokens": np.arange(prompt + response, dtype=np.int32),
+            "logprobs": np.linspace(0, 1, response, dtype=np.float32),
+        }
+        leaves |= {"action_mask": np.arange(response) % 2 == 0} if has_mask else {}
+        plain = {"prompt_length": prompt, "reward": i / 4, "truncated": has_mask, "model_version": 7 - i}
+        plain |= {"step": 5 + i, "run_id": 2} if has_step else {}
+        quick.append(rr.Experience(**leaves, **plain))
+        plain["reward"] = np.float32(plain["reward"])
+        slow.append(rr.Experience(**{k: v.tolist() for k, v in leaves.items()}, **plain))
+    assert rr.encode(quick, group_id=9, run_id=run_id) == rr.encode(slow, group_id=9, run_id=run_id)
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"tokens": np.zeros((2, 2), np.int32)}, "tokens"),
+        ({"tokens": np.zeros(3)}, "tokens"),
+        ({"logprobs": np.zeros(3, np.float32)}, "logprobs: must have one element per response token, 2, got 3"),
+        ({"tokens": np.zeros(4098, np.int32), "logprobs": np.zeros(4097, np.float32)}, "at most 4096"),
+        ({"prompt_length": 4}, "prompt_length"),
+        ({"prompt_length": True}, "prompt_length"),
+        ({"model_version": 2**63}, "model_version"),
+        ({"run_id": 2**31}, "run_id"),
+        ({"reward": "high"}, "reward"),
+        ({"rewards": 1.0}, "rewards: must be a leaf"),
+    ],
+)
+def test_a_value_off_the_space_is_refused_by_name(change: dict[str, Any], said: str) -> None:
+    leaves = {"tokens": np.zeros(3, np.int32), "logprobs": np.zeros(2, np.float32), "prompt_length": 1, "reward": 1.0}
+    rr.encode(rr.Experience(**leaves))
+    with pytest.raises(SchemaError, match=said):
+        rr.encode(rr.Experience(**(leaves | change)))
+
+
+def test_parts_are_joined_behind_their_lead_and_summed() -> None:
+    rng = np.random.default_rng(0)
+    parts: list[Any] = [rng.bytes(3), rng.random((7, 3)), b"", rng.bytes(100_000), np.zeros(0), rng.bytes(8064)]
+    found = _core.join_summed(b"lead....more", parts, 4)
+    body = b"".join(parts)
+    assert found == b"lead" + _core.crc32c_portable(body).to_bytes(4, "little") + b"more" + body
+    for lead, given_parts, at in ((b"lead", [np.zeros((4, 4))[:, 1]], 0), (b"lead", ["text"], 0), (b"lead", [], 1)):
+        with pytest.raises((TypeError, ValueError)):
+            _core.join_summed(lead, given_parts, at)
 
 
 @given(st.data())
@@ -285,7 +340,7 @@ def test_lengths_that_lie_are_refused_though_the_checksums_hold(
     lengths: tuple[int, ...], prompt: int, said: str
 ) -> None:
     """As a foreign encoder could write them: tokens, logprobs and mask of one row."""
-    from recollect.rollout.frame import aligned, framed, opened
+    from recollect.rollout.frame import aligned, body_of, framed, opened
     from recollect.rollout.schema import plan_of
 
     plan = plan_of()
@@ -299,4 +354,4 @@ def test_lengths_that_lie_are_refused_though_the_checksums_hold(
         blocks.append([bytes(body[at : at + sizes[-1]])])
         at += aligned(sizes[-1])
     with pytest.raises(FormatError, match=said):
-        rr.decode(framed(head, blocks, sizes))
+        rr.decode(framed(head, *body_of(blocks, sizes)))

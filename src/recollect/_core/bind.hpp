@@ -19,6 +19,7 @@ void bind_pack(nb::module_& m);
 void bind_orphan(nb::module_& m);
 void bind_copy(nb::module_& m);
 void bind_items(nb::module_& m);
+void bind_payload(nb::module_& m);
 void bind_latest(nb::module_& m);
 void bind_prioritized(nb::module_& m);
 void bind_windows(nb::module_& m);

@@ -52,6 +52,9 @@ void bind_mapping(nb::module_& m) {
     m.def("crc32c_portable", [](nb::bytes data) {
         return ~crc32c_table(~0u, reinterpret_cast<const byte*>(data.c_str()), data.size());
     }, nb::arg("data"));
+    m.def("crc32c_narrow", [](nb::bytes data) {
+        return crc32c_narrow(0, reinterpret_cast<const byte*>(data.c_str()), data.size());
+    }, nb::arg("data"));
 
     nb::class_<Mapping>(m, "Mapping")
         .def(nb::init<int, size_t, size_t, bool>(), nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"), nb::arg("writable"))

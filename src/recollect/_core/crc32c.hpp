@@ -1,4 +1,4 @@
-// crc32c (Castagnoli), by the processor's instruction where it has one.
+// crc32c (Castagnoli), by the processor's instructions where it has them.
 #pragma once
 
 #include <array>
@@ -7,7 +7,7 @@
 #include <cstring>
 
 #if defined(__x86_64__)
-#include <nmmintrin.h>
+#include <immintrin.h>
 #endif
 
 namespace recollect {
@@ -79,15 +79,78 @@ __attribute__((target("sse4.2"))) inline uint32_t crc32c_sse(uint32_t crc, const
     for (; n; --n) tail = _mm_crc32_u8(tail, *data++);
     return tail;
 }
+
+// x^n mod the polynomial, bit-reflected as the carry-less product of reflected numbers wants it.
+constexpr uint64_t crc32c_power(unsigned n) {
+    uint32_t r = 0x80000000u;
+    for (unsigned i = 0; i < n; ++i) r = (r >> 1) ^ (r & 1 ? 0x82F63B78u : 0u);
+    return uint64_t(r) << 1;
+}
+
+constexpr size_t kFold = 4 * 32, kSteps = 32, kWords = 5;  // bytes folded in a step, steps, words walked in each piece
+constexpr size_t kFolded = (1 + kSteps) * kFold, kWalked = 8 * kSteps * kWords;
+constexpr size_t kCrcChunk = kFolded + 3 * kWalked;
+
+__attribute__((target("avx2"))) inline __m256i load_wide(const unsigned char* at) {
+    return _mm256_loadu_si256(reinterpret_cast<const __m256i*>(at));
+}
+
+// Four wide registers are folded along the first part of a chunk while the instruction walks three more pieces: the two
+// use different units, so together they go at 1.5 times the speed of either. What is left in the registers is congruent to
+// all that was folded into them, so its crc is that of the whole part.
+__attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2"))) inline uint32_t crc32c_wide(uint32_t crc, const unsigned char*& data, size_t& n) {
+    constexpr int64_t low = crc32c_power(8 * kFold + 32), high = crc32c_power(8 * kFold - 32);
+    const __m256i powers = _mm256_setr_epi64x(low, high, low, high);
+    for (; n >= kCrcChunk; n -= kCrcChunk, data += kCrcChunk) {
+        __m256i x[4];
+        for (size_t k = 0; k < 4; ++k) x[k] = load_wide(data + 32 * k);
+        x[0] = _mm256_xor_si256(x[0], _mm256_setr_epi32(int(crc), 0, 0, 0, 0, 0, 0, 0));
+        uint64_t a = 0, b = 0, c = 0;
+        const unsigned char* folded = data + kFold;
+        const unsigned char* walked = data + kFolded;
+        for (size_t step = 0; step < kSteps; ++step, folded += kFold, walked += 8 * kWords) {
+#pragma GCC unroll 4
+            for (size_t k = 0; k < 4; ++k) {
+                const __m256i product = _mm256_xor_si256(_mm256_clmulepi64_epi128(x[k], powers, 0x00),
+                                                         _mm256_clmulepi64_epi128(x[k], powers, 0x11));
+                x[k] = _mm256_xor_si256(product, load_wide(folded + 32 * k));
+            }
+#pragma GCC unroll 8
+            for (size_t k = 0; k < kWords; ++k) {
+                a = crc32c_word(a, walked + 8 * k);
+                b = crc32c_word(b, walked + kWalked + 8 * k);
+                c = crc32c_word(c, walked + 2 * kWalked + 8 * k);
+            }
+        }
+        unsigned char left[kFold];
+        std::memcpy(left, x, kFold);
+        uint64_t whole = 0;
+        for (size_t k = 0; k < kFold; k += 8) whole = crc32c_word(whole, left + k);
+        crc = static_cast<uint32_t>(whole);
+        for (const uint64_t piece : {a, b, c}) crc = AfterZeros<kWalked>::of(crc) ^ static_cast<uint32_t>(piece);
+    }
+    return crc;
+}
+#else
+constexpr size_t kCrcChunk = 8192;
 #endif
 
-// Continue `seed` (0 to begin with) over `n` bytes.
-inline uint32_t crc32c(uint32_t seed, const unsigned char* data, size_t n) {
+// Continue `seed` (0 to begin with) over `n` bytes, without wide registers.
+inline uint32_t crc32c_narrow(uint32_t seed, const unsigned char* data, size_t n) {
 #if defined(__x86_64__)
     static const bool has_sse = __builtin_cpu_supports("sse4.2");
     if (has_sse) return ~crc32c_sse(~seed, data, n);
 #endif
     return ~crc32c_table(~seed, data, n);
+}
+
+// The same by whatever there is; fastest over multiples of kCrcChunk.
+inline uint32_t crc32c(uint32_t seed, const unsigned char* data, size_t n) {
+#if defined(__x86_64__)
+    static const bool is_wide = __builtin_cpu_supports("sse4.2") && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("vpclmulqdq");
+    if (is_wide) seed = ~crc32c_wide(~seed, data, n);
+#endif
+    return crc32c_narrow(seed, data, n);
 }
 
 }  // namespace recollect

@@ -9,20 +9,21 @@
 
 namespace recollect {
 
-constexpr size_t kPackNbytes = 16 * 1024;  // packed and summed piece by piece: a piece is still in the nearest cache
+constexpr size_t kPackNbytes = kCrcChunk;  // packed and summed piece by piece: a piece is still in the nearest cache
 
 // Interleave n samples into rows, the bytes between leaves zero; return the crc32c of all.
 inline uint32_t pack_rows(byte* to, size_t n, const Codec& codec, const byte* const* leaves) {
     const size_t nbytes = codec.row_nbytes(), piece = std::max<size_t>(kPackNbytes / std::max<size_t>(nbytes, 1), 1);
-    size_t covered = 0;
+    size_t covered = 0, summed = 0;
     for (size_t k = 0; k < codec.size(); ++k) covered += codec.spans()[k].nbytes;
     uint32_t crc = 0;
     for (size_t begin = 0; begin < n; begin += piece) {
         const size_t end = std::min(n, begin + piece);
-        byte* at = to + begin * nbytes;
-        if (covered != nbytes) std::memset(at, 0, (end - begin) * nbytes);
+        if (covered != nbytes) std::memset(to + begin * nbytes, 0, (end - begin) * nbytes);
         scatter_leaves(to, nbytes, begin, end, codec.spans(), codec.size(), leaves);
-        crc = crc32c(crc, at, (end - begin) * nbytes);
+        const size_t ready = end * nbytes - summed, now = end == n ? ready : ready / kCrcChunk * kCrcChunk;
+        crc = crc32c(crc, to + summed, now);
+        summed += now;
     }
     return crc;
 }

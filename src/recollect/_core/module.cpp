@@ -48,6 +48,7 @@ NB_MODULE(_native, m) {
     bind_orphan(m);
     bind_copy(m);
     bind_items(m);
+    bind_payload(m);
     bind_latest(m);
     bind_prioritized(m);
     bind_windows(m);

@@ -18,6 +18,7 @@ import msgspec
 
 from recollect import _core
 from recollect.errors import FormatError
+from recollect.remote.forwarding import ForwardState
 from recollect.replay import ReplayBuffer, snapshot
 from recollect.storage.dump import STORAGE, file_crc, open_named, read_manifest, sync_directory
 
@@ -40,6 +41,7 @@ class State(msgspec.Struct):
     generator: dict[str, int]
     scoring: Any
     senders: dict[str, dict[str, int]]
+    forward: ForwardState | None = None
 
 
 class Log:

@@ -67,10 +67,12 @@ class Desk:
         self.manager, self.shelf, self.items = manager, shelf, shelf.items
         self.incarnation = secrets.token_bytes(16)
         self.writers = Writers()
-        self.saving = Saving(shelf, self.writers, checkpoint)
         self.forwarder: Forwarder | None = None
         if manager.remote_manager_rank is not None:
-            self.forwarder = Forwarder(self.items, manager.rank, manager.remote_manager_rank)
+            self.forwarder = Forwarder(
+                self.items, manager.rank, manager.remote_manager_rank, is_bounded=checkpoint is None
+            )
+        self.saving = Saving(shelf, self.writers, checkpoint, self.forwarder)
 
     def open(self) -> None:
         """Make the buffer, or take it from the checkpoint and repeat the work of its log."""
@@ -97,6 +99,7 @@ class Desk:
             case _:
                 if self.forwarder is None or not self.forwarder.hear(sender, message):
                     self.shelf.counts["stray"] += 1
+                self.saving.follow_forwarder()
         return []
 
     def count_malformed(self, sender: int) -> None:

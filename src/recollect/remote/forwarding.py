@@ -1,4 +1,8 @@
-"""Forwarder: a manager's own client, for what it keeps and another manager should have too."""
+"""Forwarder: a manager's own client, for what it keeps and another manager should have too.
+
+With a checkpoint its writer, its numbers and what has no answer are part of the dump, and the log gives it the rest again
+in the same order: so after a restart each container has the number it had, and the other manager stores it once.
+"""
 
 from __future__ import annotations
 
@@ -8,13 +12,15 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import msgspec
+
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import is_over
 from recollect.remote.items import ItemSpace
-from recollect.remote.messages import DATA_TAG, AnyMessage
+from recollect.remote.messages import DATA_TAG, AnyMessage, Data, Welcome
 from recollect.remote.packed import Packed
 from recollect.remote.session import Session
-from recollect.remote.wire import decode
+from recollect.remote.wire import MOST_FRAME, cut_items, decode, encode, joined
 
 _RETRY_S = 1.0
 _MOST_QUEUED = 4096
@@ -28,16 +34,38 @@ class ForwardStats:
     kept: int
     rejected: int
     passed: int
+    arrived: int  # before a restart: what the other manager made of them is not known here
     lost: int
     pending: int
 
 
-class Forwarder:
-    """Sends containers to another manager, beside the loop that receives everything on this carrier."""
+class ForwardState(msgspec.Struct):
+    """What a dump keeps of a forwarder."""
 
-    def __init__(self, items: ItemSpace, rank: int, dest: int) -> None:
+    dest: int
+    writer: bytes
+    next_seq: int
+    acked: int
+    doors: dict[str, int]
+    sent: list[tuple[int, bytes]]  # by seq, without an answer
+    queued: list[bytes]
+
+
+_DOORS = ("offered", "kept", "rejected", "passed", "lost")
+
+
+class Forwarder:
+    """Sends containers to another manager, beside the loop that receives everything on this carrier.
+
+    `is_bounded`: beyond some thousand queued containers they are lost, and counted. What is in a log is never lost.
+    """
+
+    def __init__(self, items: ItemSpace, rank: int, dest: int, is_bounded: bool = True) -> None:
         self.dest = dest
+        self._items, self._is_bounded = items, is_bounded
         self._session = Session(items, rank)
+        self._arrived = 0
+        self._is_resumed = False
         self._queue: deque[Packed] = deque()
         self._outbox: deque[Any] = deque()
         self._due = 0.0
@@ -50,7 +78,7 @@ class Forwarder:
         if not packed.n:
             return
         self._session.doors.offered += packed.n
-        if len(self._queue) >= _MOST_QUEUED:
+        if self._is_bounded and len(self._queue) >= _MOST_QUEUED:
             self._session.doors.lost += packed.n
             return
         self._queue.append(packed)
@@ -60,6 +88,9 @@ class Forwarder:
         if sender != self.dest:
             return False
         stray = self._session.stray
+        if self._is_resumed and isinstance(message, Welcome) and self._session.is_greeted_by(message):
+            self._is_resumed = False
+            self._skip(message.last_seq)
         with suppress(FrameError):
             self._outbox.extend(self._session.hear(message, memoryview(b"")))
         if self._leave is not None and self._session.expected.get(self._leave):
@@ -128,4 +159,53 @@ class Forwarder:
         """What became of the items that were to be forwarded."""
         doors = self._session.doors
         pending = self._session.n_pending + sum(packed.n for packed in self._queue)
-        return ForwardStats(doors.offered, doors.kept, doors.rejected, doors.passed, doors.lost, pending)
+        return ForwardStats(
+            doors.offered, doors.kept, doors.rejected, doors.passed, self._arrived, doors.lost, pending
+        )
+
+    # -- over a restart
+
+    @property
+    def writer(self) -> bytes:
+        """Under which name the other manager numbers what it gets from here."""
+        return self._session.writer
+
+    def state(self) -> ForwardState:
+        """What a dump must keep."""
+        session = self._session
+        doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
+        sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
+        queued = [self._saved(packed) for packed in self._queue]
+        return ForwardState(
+            self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued
+        )
+
+    def resume(self, state: ForwardState | None) -> None:
+        """Go on from a dump, unless it was of another manager to forward to."""
+        if state is None or state.dest != self.dest:
+            return
+        for name in _DOORS:
+            setattr(self._session.doors, name, state.doors[name])
+        self._arrived = state.doors["arrived"]
+        sent = [(seq, self._restored(frame)) for seq, frame in state.sent]
+        self._session.resume(state.writer, state.next_seq, state.acked, sent)
+        self._queue.extend(map(self._restored, state.queued))
+        self._is_resumed = True
+
+    def _skip(self, last_seq: int) -> None:
+        """What the other manager has was sent before the restart."""
+        self._arrived += self._session.settle(last_seq)
+        while self._queue and self._session.next_seq <= last_seq:
+            self._arrived += self._queue.popleft().n
+            self._session.pass_over()
+
+    def _saved(self, packed: Packed) -> bytes:
+        head = Data(0, bytes(16), 0, self._items.id, packed.n, len(packed.rows), packed.scoring_only)
+        return joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
+
+    def _restored(self, frame: bytes) -> Packed:
+        head, _, body = decode(frame, max_frame=MOST_FRAME)
+        if not isinstance(head, Data):
+            raise FrameError(f"forwarded: must be a container, got {type(head).__name__}")
+        rows, lengths, fields = cut_items(head, body, self._items.shapes)
+        return Packed(head.n, rows, lengths, fields, scoring_only=head.scoring_only)

@@ -9,6 +9,7 @@ from typing import Any
 
 from recollect.errors import RemoteError
 from recollect.remote import checkpoint as saved
+from recollect.remote.forwarding import Forwarder
 from recollect.remote.messages import Data
 from recollect.remote.records import Checkpoint
 from recollect.remote.shelf import Shelf
@@ -24,11 +25,14 @@ class Saving:
     Ownership: owns the log. Concurrency: the manager's lock is held in every call.
     """
 
-    def __init__(self, shelf: Shelf, writers: Writers, checkpoint: Checkpoint | None) -> None:
-        self.shelf, self.writers, self.checkpoint = shelf, writers, checkpoint
+    def __init__(
+        self, shelf: Shelf, writers: Writers, checkpoint: Checkpoint | None, forwarder: Forwarder | None
+    ) -> None:
+        self.shelf, self.writers, self.checkpoint, self.forwarder = shelf, writers, checkpoint, forwarder
         self.config = _config(shelf)
         self.log: saved.Log | None = None
         self._dumped_at = 0.0
+        self._forwards_as: bytes | None = None  # in the dump
 
     def open(self, repeat: Repeat) -> None:
         """Make the buffer, or take it from the checkpoint and `repeat` the work of its log."""
@@ -65,6 +69,11 @@ class Saving:
         if self.checkpoint is not None and now - self._dumped_at >= self.checkpoint.every_s:
             self.dump()
 
+    def follow_forwarder(self) -> None:
+        """Dump when it goes on under another name, before anything is stored under it: numbers begin anew."""
+        if self.forwarder is not None and self.forwarder.writer != self._forwards_as:
+            self.dump()
+
     def dump(self) -> None:
         """Write everything, and begin a new log."""
         if self.checkpoint is None:
@@ -75,6 +84,7 @@ class Saving:
         if old is not None:
             old.close()
         self._dumped_at = monotonic()
+        self._forwards_as = None if self.forwarder is None else self.forwarder.writer
 
     def _state(self) -> saved.State:
         shelf, function = self.shelf, self.shelf.manager.scoring_function
@@ -87,6 +97,7 @@ class Saving:
         return saved.State(
             saved.VERSION, self.config, writers, shelf.ema, dict(shelf.counts), dict(shelf.rejected), generator,
             scoring, {str(rank): dict(about) for rank, about in shelf.senders.items()},
+            None if self.forwarder is None else self.forwarder.state(),
         )  # fmt: skip
 
     # -- in
@@ -130,6 +141,9 @@ class Saving:
         shelf.rejected.update(state.rejected)
         shelf.senders = {int(rank): dict(about) for rank, about in state.senders.items()}
         shelf.stream.load_state_dict(state.generator)
+        if self.forwarder is not None:
+            self.forwarder.resume(state.forward)
+            self._forwards_as = None if state.forward is None else state.forward.writer
         function = shelf.manager.scoring_function
         if state.scoring is not None and hasattr(function, "load_state_dict"):
             function.load_state_dict(state.scoring)

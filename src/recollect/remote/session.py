@@ -90,7 +90,7 @@ class Session:
         self.stray = self.forgotten = self.retried = self.malformed = 0
         self.expected: dict[int, list[tuple[AnyMessage, memoryview]]] = {}
         self._by_request: dict[int, int] = {}
-        self._next_seq, self._acked = 1, 0
+        self.next_seq, self.acked = 1, 0
         self._acked_items: dict[int, int] = {}
         self._request = secrets.randbits(40) << 20
         self._hello = 0
@@ -122,11 +122,11 @@ class Session:
         )
 
     def _on_welcome(self, welcome: Welcome) -> list[Parts]:
-        if welcome.request != self._hello:
+        if not self.is_greeted_by(welcome):
             self.stray += 1
             return []
         self._adopt(welcome)
-        if welcome.last_seq < self._acked:
+        if welcome.last_seq < self.acked:
             self._start_again(welcome.last_seq)
             return [self.greet()]
         self.is_ready = True
@@ -157,7 +157,7 @@ class Session:
         entries = list(self.entries.values())
         self.writer = secrets.token_bytes(16)
         self.entries, self._by_request = OrderedDict(), {}
-        self._next_seq, self._acked, self._acked_items = 1, 0, {}
+        self.next_seq, self.acked, self._acked_items = 1, 0, {}
         answered = [e for e in entries if e.answer is not None]
         for n, entry in enumerate(answered):
             self.entries[n - len(answered)] = entry  # before all others, in order
@@ -174,14 +174,14 @@ class Session:
     def _enter(self, packed: Packed, entry: Entry | None) -> Entry:
         if self.items is None:
             raise RemoteError("session: no space is known yet; wait for the manager")
-        seq, request = self._next_seq, self.new_request()
+        seq, request = self.next_seq, self.new_request()
         head = Data(request, self.writer, seq, self.items.id, packed.n, len(packed.rows), packed.scoring_only)
         parts = encode(head, packed.blocks(), max_frame=self.max_frame, first_crc=packed.first_crc)
         if entry is None:
             entry = Entry(seq, request, packed, parts, packed.n)
         else:
             entry.seq, entry.request, entry.parts = seq, request, parts
-        self._next_seq += 1
+        self.next_seq += 1
         self.entries[seq] = entry
         self._by_request[request] = seq
         return entry
@@ -224,6 +224,37 @@ class Session:
         self._renumber()
         self.is_ready = False
         return n
+
+    # -- over a restart
+
+    def resume(self, writer: bytes, next_seq: int, acked: int, sent: list[tuple[int, Packed]]) -> None:
+        """Go on as a writer of an earlier process, with what it had sent and had no answer to."""
+        self.writer, self.acked = writer, acked
+        for seq, packed in sent:
+            self.next_seq = seq
+            self._enter(packed, None)
+        self.next_seq = next_seq
+
+    def sent(self) -> list[tuple[int, Packed]]:
+        """What has no answer, by seq."""
+        return [(seq, e.packed) for seq, e in self.entries.items() if e.answer is None and e.packed is not None]
+
+    def settle(self, last_seq: int) -> int:
+        """Forget containers up to a seq that the manager says it has; return their items."""
+        known = [seq for seq, entry in self.entries.items() if entry.answer is None and seq <= last_seq]
+        gone = [self.entries.pop(seq) for seq in known]
+        for entry in gone:
+            self._by_request.pop(entry.request, None)
+        return sum(entry.n for entry in gone)
+
+    def pass_over(self) -> None:
+        """Leave out a number that the manager has already."""
+        self.acked = self.next_seq
+        self.next_seq += 1
+
+    def is_greeted_by(self, welcome: Welcome) -> bool:
+        """Whether it answers the newest Hello."""
+        return welcome.request == self._hello
 
     # -- messages
 
@@ -275,8 +306,8 @@ class Session:
     def _answered(self, entry: Entry, answer: dict[str, float] | Exception) -> None:
         entry.answer, entry.packed, entry.parts = answer, None, []
         self._by_request.pop(entry.request, None)
-        if entry.seq > self._acked:
-            self._acked = entry.seq
+        if entry.seq > self.acked:
+            self.acked = entry.seq
         self._acked_items[entry.seq] = entry.n
         while len(self._acked_items) > 4 * self.max_window + 1024:
             oldest = min(self._acked_items)

@@ -11,14 +11,14 @@ from typing import Any
 
 import msgspec
 
-from recollect._core import crc32c
+from recollect._core import crc32c, join_summed
 from recollect.errors import FormatError
+from recollect.rollout.schema import ALIGNMENT
 from recollect.rollout.state import BatchId
 
 MAGIC, VERSION = b"RCXP", 1
 PREFIX = struct.Struct("<4sHHIQII4x")
-ALIGNMENT = 64
-SMALL_NBYTES = 16 * 1024
+_CRC_AT = 24  # of the body, in the prefix
 _PADS = [bytes(n) for n in range(ALIGNMENT)]
 
 
@@ -46,12 +46,8 @@ def aligned(n: int) -> int:
     return -(-n // ALIGNMENT) * ALIGNMENT
 
 
-def framed(head: Head, blocks: list[list[Any]], sizes: list[int]) -> bytes:
-    """Join head and blocks, each a list of contiguous buffers and of this size together.
-
-    Small bodies are joined and then checked, which takes one call; of large ones the parts are, so that they are
-    copied once and no second body has to be found in memory.
-    """
+def body_of(blocks: list[list[Any]], sizes: list[int]) -> tuple[list[Any], int]:
+    """Return the parts of a body and their bytes: blocks, each a list of buffers and of this size together."""
     parts: list[Any] = []
     nbytes = 0
     for block, size in zip(blocks, sizes):
@@ -59,14 +55,14 @@ def framed(head: Head, blocks: list[list[Any]], sizes: list[int]) -> bytes:
         nbytes += aligned(size)
         if size % ALIGNMENT:
             parts.append(_PADS[-size % ALIGNMENT])
-    if nbytes <= SMALL_NBYTES:
-        parts = [b"".join(parts)]
-    crc = 0
-    for part in parts:
-        crc = crc32c(part, crc)
+    return parts, nbytes
+
+
+def framed(head: Head, parts: list[Any], nbytes: int) -> bytes:
+    """Join head and body, which is copied and summed in one pass."""
     about = _encode(head)
-    prefix = PREFIX.pack(MAGIC, VERSION, 0, len(about), nbytes, crc32c(about), crc)
-    return b"".join([prefix, about, _PADS[-(PREFIX.size + len(about)) % ALIGNMENT], *parts])
+    prefix = PREFIX.pack(MAGIC, VERSION, 0, len(about), nbytes, crc32c(about), 0)
+    return join_summed(prefix + about + _PADS[-(PREFIX.size + len(about)) % ALIGNMENT], parts, _CRC_AT)
 
 
 def opened(payload: bytes | memoryview) -> tuple[Head, memoryview]:

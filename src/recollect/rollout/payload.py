@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,7 +10,7 @@ import numpy as np
 
 from recollect.errors import MissingLeafError, SchemaError
 from recollect.rollout.experience import Experience
-from recollect.rollout.frame import Head, framed
+from recollect.rollout.frame import Head, body_of, framed
 from recollect.rollout.schema import PER_RESPONSE, Array, Plan, Ragged, plan_of
 from recollect.rollout.state import BatchId
 from recollect.spaces.convert import to_batch
@@ -50,19 +49,32 @@ def encode(
         stamps["group_id"] = group_id
     if run_id is not None:
         stamps["run_id"] = run_id
-    lengths, totals, blocks = _sequences(plan, rows)
-    fixed = _fixed(plan, rows, stamps, versions)
-    run_ids = {row.leaves.get("run_id", 0) for row in rows} if run_id is None else {run_id}
+    base = {**plan.defaults, **versions}
+    leaves = [row.leaves for row in rows]
+    parts, nbytes, totals = plan.native.gather(leaves, base, stamps) or _gathered(plan, rows, base, stamps)
+    run_ids = {own.get("run_id", 0) for own in leaves} if run_id is None else {run_id}
     head = Head(
         plan.layout.hash, batch_id, task_id, group_id or 0, attempt, sorted(map(int, run_ids)) if rows else [],
         len(rows), totals,
     )  # fmt: skip
-    if any(row.metrics for row in rows):
-        head.metrics = [_numbers(row.metrics) for row in rows]
-    if any(row.info for row in rows):
-        head.info = [_checked_info(row.info) for row in rows]
+    metrics, info = [row.metrics for row in rows], [row.info for row in rows]
+    if any(metrics):
+        head.metrics = list(map(_numbers, metrics))
+    if any(info):
+        head.info = list(map(_checked_info, info))
+    return framed(head, parts, nbytes)
+
+
+def _gathered(
+    plan: Plan, rows: list[Experience], base: dict[str, Any], stamps: dict[str, int]
+) -> tuple[list[Any], int, list[int]]:
+    """The parts of a body, its bytes, and the elements of each ragged leaf; any values, converted where they must be."""
+    for name in {name for row in rows for name in row.leaves} - plan.names:
+        raise SchemaError(f"{name}: must be a leaf of the space, {sorted(plan.names)}; remove it")
+    lengths, totals, blocks = _sequences(plan, rows)
+    fixed = _fixed(plan, rows, stamps, base)
     sizes = [len(fixed), lengths.nbytes, *[n * leaf.nbytes for n, leaf in zip(totals, plan.ragged)]]
-    return framed(head, [[fixed], [lengths], *blocks], sizes)
+    return *body_of([[fixed], [lengths], *blocks], sizes), totals
 
 
 def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
@@ -141,35 +153,12 @@ def _response_length(row: Experience) -> int:
     return n - int(prompt)
 
 
-def _fixed(plan: Plan, rows: list[Experience], stamps: dict[str, int], versions: dict[str, int]) -> bytes:
-    """The packed rows: at once where all values are plain numbers of the right types, else one by one."""
-    base, names, types, known = {**plan.defaults, **versions}, plan.fixed_names, plan.types, plan.names
-    packed = []
-    try:
-        for i, row in enumerate(rows):
-            leaves = row.leaves
-            if not leaves.keys() <= known:
-                unknown = next(name for name in leaves if name not in known)
-                raise SchemaError(f"{unknown}: must be a leaf of the space, {sorted(known)}; remove it")
-            base["step"] = i
-            merged = {**base, **leaves, **stamps}
-            values = [merged[name] for name in names]
-            if plan.packer is None or list(map(type, values)) != types:
-                return _fixed_slowly(plan, rows, stamps, base)
-            packed.append(plan.packer.pack(*values))
-    except (KeyError, OverflowError, struct.error):  # left out, or too great: said there
-        return _fixed_slowly(plan, rows, stamps, base)
-    return b"".join(packed)
-
-
-def _fixed_slowly(
-    plan: Plan, rows: list[Experience], stamps: dict[str, int], defaults: dict[str, Any]
-) -> bytes:
-    """Any values at all, each checked by the layout."""
+def _fixed(plan: Plan, rows: list[Experience], stamps: dict[str, int], base: dict[str, Any]) -> bytes:
+    """The packed rows, each value checked by the layout."""
     out = np.zeros(len(rows), plan.row_dtype)
     ragged = {leaf.name for leaf in plan.ragged}
     for i, row in enumerate(rows):
-        sample = {**defaults, "step": i, **row.leaves, **stamps}
+        sample = {**base, "step": i, **row.leaves, **stamps}
         sample = {name: _plain(value) for name, value in sample.items() if name not in ragged}
         arrays = plan.fixed.encode_one(sample)
         for field, array in zip(plan.fixed.fields, arrays):

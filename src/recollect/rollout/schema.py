@@ -6,7 +6,6 @@ Fixed leaves lie in packed rows; a Sequence leaf is one block of values and its 
 from __future__ import annotations
 
 import math
-import struct
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,10 +15,12 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import _core
 from recollect.spaces import Layout, as_space, compile_layout
 
 Array = np.ndarray[Any, Any]
 MAX_TOKENS = 4096
+ALIGNMENT = 64  # of the blocks of a payload
 # Their length is that of the response, not of prompt and response.
 PER_RESPONSE = ("logprobs", "action_mask", "advantages", "token_versions")
 OPTIONAL = {"advantages": "float32", "token_versions": "int64"}
@@ -104,9 +105,7 @@ class Plan:
     ragged: tuple[Ragged, ...]
     defaults: Mapping[str, Any]  # of fixed scalars that may be left out
     names: frozenset[str]
-    fixed_names: tuple[str, ...]
-    types: list[type | None]  # of plain values, by fixed field; None where there are none
-    packer: struct.Struct | None  # of a whole row of plain values, if all fields have them
+    native: _core.PayloadPlan  # gathers rows whose values need no conversion
     most: Array  # (ragged leaves, 1), of their lengths
     is_token: bool
     tokens_at: int  # which ragged leaf the tokens are, and which follow the response
@@ -182,7 +181,6 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
         }
     )
     defaults = {name: value for name, value in DEFAULTS.items() if name in rest}
-    types = [None if f.shape else _PLAIN.get(f.dtype.kind) for f in fixed.fields]
     names = [leaf.name for leaf in ragged]
     return Plan(
         space=space,
@@ -192,11 +190,7 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
         ragged=tuple(ragged),
         defaults=defaults,
         names=frozenset(space.spaces),
-        fixed_names=tuple(field.name for field in fixed.fields),
-        types=types,
-        packer=_packer(fixed)
-        if all(types) and {f.dtype.str[1:] for f in fixed.fields} <= _CODES.keys()
-        else None,
+        native=_native(fixed, ragged),
         most=np.array([[leaf.most] for leaf in ragged], np.uint32).reshape(-1, 1),
         is_token="tokens" in lengths,
         tokens_at=names.index("tokens") if "tokens" in names else -1,
@@ -204,15 +198,13 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
     )
 
 
-def _packer(fixed: Layout) -> struct.Struct:
-    """A struct with the fields of a row of scalars at their offsets."""
-    code, at = "<", 0
-    for field in fixed.fields:
-        code += f"{field.offset - at}x{_CODES[field.dtype.str[1:]]}"
-        at = field.offset + field.dtype.itemsize
-    return struct.Struct(f"{code}{fixed.row_nbytes - at}x")
-
-
-_CODES = {"b1": "?", "i1": "b", "i2": "h", "i4": "i", "i8": "q", "u1": "B", "u2": "H", "u4": "I", "u8": "Q",
-          "f2": "e", "f4": "f", "f8": "d"}  # fmt: skip
-_PLAIN: dict[str, type] = {"f": float, "i": int, "u": int, "b": bool}
+def _native(fixed: Layout, ragged: Sequence[Ragged]) -> _core.PayloadPlan:
+    """A leaf with a shape has no plain value, so rows that have one are gathered in Python."""
+    plain = [(f.name, np.dtype((f.dtype, f.shape)), f.offset) for f in fixed.fields]
+    is_token = any(leaf.name == "tokens" for leaf in ragged)
+    sequences = [
+        (leaf.name, leaf.dtype, leaf.shape, leaf.most, is_token and leaf.name in PER_RESPONSE,
+         is_token and leaf.name == "action_mask")
+        for leaf in ragged
+    ]  # fmt: skip
+    return _core.PayloadPlan(plain, sequences, fixed.row_nbytes, ALIGNMENT)
