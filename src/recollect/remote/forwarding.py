@@ -200,7 +200,7 @@ class Forwarder:
             self._session.pass_over()
 
     def _saved(self, packed: Packed) -> bytes:
-        head = Data(0, bytes(16), 0, self._items.id, packed.n, len(packed.rows), packed.scoring_only)
+        head = Data(0, bytes(16), 1, self._items.id, packed.n, len(packed.rows), packed.scoring_only)
         return joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
 
     def _restored(self, frame: bytes) -> Packed:

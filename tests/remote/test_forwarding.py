@@ -1,0 +1,168 @@
+"""What a manager passes on to another: each container once, in order, over lost frames and restarts of both."""
+
+from __future__ import annotations
+
+import itertools
+import tempfile
+import warnings
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tests.remote.make import SAMPLE, samples
+
+from recollect.remote import Checkpoint, ReplayBufferManager
+from recollect.remote.carriers.base import check_rank
+from recollect.remote.wire import MAX_FRAME, decode, joined
+
+FIRST, LAST = 1, 2
+
+
+class Sent:
+    """A carrier that keeps what is sent, until the test delivers or drops it."""
+
+    rank, size, max_frame = FIRST, None, MAX_FRAME
+
+    def __init__(self) -> None:
+        self.frames: list[bytes] = []
+
+    def isend(self, dest: int, tag: int, parts: list[Any]) -> Any:
+        check_rank(dest, None)
+        self.frames.append(joined(parts))
+        return self
+
+    def is_complete(self) -> bool:
+        return True
+
+
+class Pair:
+    """Two managers and what travels between them. The clock of the first moves two seconds at every look."""
+
+    def __init__(self, place: Path) -> None:
+        self.place = place
+        self.ids = itertools.count()
+        self.kept: list[int] = []
+        self.last = self._make(LAST, resume=False)
+        self.first = self._make(FIRST, resume=False)
+
+    def _make(self, rank: int, resume: bool) -> ReplayBufferManager:
+        other = LAST if rank == FIRST else None
+        return ReplayBufferManager(
+            SAMPLE, rank, None, capacity=10_000, evict="oldest", remote_manager_rank=other,
+            checkpoint=Checkpoint(self.place / str(rank), resume=resume),
+        )  # fmt: skip
+
+    def add(self, n: int = 2) -> None:
+        ids = list(itertools.islice(self.ids, n))
+        self.first.add(samples(ids, np.zeros(n)))
+        self.kept += ids
+
+    def look(self, answers: bool = True) -> bool:
+        """Let the first manager send; the last answers, unless the answers are lost. Whether anything moved."""
+        sent = Sent()
+        forwarder = self.first._desk.forwarder
+        assert forwarder is not None
+        forwarder.work(sent)
+        for frame in sent.frames:
+            self._deliver(self.last, FIRST, frame, answers)
+        return bool(sent.frames)
+
+    def _deliver(self, to: ReplayBufferManager, sender: int, frame: bytes, answers: bool) -> None:
+        message, _, body = decode(frame)
+        for reply in to._desk.handle(sender, message, body, memoryview(frame)):
+            if answers:
+                self._deliver(self.first, LAST, joined(reply.parts), False)
+
+    def restart(self, rank: int) -> None:
+        """As after a kill: what is on disk is all there is."""
+        name = "first" if rank == FIRST else "last"
+        getattr(self, name)._desk.close()
+        setattr(self, name, self._make(rank, resume=True))
+
+    def settle(self) -> None:
+        for _ in range(10_000):
+            if not self.look():
+                break
+        assert self.last.buffer[:]["id"].tolist() == self.kept
+        doors = self.first.stats().forwarded
+        assert doors.offered == len(self.kept) == doors.kept + doors.arrived + doors.rejected
+        assert doors.lost == doors.pending == 0
+
+    def close(self) -> None:
+        self.first._desk.close()
+        self.last._desk.close()
+
+
+@pytest.fixture(autouse=True)
+def _a_clock_that_is_always_due_and_no_syncing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = itertools.count(10, 2)
+    monkeypatch.setattr("recollect.remote.forwarding.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("os.fsync", lambda fd: None)  # processes are killed here, not machines
+
+
+steps = st.lists(
+    st.sampled_from(["add", "add", "look", "lose answers", "dump", "kill first", "kill last"]), max_size=14
+)
+
+
+@settings(max_examples=20, deadline=None)
+@given(steps)
+def test_each_container_arrives_once_over_any_restarts(todo: list[str]) -> None:
+    with tempfile.TemporaryDirectory() as place:
+        pair = Pair(Path(place))
+        for step in [*todo, "add"]:
+            match step:
+                case "add":
+                    pair.add()
+                case "look" | "lose answers":
+                    pair.look(answers=step == "look")
+                case "dump":
+                    pair.first._desk.saving.dump()
+                case _:
+                    pair.restart(FIRST if step == "kill first" else LAST)
+        pair.settle()
+        pair.close()
+
+
+def test_a_long_log_is_passed_on_whole_and_what_arrived_is_not_sent_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More than the window that has answers, and more than a manager without a log would queue."""
+    monkeypatch.setattr("recollect.remote.forwarding._MOST_QUEUED", 50)
+    pair = Pair(tmp_path)
+    for _ in range(100):
+        pair.add(1)
+        pair.look()
+    for _ in range(60):
+        pair.add(1)
+    pair.restart(FIRST)
+    before = pair.last.stats().duplicates
+    pair.settle()
+    assert pair.first.stats().forwarded.arrived == 100 and pair.last.stats().duplicates == before
+    pair.close()
+
+
+def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path) -> None:
+    """The last manager comes back empty, so the first begins anew; killed then, it must not begin anew again."""
+    pair = Pair(tmp_path)
+    pair.add()
+    while pair.look():
+        pass
+    pair.last._desk.close()
+    (tmp_path / "2").rename(tmp_path / "old")
+    pair.last = pair._make(LAST, resume=False)
+    pair.add()
+    with pytest.warns(RuntimeWarning, match="came back without 2 items"):
+        while pair.look():
+            pass
+    pair.restart(FIRST)
+    pair.add()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        while pair.look():
+            pass
+    assert pair.last.buffer[:]["id"].tolist() == [2, 3, 4, 5]
+    pair.close()
