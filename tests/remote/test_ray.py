@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from recollect.errors import WorkerError
+from recollect.errors import PeerDiedError, WorkerError
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -54,3 +54,31 @@ def test_a_driver_joins_a_job(ray_cluster: Any) -> None:
     worker.close()
     server.close()
     RayCarrier.forget("test-job")
+
+
+def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without a cluster: the registry says where the managers of a job listened."""
+    from types import SimpleNamespace
+
+    from recollect.remote import RayCarrier, TcpCarrier
+
+    token = bytes(32)
+    own, ended = (TcpCarrier.serve(rank, token=token) for rank in (3, 2))
+    ended.close()
+
+    def told(value: Any) -> Any:
+        return SimpleNamespace(remote=lambda: value)
+
+    registry = SimpleNamespace(
+        token=told(token), addresses=told({2: ended.address, 3: own.address})
+    )
+    monkeypatch.setattr("recollect.remote.carriers.ray._registry", lambda job: registry)
+    ray = SimpleNamespace(get=lambda value, timeout: value)
+    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: ray)
+    worker = RayCarrier.join("job", 1, n_managers=2, own=3, timeout=20.0)
+    worker.send(3, 0, [b"hello"])
+    assert bytes(own.recv(timeout=10.0)[2]) == b"hello"
+    with pytest.raises(PeerDiedError, match="2"):
+        worker.send(2, 0, [b"hello"])
+    worker.close()
+    own.close()

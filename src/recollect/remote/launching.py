@@ -238,11 +238,8 @@ def _tcp_end(
     layout: RankLayout, rank: int, token: bytes, addresses: dict[int, str], pipe: Connection
 ) -> TcpCarrier:
     if rank not in layout.managers:
-        own = layout.manager_of(rank)
-        carrier = TcpCarrier.join([addresses[own]], token=token, rank=rank)
-        for manager in layout.managers:  # the others may have served their workers and ended
-            if manager != own:
-                carrier.link_if_there(manager, addresses[manager])
+        carrier = TcpCarrier.join([addresses[layout.manager_of(rank)]], token=token, rank=rank)
+        carrier.link_others(addresses)  # they may have served their workers and ended
         return carrier
     # Started again, it listens where it did, so that those who look for it find it.
     carrier = TcpCarrier.serve(rank, addresses.get(rank, "127.0.0.1:0"), token=token)

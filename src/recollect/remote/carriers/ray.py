@@ -81,10 +81,13 @@ class RayCarrier(TcpCarrier):
 
     @classmethod
     def join(  # type: ignore[override]
-        cls, job: Any, rank: int | None = None, *, n_managers: int = 1, timeout: float = 30.0,
-        max_frame: int = MAX_FRAME,
+        cls, job: Any, rank: int | None = None, *, n_managers: int = 1, own: int | None = None,
+        timeout: float = 30.0, max_frame: int = MAX_FRAME,
     ) -> TcpCarrier:  # fmt: skip
-        """Join the managers of a job; waits until there are `n_managers` of them."""
+        """Join the managers of a job, once `n_managers` of them have come.
+
+        `own` (the lowest, unless told) must answer; the others may have served their workers and ended.
+        """
         ray = _ray()
         registry = _registry(job)
         end = time.monotonic() + timeout
@@ -98,8 +101,9 @@ class RayCarrier(TcpCarrier):
                 )
             time.sleep(0.05)
         token = ray.get(registry.token.remote(), timeout=_ASK_S)
-        order = [found[manager] for manager in sorted(found)]
-        carrier = super().join(order, token=token, rank=rank, timeout=timeout, max_frame=max_frame)
+        first = found[min(found) if own is None else own]
+        carrier = super().join([first], token=token, rank=rank, timeout=timeout, max_frame=max_frame)
+        carrier.link_others(found)
         carrier._registry = registry  # type: ignore[attr-defined]
         return carrier
 
@@ -123,7 +127,8 @@ class _Rank:
         if rank in layout.managers:
             carrier = RayCarrier.serve(job, rank)
         else:
-            carrier = RayCarrier.join(job, rank, n_managers=len(layout.managers))
+            own = layout.manager_of(rank)
+            carrier = RayCarrier.join(job, rank, n_managers=len(layout.managers), own=own)
         set_launched("ray", carrier)
         try:
             return run_rank(worker, manager, layout, carrier, seed)

@@ -19,7 +19,7 @@ import ssl
 import struct
 import threading
 import weakref
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -139,11 +139,14 @@ class TcpCarrier(StreamCarrier):
                         ) from None
                     threading.Event().wait(min(0.05, max(0.0, end - monotonic())))
 
-    def link_if_there(self, rank: int, address: str, timeout: float = 30.0) -> None:
-        """Connect to a serving end that may have ended by now; `reconnect` knows where to look for it later."""
-        self._addresses[rank] = address
-        with suppress(ConnectionError):
-            self._join(address, check_timeout(timeout))
+    def link_others(self, addresses: Mapping[int, str], timeout: float = 30.0) -> None:
+        """Connect to serving ends that may have ended by now; `reconnect` knows where to look for them later."""
+        for rank, address in addresses.items():
+            if rank in self._addresses:
+                continue
+            self._addresses[rank] = address
+            with suppress(ConnectionError, TimeoutError):
+                self._join(address, check_timeout(timeout))
 
     @property
     def token(self) -> bytes:
