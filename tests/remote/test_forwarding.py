@@ -82,10 +82,14 @@ class Pair:
         getattr(self, name)._desk.close()
         setattr(self, name, self._make(rank, resume=True))
 
-    def settle(self) -> None:
+    def look_until_quiet(self) -> None:
         for _ in range(10_000):
             if not self.look():
-                break
+                return
+        raise AssertionError("it never came to an end")
+
+    def settle(self) -> None:
+        self.look_until_quiet()
         assert self.last.buffer[:]["id"].tolist() == self.kept
         doors = self.first.stats().forwarded
         assert doors.offered == len(self.kept) == doors.kept + doors.arrived + doors.rejected
@@ -149,20 +153,17 @@ def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path
     """The last manager comes back empty, so the first begins anew; killed then, it must not begin anew again."""
     pair = Pair(tmp_path)
     pair.add()
-    while pair.look():
-        pass
+    pair.look_until_quiet()
     pair.last._desk.close()
     (tmp_path / "2").rename(tmp_path / "old")
     pair.last = pair._make(LAST, resume=False)
     pair.add()
     with pytest.warns(RuntimeWarning, match="came back without 2 items"):
-        while pair.look():
-            pass
+        pair.look_until_quiet()
     pair.restart(FIRST)
     pair.add()
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        while pair.look():
-            pass
+        pair.look_until_quiet()
     assert pair.last.buffer[:]["id"].tolist() == [2, 3, 4, 5]
     pair.close()

@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rollout.make import check_doors, config, experience, run
+from tests.rollout.make import ListSink, check_doors, config, experience, run
 
 import recollect.rollout as rr
-from recollect.errors import BatchAborted, FormatError, LaneBusyError
+from recollect.errors import BatchAborted, FormatError, LaneBusyError, PipelineError
 from recollect.rollout.journal import Journal
 from recollect.rollout.sinks import FileSink
 
@@ -28,9 +28,9 @@ HOLD: set[Any] = set()
 
 @rr.workflow("tests.journal.held")
 async def held(task: Any, models: Any) -> Any:
-    """Ends at once, unless its task is held: then never."""
+    """Ends at once, unless its task or run is held: then never."""
     STARTED.append((task.task_id, task.run_id))
-    if task.task_id in HOLD:
+    if HOLD & {task.task_id, (task.task_id, task.run_id)}:
         await asyncio.get_running_loop().create_future()
     if task.data.get("fails"):
         raise ValueError("as told")
@@ -86,6 +86,57 @@ def test_live_batches_come_back_and_only_the_rest_runs_again(tmp_path: Path) -> 
             again = await c.finalize_train_batch(7)
             assert again == result
         assert len(set(rows(tmp_path))) == 6 == len(rows(tmp_path))
+
+    run(main())
+
+
+async def until(condition: Any) -> None:
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.001)
+
+
+def test_carried_tasks_come_back_with_their_finished_runs_and_join_once(tmp_path: Path) -> None:
+    """Started again after each step of their way: while they run, when they have ended, and when they have joined."""
+    sink = ListSink()
+
+    def again() -> rr.RolloutCoordinator:
+        return made(tmp_path, sink=sink, stragglers="carry")
+
+    async def main() -> None:
+        HOLD.update({(2, 1)})
+        async with again() as c:
+            tasks = [rr.Task("tests.journal.held", repeat_times=2) for _ in range(3)]
+            await c.submit_batch(batch_id=1, tasks=tasks, batch_type="train", min_wait_num=2)
+            await until(lambda: c.batch_state(1).completed_task_count == 2 and len(STARTED) == 6)
+            await until(lambda: c.stats().attempts.good == 5)
+            first = await c.finalize_train_batch(1, timeout=0)
+            assert first["carried_task_count"] == 1 and first["experience_count"] == 4
+        STARTED.clear()
+        async with again() as c:
+            assert c.stats().runs.live == 2 and c.batches() == []
+            await until(lambda: STARTED == [(2, 1)])
+        HOLD.clear()
+        async with again() as c:
+            await until(lambda: c.stats().attempts.good == 1)
+        STARTED.clear()
+        sink.fail = "before"
+        async with again() as c:
+            await c.submit_batch(batch_id=2, tasks=[rr.Task("tests.journal.held")], batch_type="train")
+            with pytest.raises(PipelineError):
+                await c.finalize_train_batch(2, timeout=20)
+            check_doors(c)
+        sink.fail = None
+        async with again() as c:
+            assert c.stats().runs.live == 3
+            second = await c.finalize_train_batch(2, timeout=20)
+            assert second["experience_count"] == 3 and second["expected_task_count"] == 1
+            assert second["metrics"]["rollout/carried_in_count"] == 1
+            assert STARTED == [(0, 0)] and c.stats().runs.live == 0
+            check_doors(c)
+        assert len(set(sink.uids)) == 7 == len(sink.uids)
+        async with again() as c:
+            assert c.batches() == [] and c.stats().runs.live == 0
 
     run(main())
 

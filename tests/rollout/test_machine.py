@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+import shutil
+import tempfile
+from pathlib import Path
 from typing import Any
 
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.rollout.make import Gates, ListSink, check_doors, config, settle
 
 import recollect.rollout as rr
@@ -19,6 +22,14 @@ IDS = st.sampled_from([1, 2, "3/copy", "x"])
 PICK = st.integers(
     0, 11
 )  # which of those there are: threads end in any order, what is drawn must not depend on it
+
+
+GATES: list[Gates] = []  # of the machine that runs
+
+
+@rr.workflow("tests.machine.gated")
+async def gated(task: Any, models: Any) -> Any:
+    return await GATES[-1](task, models)
 
 
 def picked(found: list[Any], pick: int) -> Any:
@@ -75,25 +86,35 @@ class Machine(RuleBasedStateMachine):
 
     wait_after_min_s = 5.0
 
-    @initialize(stragglers=st.sampled_from(["cancel", "carry"]), runners=st.integers(1, 4))
-    def start(self, stragglers: str, runners: int) -> None:
+    @initialize(
+        stragglers=st.sampled_from(["cancel", "carry"]), runners=st.integers(1, 4), has_journal=st.booleans()
+    )
+    def start(self, stragglers: str, runners: int, has_journal: bool) -> None:
         self.loop = asyncio.new_event_loop()
         self.clock, self.sink, self.gates = FakeClock(), ListSink(), Gates()
+        GATES[:] = [self.gates]
+        self.place = Path(tempfile.mkdtemp()) if has_journal else None
+        self.n_kills = 0
         self.live: dict[Any, Plain] = {}
         self.ended: dict[Any, S] = {}
         self.waiting: list[tuple[asyncio.Task[Any], Any, Plain, float]] = []
         self.seen: dict[int, S] = {}
         self.carries = stragglers == "carry"
         self.n_delivered = 0
-        self.c: Any = rr.RolloutCoordinator(
+        self.fields = {"runners": runners, "stragglers": stragglers}
+        self.c = self.made()
+        self.do(self.c.prepare())
+
+    def made(self) -> Any:
+        journal = None if self.place is None else str(self.place / f"{self.n_kills}.sqlite")
+        return rr.RolloutCoordinator(
             config(
-                sink=self.sink, runners=runners, wait_after_min_s=self.wait_after_min_s, attempt_timeout_s=50.0,
-                cancel_grace_s=1.0, stragglers=stragglers,
+                sink=self.sink, wait_after_min_s=self.wait_after_min_s, attempt_timeout_s=50.0, drain_s=0.0,
+                cancel_grace_s=1.0, journal=journal, **self.fields,
             ),
             [],
             clock=self.clock,
         )  # fmt: skip
-        self.do(self.c.prepare())
 
     def teardown(self) -> None:
         if hasattr(self, "c"):
@@ -101,6 +122,8 @@ class Machine(RuleBasedStateMachine):
                 task.cancel()
             self.do(self.c.shutdown())
             self.loop.close()
+            if self.place is not None:
+                shutil.rmtree(self.place)
 
     def do(self, work: Any) -> Any:
         async def then_settle() -> Any:
@@ -174,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     @rule(ident=IDS, kind=st.sampled_from(["train", "eval"]), n=st.integers(0, 3), repeats=st.integers(1, 2),
           least=st.none() | st.integers(1, 3))  # fmt: skip
     def submit(self, ident: Any, kind: str, n: int, repeats: int, least: int | None) -> None:
-        tasks = [rr.Task(self.gates, repeat_times=repeats) for _ in range(n)]
+        tasks = [rr.Task("tests.machine.gated", repeat_times=repeats) for _ in range(n)]
         work = self.c.submit_batch(batch_id=ident, tasks=tasks, batch_type=kind, min_wait_num=least)
         if ident in self.live or (least is not None and least > n):
             before = self.c.stats()
@@ -262,10 +285,34 @@ class Machine(RuleBasedStateMachine):
 
     @rule()
     def restart(self) -> None:
-        for ident, plain in list(self.live.items()):
-            self.finish(ident, plain, S.ABORTED)
+        if self.place is None:
+            for ident, plain in list(self.live.items()):
+                self.finish(ident, plain, S.ABORTED)
         self.do(self.c.shutdown())
+        self.prepare_again()
+
+    @precondition(lambda self: getattr(self, "place", None) is not None)
+    @rule()
+    def kill(self) -> None:
+        """Another coordinator goes on from what the journal holds now; the old one records where nobody looks."""
+        assert self.place is not None
+        self.do(self.c._desk.journal.flush())
+        old, name = self.c, f"{self.n_kills}.sqlite"
+        self.n_kills += 1
+        for file in self.place.glob(f"{name}*"):
+            shutil.copy(file, self.place / file.name.replace(name, f"{self.n_kills}.sqlite"))
+        self.do(old.shutdown())
+        self.c = self.made()
+        self.n_delivered = 0
+        self.seen.clear()
+        self.prepare_again()
+
+    def prepare_again(self) -> None:
         self.do(self.c.prepare())
+        for plain in self.live.values():
+            plain.good_since = None
+            if plain.least and plain.n_good >= plain.least:
+                plain.good_since = self.clock.now
 
     # -- what always holds
 

@@ -1,7 +1,7 @@
 """Forwarder: a manager's own client, for what it keeps and another manager should have too.
 
-With a checkpoint its writer, its numbers and what has no answer are part of the dump, and the log gives it the rest again
-in the same order: so after a restart each container has the number it had, and the other manager stores it once.
+With a checkpoint its writer, its numbers and what has no answer are part of the dump, and the log gives it the rest
+again in the same order: so after a restart each container has the number it had, and the other manager stores it once.
 """
 
 from __future__ import annotations

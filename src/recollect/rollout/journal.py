@@ -17,7 +17,7 @@ from typing import Any
 
 from recollect.errors import FormatError, LaneBusyError
 from recollect.rollout.execute import Outcome
-from recollect.rollout.records import BatchRecord, TaskRecord
+from recollect.rollout.records import BatchRecord, Joined, TaskRecord
 from recollect.rollout.saved import (
     Kept,
     Restored,
@@ -42,6 +42,7 @@ create table if not exists runs (serial integer, position integer, run integer, 
 
 
 Change = tuple[str, tuple[Any, ...]]
+MOVE_RUNS = "update or replace runs set serial = ?, position = ? where serial = ? and position = ?"
 
 
 class Journal:
@@ -55,7 +56,7 @@ class Journal:
         self.path, self.layout, self.loop = path, layout, loop
         self.history, self.power_safe = config.history, config.power_safe
         self.restored = Restored()
-        self._changes: SimpleQueue[Change | asyncio.Future[None] | None] = SimpleQueue()
+        self._changes: SimpleQueue[list[Change] | asyncio.Future[None] | None] = SimpleQueue()
         self._serials: dict[BatchRecord, int] = {}
         self._next_serial = 1
         self._failure: Exception | None = None
@@ -104,11 +105,43 @@ class Journal:
         for run_id, error in task.failed.items():
             self.run(task, Outcome(run_id, False, 0.0, error=error, final=True))
 
-    def cut(self, batch: BatchRecord) -> None:
-        """Record which results count."""
+    def cut(self, batch: BatchRecord, carrier: BatchRecord | None, joined: list[Joined]) -> None:
+        """Record which results count, what is carried on, and what of earlier carriers joins: all or nothing."""
         cut, serial = batch.cut, self._serials.get(batch)
-        if cut is not None and serial is not None:
-            self._put("update batches set cut = ? where serial = ?", saved_cut(cut), serial)
+        if cut is None or serial is None:
+            return
+        changes: list[Change] = []
+        if carrier is not None:
+            changes += self._begin_carrier(carrier, serial)
+        for moved in joined:
+            changes += self._join(moved, serial)
+        for other in {moved.carrier for moved in joined}:
+            changes.append(self._without_joined(other))
+        about = "update batches set about = ?, cut = ? where serial = ?"
+        changes.append((about, (saved_batch(batch), saved_cut(cut), serial)))
+        self._changes.put(changes)
+
+    def _begin_carrier(self, carrier: BatchRecord, serial: int) -> list[Change]:
+        own = self._serials[carrier] = self._next_serial
+        self._next_serial += 1
+        insert = "insert into batches (serial, about) values (?, ?)"
+        moves: list[Change] = [
+            (MOVE_RUNS, (own, task.position, serial, task.position)) for task in carrier.tasks
+        ]
+        return [(insert, (own, saved_batch(carrier, is_carrier=True))), *moves]
+
+    def _join(self, moved: Joined, serial: int) -> list[Change]:
+        """The runs of a task that joins go with it; those of one that failed are not needed again."""
+        source = self._serials.get(moved.carrier)
+        if moved.is_used:
+            return [(MOVE_RUNS, (serial, moved.task.position, source, moved.position))]
+        return [("delete from runs where serial = ? and position = ?", (source, moved.position))]
+
+    def _without_joined(self, carrier: BatchRecord) -> Change:
+        if carrier.tasks:
+            about = saved_batch(carrier, is_carrier=True)
+            return "update batches set about = ? where serial = ?", (about, self._serials.get(carrier))
+        return "delete from batches where serial = ?", (self._serials.pop(carrier, None),)
 
     def ended(self, batch: BatchRecord, reason: str | None, k: int) -> None:
         """Record how a batch ended and let go of its payloads."""
@@ -128,7 +161,7 @@ class Journal:
         )  # fmt: skip
 
     def _put(self, statement: str, *values: Any) -> None:
-        self._changes.put((statement, values))
+        self._changes.put([(statement, values)])
 
     async def flush(self) -> None:
         """Return once everything so far is recorded."""
@@ -180,7 +213,7 @@ class Journal:
         """Write what is there; the first change waits a little for others unless somebody waits for it."""
         first = self._changes.get()
         group, ends = [first], time.monotonic() + GROUP_S
-        while isinstance(group[-1], tuple):
+        while isinstance(group[-1], list):
             try:
                 group.append(self._changes.get(timeout=max(0.0, ends - time.monotonic())))
             except Empty:
@@ -188,9 +221,9 @@ class Journal:
         try:
             if self._failure is None:
                 with database:
-                    for change in group:
-                        if isinstance(change, tuple):
-                            database.execute(change[0], change[1])
+                    for changes in group:
+                        for statement, values in changes if isinstance(changes, list) else ():
+                            database.execute(statement, values)
         except Exception as error:
             self._failure = error
         for change in group:

@@ -10,7 +10,7 @@ from recollect.errors import ClosedError, PipelineError
 from recollect.rollout import cutting
 from recollect.rollout.desk import Desk
 from recollect.rollout.ending import end
-from recollect.rollout.records import BatchRecord, TaskRecord
+from recollect.rollout.records import BatchRecord, Joined, TaskRecord
 from recollect.rollout.state import BatchLifecycleState, move
 
 S = BatchLifecycleState
@@ -62,36 +62,42 @@ def _cut(desk: Desk, batch: BatchRecord, carries: bool) -> None:
     scheduler.drop_work(batch)
     if carrier is not None:
         scheduler.add(carrier)
+    joined: list[Joined] = []
     if not batch.is_eval:
         for other in list(desk.carriers):
-            _take_carried(desk, batch, other)
+            joined += _take_carried(desk, batch, other)
     desk.observer.event_of("cut", batch.id, detail=f"{len(batch.cut.tasks)} tasks")
     if desk.journal is not None:
-        desk.journal.cut(batch)
+        desk.journal.cut(batch, carrier, joined)
 
 
-def _take_carried(desk: Desk, batch: BatchRecord, carrier: BatchRecord) -> None:
+def _take_carried(desk: Desk, batch: BatchRecord, carrier: BatchRecord) -> list[Joined]:
     """Tasks of an earlier batch that have ended since join this one."""
+    joined = []
     for task in [task for task in carrier.tasks if task.status is not None]:
         carrier.tasks.remove(task)
         carrier.next_task = len(carrier.tasks)
         carrier.n_runs -= task.n_runs
         nbytes = sum(len(outcome.payload or b"") for outcome in task.good.values())
         desk.scheduler.stage_bytes(carrier, -nbytes)
-        _join(desk, batch, task, nbytes)
+        joined.append(_join(desk, batch, task, nbytes))
     if not carrier.tasks:
         desk.carriers.remove(carrier)
         desk.scheduler.remove(carrier)
+    return joined
 
 
-def _join(desk: Desk, batch: BatchRecord, task: TaskRecord, nbytes: int) -> None:
-    if batch.cut is not None and task.is_good(desk.config.partial_results, desk.config.min_group_size):
-        batch.cut.carried_in.append(task)
-        batch.n_runs += task.n_runs
-        desk.scheduler.stage_bytes(batch, nbytes)
-    else:
+def _join(desk: Desk, batch: BatchRecord, task: TaskRecord, nbytes: int) -> Joined:
+    carrier, position = task.batch, task.position
+    if batch.cut is None or not task.is_good(desk.config.partial_results, desk.config.min_group_size):
         desk.doors.failed += len(task.failed)
         desk.doors.unused += len(task.good)
+        return Joined(task, carrier, position, is_used=False)
+    task.position = batch.state.expected_task_count + len(batch.cut.carried_in)  # which no other has
+    batch.cut.carried_in.append(task)
+    batch.n_runs += task.n_runs
+    desk.scheduler.stage_bytes(batch, nbytes)
+    return Joined(task, carrier, position, is_used=True)
 
 
 # -- the pass

@@ -68,7 +68,7 @@ def encode(
 def _gathered(
     plan: Plan, rows: list[Experience], base: dict[str, Any], stamps: dict[str, int]
 ) -> tuple[list[Any], int, list[int]]:
-    """The parts of a body, its bytes, and the elements of each ragged leaf; any values, converted where they must be."""
+    """The parts of a body, its bytes, and the elements of each ragged leaf; values are converted where they must be."""
     for name in {name for row in rows for name in row.leaves} - plan.names:
         raise SchemaError(f"{name}: must be a leaf of the space, {sorted(plan.names)}; remove it")
     lengths, totals, blocks = _sequences(plan, rows)

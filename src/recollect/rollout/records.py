@@ -9,6 +9,7 @@ import asyncio
 import math
 import re
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from recollect.rollout.clock import Timer
@@ -181,6 +182,16 @@ class BatchRecord:
         else:
             self.next_run = last
         return Unit(task, tuple(range(first, last)))
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A carried task that has ended, taken out of its carrier by the cut of a later batch."""
+
+    task: TaskRecord
+    carrier: BatchRecord
+    position: int  # that it had there
+    is_used: bool
 
 
 class Cut:

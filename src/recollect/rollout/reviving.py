@@ -6,7 +6,7 @@ from recollect.rollout.config import Config
 from recollect.rollout.desk import Desk
 from recollect.rollout.journal import Journal
 from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
-from recollect.rollout.saved import Kept
+from recollect.rollout.saved import Kept, SavedTask
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.tasks import Task, find_workflow, task_key
@@ -25,7 +25,10 @@ def restore(desk: Desk, journal: Journal) -> None:
         desk.n_batches += 1
         batch = revive(kept_batch, desk.n_batches, desk.config, desk.scheduler, journal)
         batch.submitted_at = desk.clock.time()
-        desk.batches[batch.id] = batch
+        if kept_batch.batch.is_carrier:
+            desk.carriers.append(batch)
+        else:
+            desk.batches[batch.id] = batch
         desk.doors.submitted += batch.n_runs
         if batch.cut is None and batch.tasks:
             desk.scheduler.add(batch)
@@ -34,20 +37,19 @@ def restore(desk: Desk, journal: Journal) -> None:
 def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journal: Journal) -> BatchRecord:
     """Return the record of a batch that a journal kept; its work is not started yet."""
     saved = kept.batch
-    state = BatchState(saved.batch_id, saved.batch_type, len(saved.tasks), min_wait_num=saved.min_wait_num)  # type: ignore[arg-type]
+    n_tasks = len(saved.tasks) if saved.expected < 0 else saved.expected
+    state = BatchState(saved.batch_id, saved.batch_type, n_tasks, min_wait_num=saved.min_wait_num)  # type: ignore[arg-type]
     batch = BatchRecord(state, serial, saved.priority, config)
     batch.admitted, batch.commit_id, batch.k = True, saved.commit_id, saved.k
-    for position, one in enumerate(saved.tasks):
-        task = Task(
-            one.workflow, repeat_times=one.repeat_times, task_id=one.task_id, timeout_s=one.timeout_s,
-            max_retries=one.max_retries,
-        )  # fmt: skip
-        flow = find_workflow(one.workflow)
-        key = task_key(config.seed, saved.batch_id, one.task_id)
-        batch.tasks.append(TaskRecord(batch, position, task, flow, one.data, one.group_id, key))
+    found: dict[int, TaskRecord] = {}
+    for place, one in enumerate(saved.tasks):
+        record = _task_of(one, batch, place if one.position < 0 else one.position)
+        found[record.position] = record
         batch.n_runs += one.repeat_times
+        if not one.carried_in:
+            batch.tasks.append(record)
     for position, outcome in kept.runs:
-        task_record = batch.tasks[position]
+        task_record = found[position]
         task_record.started = True
         if outcome.ok:
             task_record.good[outcome.run_id] = outcome
@@ -60,12 +62,22 @@ def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journa
         _resume(record, batch, scheduler, config)
     batch.next_task = len(batch.tasks)
     if kept.cut is not None:
-        batch.cut = Cut([batch.tasks[i] for i in kept.cut.tasks], kept.cut.cancelled, kept.cut.carried)
+        batch.cut = Cut([found[i] for i in kept.cut.tasks], kept.cut.cancelled, kept.cut.carried)
+        batch.cut.carried_in += [found[i] for i in kept.cut.carried_in]
         batch.write_tried = True  # by a process that is gone, perhaps: the sink is asked
         batch.retries.clear()
         batch.n_queued = 0
     journal.revived(batch, kept.serial)
     return batch
+
+
+def _task_of(saved: SavedTask, batch: BatchRecord, position: int) -> TaskRecord:
+    task = Task(
+        saved.workflow, repeat_times=saved.repeat_times, task_id=saved.task_id, timeout_s=saved.timeout_s,
+        max_retries=saved.max_retries,
+    )  # fmt: skip
+    flow, key = find_workflow(saved.workflow), task_key(batch.config.seed, batch.id, saved.task_id)
+    return TaskRecord(batch, position, task, flow, saved.data, saved.group_id, key)
 
 
 def _resume(task: TaskRecord, batch: BatchRecord, scheduler: Scheduler, config: Config) -> None:

@@ -10,7 +10,7 @@ import msgspec
 
 from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
-from recollect.rollout.records import BatchRecord, Cut
+from recollect.rollout.records import BatchRecord, Cut, TaskRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
 
 
@@ -24,6 +24,8 @@ class SavedTask(msgspec.Struct, array_like=True):
     timeout_s: float | None
     max_retries: int | None
     group_id: int
+    position: int = -1  # by which its runs are found; -1: the place in the list
+    carried_in: bool = False  # it began in an earlier batch
 
 
 class SavedBatch(msgspec.Struct, array_like=True):
@@ -37,6 +39,8 @@ class SavedBatch(msgspec.Struct, array_like=True):
     k: int | None
     tasks: list[SavedTask]
     counts: dict[str, int] = {}
+    expected: int = -1  # tasks it was submitted with; -1: those of the list
+    is_carrier: bool = False  # tasks that outlived the cut of their batch
 
 
 class SavedCut(msgspec.Struct, array_like=True):
@@ -45,6 +49,7 @@ class SavedCut(msgspec.Struct, array_like=True):
     tasks: list[int]
     cancelled: int
     carried: int
+    carried_in: list[int] = []
 
 
 class SavedEnding(msgspec.Struct, array_like=True):
@@ -88,22 +93,30 @@ decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _decode_ending = msgspec.msgpack.Decoder(SavedEnding).decode
 
 
-def saved_batch(batch: BatchRecord) -> bytes:
-    """A batch that was admitted."""
+def saved_batch(batch: BatchRecord, is_carrier: bool = False) -> bytes:
+    """A batch that was admitted, or tasks that were carried on."""
     state = batch.state
-    tasks = [
-        SavedTask(t.workflow.name, t.data, t.n_runs, t.task_id, t.timeout_s, t.max_retries, t.group_id)
-        for t in batch.tasks
-    ]
+    tasks = [_saved_task(task, False) for task in batch.tasks]
+    if batch.cut is not None:
+        tasks += [_saved_task(task, True) for task in batch.cut.carried_in]
     saved = SavedBatch(
-        state.batch_id, state.batch_type, state.min_wait_num, batch.priority, batch.commit_id, batch.k, tasks
-    )
+        state.batch_id, state.batch_type, state.min_wait_num, batch.priority, batch.commit_id, batch.k, tasks,
+        expected=state.expected_task_count, is_carrier=is_carrier,
+    )  # fmt: skip
     return encode(saved)
+
+
+def _saved_task(t: TaskRecord, carried_in: bool) -> SavedTask:
+    return SavedTask(
+        t.workflow.name, t.data, t.n_runs, t.task_id, t.timeout_s, t.max_retries, t.group_id, t.position,
+        carried_in,
+    )  # fmt: skip
 
 
 def saved_cut(cut: Cut) -> bytes:
     """Which results count."""
-    return encode(SavedCut([task.position for task in cut.tasks], cut.cancelled, cut.carried))
+    positions = [[task.position for task in tasks] for tasks in (cut.tasks, cut.carried_in)]
+    return encode(SavedCut(positions[0], cut.cancelled, cut.carried, positions[1]))
 
 
 def saved_ending(state: BatchState, reason: str | None) -> bytes:
