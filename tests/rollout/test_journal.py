@@ -113,8 +113,9 @@ def test_carried_tasks_come_back_with_their_finished_runs_and_join_once(tmp_path
             first = await c.finalize_train_batch(1, timeout=0)
             assert first["carried_task_count"] == 1 and first["experience_count"] == 4
         STARTED.clear()
-        async with again() as c:
-            assert c.stats().runs.live == 2 and c.batches() == []
+        async with c:
+            runs = c.stats().runs
+            assert (runs.submitted, runs.delivered, runs.live) == (6, 4, 2) and c.batches() == []
             await until(lambda: STARTED == [(2, 1)])
         HOLD.clear()
         async with again() as c:
@@ -137,6 +138,22 @@ def test_carried_tasks_come_back_with_their_finished_runs_and_join_once(tmp_path
         assert len(set(sink.uids)) == 7 == len(sink.uids)
         async with again() as c:
             assert c.batches() == [] and c.stats().runs.live == 0
+
+    run(main())
+
+
+def test_a_commit_whose_answer_was_lost_is_not_repeated_after_a_restart(tmp_path: Path) -> None:
+    sink = ListSink()
+
+    async def main() -> None:
+        async with made(tmp_path, sink=sink) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("tests.journal.held")], batch_type="train")
+            sink.fail = "after"
+            with pytest.raises(PipelineError, match="lost the answer"):
+                await c.finalize_train_batch(1, timeout=20)
+        async with made(tmp_path, sink=sink) as c:
+            assert (await c.finalize_train_batch(1, timeout=20))["experience_count"] == 1
+        assert len(sink.uids) == 1
 
     run(main())
 

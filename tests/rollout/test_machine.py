@@ -321,7 +321,9 @@ class Machine(RuleBasedStateMachine):
         if not hasattr(self, "c"):
             return
         for ident, plain in self.live.items():
-            assert self.c.batch_state(ident).state is plain.state, ident
+            found = self.c.batch_state(ident)
+            assert found.state is plain.state, ident
+            assert plain.cut or found.completed_task_count == plain.n_ended, ident
         for ident, state in self.ended.items():
             assert self.c.batch_state(ident).state is state, ident
         for batch in self.c._desk.batches.values():
