@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
@@ -195,6 +196,25 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(job: Path) -> None:
     assert [json.loads(x)["batch_id"] for x in second.stdout.splitlines()] == [1, "2/all", 2, 3, "4/all"]
     uids = [(row["group_id"], row["run_id"], row["step"]) for row in rows(job.parent)]
     assert len(uids) == 24 == len(set(uids))
+
+
+@pytest.mark.parametrize("n_told", range(1, 8))
+def test_a_job_stopped_after_any_result_tells_the_others_once(job: Path, n_told: int) -> None:
+    """Steps 0 to 3 and, every two steps, an eval: 7 results, of which some are told before the restart."""
+    told: list[Any] = []
+
+    async def watch(c: Any) -> None:
+        await asyncio.get_running_loop().create_future()
+
+    def tell(result: dict[str, Any]) -> None:
+        told.append(result["batch_id"])
+        if len(told) == n_told:
+            raise InterruptedError
+
+    for _ in range(2):
+        with contextlib.suppress(InterruptedError):
+            asyncio.run(Job.from_toml(job).run(watch, tell))
+    assert told == ["0/all", 0, 1, "2/all", 2, 3, "4/all"]
 
 
 def test_a_model_comes_from_a_factory(job: Path) -> None:

@@ -168,8 +168,7 @@ class Job:
         steps, ahead = self.spec.train.steps, self.spec.train.ahead
         first = first_step(c, steps)
         submitted = first
-        if not first:
-            await self._evaluate(c, 0, told)
+        await self._evaluate(c, first, told)  # at the beginning, or where a restart cut it short
         for step in range(first, steps):
             while submitted < min(step + 1 + ahead, steps):
                 if submitted not in c.batches():  # it may have come back from the journal
