@@ -69,9 +69,7 @@ def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytes
     def told(value: Any) -> Any:
         return SimpleNamespace(remote=lambda: value)
 
-    registry = SimpleNamespace(
-        token=told(token), addresses=told({2: ended.address, 3: own.address})
-    )
+    registry = SimpleNamespace(token=told(token), addresses=told({2: ended.address, 3: own.address}))
     monkeypatch.setattr("recollect.remote.carriers.ray._registry", lambda job: registry)
     ray = SimpleNamespace(get=lambda value, timeout: value)
     monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: ray)

@@ -90,7 +90,10 @@ def test_values_that_must_be_converted_make_the_same_bytes(shapes: list[Any], ru
     [
         ({"tokens": np.zeros((2, 2), np.int32)}, "tokens"),
         ({"tokens": np.zeros(3)}, "tokens"),
-        ({"logprobs": np.zeros(3, np.float32)}, "logprobs: must have one element per response token, 2, got 3"),
+        (
+            {"logprobs": np.zeros(3, np.float32)},
+            "logprobs: must have one element per response token, 2, got 3",
+        ),
         ({"tokens": np.zeros(4098, np.int32), "logprobs": np.zeros(4097, np.float32)}, "at most 4096"),
         ({"prompt_length": 4}, "prompt_length"),
         ({"prompt_length": True}, "prompt_length"),
@@ -101,7 +104,12 @@ def test_values_that_must_be_converted_make_the_same_bytes(shapes: list[Any], ru
     ],
 )
 def test_a_value_off_the_space_is_refused_by_name(change: dict[str, Any], said: str) -> None:
-    leaves = {"tokens": np.zeros(3, np.int32), "logprobs": np.zeros(2, np.float32), "prompt_length": 1, "reward": 1.0}
+    leaves = {
+        "tokens": np.zeros(3, np.int32),
+        "logprobs": np.zeros(2, np.float32),
+        "prompt_length": 1,
+        "reward": 1.0,
+    }
     rr.encode(rr.Experience(**leaves))
     with pytest.raises(SchemaError, match=said):
         rr.encode(rr.Experience(**(leaves | change)))
@@ -109,11 +117,22 @@ def test_a_value_off_the_space_is_refused_by_name(change: dict[str, Any], said: 
 
 def test_parts_are_joined_behind_their_lead_and_summed() -> None:
     rng = np.random.default_rng(0)
-    parts: list[Any] = [rng.bytes(3), rng.random((7, 3)), b"", rng.bytes(100_000), np.zeros(0), rng.bytes(8064)]
+    parts: list[Any] = [
+        rng.bytes(3),
+        rng.random((7, 3)),
+        b"",
+        rng.bytes(100_000),
+        np.zeros(0),
+        rng.bytes(8064),
+    ]
     found = _core.join_summed(b"lead....more", parts, 4)
     body = b"".join(parts)
     assert found == b"lead" + _core.crc32c_portable(body).to_bytes(4, "little") + b"more" + body
-    for lead, given_parts, at in ((b"lead", [np.zeros((4, 4))[:, 1]], 0), (b"lead", ["text"], 0), (b"lead", [], 1)):
+    for lead, given_parts, at in (
+        (b"lead", [np.zeros((4, 4))[:, 1]], 0),
+        (b"lead", ["text"], 0),
+        (b"lead", [], 1),
+    ):
         with pytest.raises((TypeError, ValueError)):
             _core.join_summed(lead, given_parts, at)
 

@@ -176,9 +176,7 @@ class Forwarder:
         doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
         sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
         queued = [self._saved(packed) for packed in self._queue]
-        return ForwardState(
-            self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued
-        )
+        return ForwardState(self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued)
 
     def resume(self, state: ForwardState | None) -> None:
         """Go on from a dump, unless it was of another manager to forward to."""

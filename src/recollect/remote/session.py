@@ -237,7 +237,9 @@ class Session:
 
     def sent(self) -> list[tuple[int, Packed]]:
         """What has no answer, by seq."""
-        return [(seq, e.packed) for seq, e in self.entries.items() if e.answer is None and e.packed is not None]
+        return [
+            (seq, e.packed) for seq, e in self.entries.items() if e.answer is None and e.packed is not None
+        ]
 
     def settle(self, last_seq: int) -> int:
         """Forget containers up to a seq that the manager says it has; return their items."""
