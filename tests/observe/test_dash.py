@@ -27,8 +27,8 @@ FIGURES = {
 TABLES = {"collectors": [{"lane": 0, "state": "<b>stepping</b>"}]}
 
 
-def lit(title: str = "sac Pendulum-v1") -> Beacon:
-    beacon = Beacon("train", title, charts=CHARTS, facts={"iterations": 100, "device": "cpu"})
+def lit(title: str = "sac Pendulum-v1", charts: Any = CHARTS) -> Beacon:
+    beacon = Beacon("train", title, charts=charts, facts={"iterations": 100, "device": "cpu"})
     beacon.publish(FIGURES, TABLES)
     return beacon
 
@@ -121,6 +121,9 @@ def test_the_page_in_a_browser(page: Any) -> None:
             assert page.evaluate(DRAWN) == [[[-150.5, -99.5]], [[0.5, 0.5], [8.0, 8.0]]]
         page.locator(".state", has_text="completed").wait_for()
         assert page.locator(".card canvas").count() == 2
+        with lit("the next one", {"steps": ["iteration"]}):  # its charts, and no other's
+            page.locator(".tile b", has_text="20").wait_for()
+            assert page.evaluate(DRAWN) == [[[20.0]]] and page.locator(".card canvas").count() == 1
         hosts = page.evaluate("performance.getEntriesByType('resource').map((e) => new URL(e.name).host)")
         assert set(hosts) == {f"127.0.0.1:{server.port}"}
 
