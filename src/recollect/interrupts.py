@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from multiprocessing import resource_tracker
+from types import ModuleType
 
 
 @contextmanager
@@ -18,6 +21,21 @@ def held_back(start_method: str) -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def import_whole(name: str) -> ModuleType:
+    """Import a module; Ctrl-C meanwhile is raised when that is done. Inside of torch it would abort the process."""
+    if threading.current_thread() is not threading.main_thread():
+        return import_module(name)
+    pressed: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        module = import_module(name)
+    finally:
+        signal.signal(signal.SIGINT, before)
+    if pressed and callable(before):
+        before(signal.SIGINT, None)
+    return module
 
 
 def drop_held_back() -> None:

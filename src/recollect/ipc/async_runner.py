@@ -17,7 +17,7 @@ from difflib import get_close_matches
 from time import monotonic_ns
 from typing import Any, ClassVar, Self, TypeVar
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError
 from recollect.ipc.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
 from recollect.ipc.control import Control, Counters
@@ -340,8 +340,7 @@ def best_device() -> str:
     """The first of cuda, xpu, mps and cpu that exists; numpy without torch."""
     if importlib.util.find_spec("torch") is None:
         return "numpy"
-    import torch
-
+    torch: Any = interrupts.import_whole("torch")
     if torch.cuda.is_available():
         return "cuda"
     if hasattr(torch, "xpu") and torch.xpu.is_available():

@@ -13,7 +13,7 @@ from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
 from recollect.learners.rollout import VALID, StagingPool, has_finals
-from recollect.learners.run import ReferenceRunner, need_torch
+from recollect.learners.run import ReferenceRunner
 
 __all__ = ["APPOConfig", "APPORunner"]
 _WAIT_S = 1.0
@@ -45,7 +45,6 @@ class APPORunner(ReferenceRunner):
     # -- setting up
 
     def _make(self, spaces: EnvSpaces) -> None:
-        need_torch()
         from recollect.learners.ppo_learner import PPOLearner
 
         config, lanes, self._spaces = self.rl_cfg, self.num_collectors, spaces

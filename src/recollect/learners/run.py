@@ -11,6 +11,7 @@ from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any, ClassVar
 
+from recollect import interrupts
 from recollect.errors import CollectorDiedError, FormatError, MissingExtraError, RecollectError
 from recollect.ipc.async_runner import AsyncRunner
 from recollect.ipc.collector import EnvSpec
@@ -172,6 +173,7 @@ class ReferenceRunner(AsyncRunner):
         self, summary: RunSummary, max_iterations: int, save_interval: int, log_dir: Path,
         resume: str | Path | None, logger: str | None, on_metrics: Watcher | None,
     ) -> None:  # fmt: skip
+        need_torch()
         state = None if resume is None else load_checkpoint(Path(resume))
         first = 1 if state is None else self._checked_iteration(state, Path(str(resume))) + 1
         summary.completed_iterations = first - 1
@@ -351,7 +353,7 @@ def check_state(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
 def need_torch() -> None:
     """Raise MissingExtraError if torch is not there."""
     try:
-        import torch  # noqa: F401
+        interrupts.import_whole("torch")
     except ImportError as error:
         raise MissingExtraError(
             'the reference learners need torch; run pip install "recollect[torch]"'

@@ -21,7 +21,7 @@ from recollect.learners.collectors import Plan, collect_transitions, pack_networ
 from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
-from recollect.learners.run import ReferenceRunner, need_torch
+from recollect.learners.run import ReferenceRunner
 
 __all__ = ["OffPolicyRunner", "SACConfig", "SACRunner"]
 TOTAL_ROWS = 10**6
@@ -72,7 +72,6 @@ class OffPolicyRunner(ReferenceRunner):
     # -- setting up
 
     def _make(self, spaces: EnvSpaces) -> None:
-        need_torch()
         config, self._spaces = self.rl_cfg, spaces
         spaces.action_bounds()
         self._learner = self._factory(spaces, config, self.device, self.seed)
