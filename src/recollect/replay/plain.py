@@ -445,12 +445,12 @@ class PlainEngine:
             ends = self.storage.chunk_ends()
             if ends is None:
                 return None
-            rows = np.arange(self._low, self._low + self.count())
-            if self.storage.capacity is None:
-                starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-                chunk = np.repeat(np.arange(len(ends)), ends - starts)[rows]
+            if self.storage.capacity is None:  # rows are positions
+                sizes = np.diff(ends, prepend=0)
+                chunk = np.repeat(np.arange(len(ends)), sizes)[self._low : self._low + self.count()]
             else:
-                chunk = np.searchsorted(ends, self._rows(rows), side="right")
+                rows = self._rows(np.arange(self._low, self._low + self.count()))
+                chunk = np.searchsorted(ends, rows, side="right")
             return chunk, self.storage.chunk_window()
 
     def expect(self, index: Ints, keys: Keys = ()) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -39,10 +40,11 @@ class Epoch:
     def start(cls, batch: BatchBase, stream: IndexStream) -> Epoch:
         """Fix what `batch` holds now, in a fresh permutation."""
         walk = drawn(batch, lambda size: Walk.start(batch))
-        groups, windows = _windows(batch, walk.order, stream)
+        runs = _runs(batch, walk.order, stream)
+        windows = () if runs is None else runs.windows(walk.order)
         if windows:
             batch._expect(windows[0][1])  # they are decoded while the order is drawn
-        return cls(walk.permuted(_order(walk, groups, stream)), windows)
+        return cls(walk.permuted(_order(walk, runs, stream)), windows)
 
     def take(self, n: int, drop_last: bool, flat: bool, metadata: bool) -> Found | None:
         """Return the next batch, of `n` while they last; None at the end."""
@@ -116,37 +118,60 @@ class Epoch:
 def shuffled(batch: BatchBase, stream: IndexStream) -> Walk:
     """Fix what `batch` holds now, in a fresh permutation."""
     walk = drawn(batch, lambda size: Walk.start(batch))
-    return walk.permuted(_order(walk, _windows(batch, walk.order, stream)[0], stream))
+    return walk.permuted(_order(walk, _runs(batch, walk.order, stream), stream))
 
 
-def _order(walk: Walk, groups: Ints | None, stream: IndexStream) -> Ints:
+@dataclass(frozen=True, slots=True)
+class _Runs:
+    """Positions that follow one another in one chunk: where each run begins, its length and its window."""
+
+    first: Ints
+    length: Ints
+    window: Ints
+
+    def ends(self) -> Ints:
+        """Where each window ends, if they follow one another."""
+        return np.cumsum(np.bincount(self.window, self.length)).astype(np.int64)
+
+    def positions(self) -> Ints:
+        """All positions, window after window."""
+        by_window = np.argsort(self.window, kind="stable")
+        first, length = self.first[by_window], self.length[by_window]
+        found = np.repeat(first - (np.cumsum(length) - length), length)
+        found += np.arange(len(found))
+        return found
+
+    def windows(self, existing: Any) -> Windows:
+        """Where each window begins, and a sample of each chunk of it and of the next, to be read beside it."""
+        index = self.first if isinstance(existing, range) else np.asarray(existing, np.int64)[self.first]
+        starts = [0, *self.ends().tolist()[:-1]]
+        return [(start, index[(self.window == k) | (self.window == k + 1)]) for k, start in enumerate(starts)]
+
+
+def _order(walk: Walk, runs: _Runs | None, stream: IndexStream) -> Ints:
     """A permutation; over chunks, of the samples within each window of them."""
-    return stream.permutation(len(walk)) if groups is None else stream.permutation_of(groups)
+    if runs is None:
+        return stream.permutation(len(walk))
+    return stream.shuffle_parts(runs.positions(), runs.ends().tolist())
 
 
-def _windows(batch: BatchBase, existing: Any, stream: IndexStream) -> tuple[Ints | None, Windows]:
-    """Shuffle the chunks of a source and cut them into windows; return each sample's, and what to tell the source.
+def _runs(batch: BatchBase, existing: Any, stream: IndexStream) -> _Runs | None:
+    """Shuffle the chunks of a source and deal them to windows; None for one that is not read in chunks.
 
     A window is as many chunks as the source keeps at once, so that every chunk is read once. With one window the
-    epoch is a permutation of all. What to tell: where each window begins, and a sample of each chunk of it and of the
-    next, which is to be read beside it.
+    epoch is a permutation of all.
     """
     found = batch._chunks()
     if found is None:
-        return None, ()
+        return None
     chunk, window = found
     chunk = chunk[: len(existing)] if isinstance(existing, range) else chunk[np.asarray(existing, np.int64)]
-    n_chunks = int(chunk.max(initial=-1)) + 1
+    first = np.flatnonzero(np.concatenate([[True], chunk[1:] != chunk[:-1]]))[: len(chunk)]
+    of = chunk[first]
+    n_chunks = int(of.max(initial=-1)) + 1
     turn = np.empty(n_chunks, np.int64)
     turn[stream.permutation(n_chunks)] = np.arange(n_chunks)
-    group = turn // window  # by chunk
-    groups = group[chunk]
-    firsts = np.flatnonzero(np.diff(chunk, prepend=-1))
-    of = groups[firsts]
-    index = firsts if isinstance(existing, range) else np.asarray(existing, np.int64)[firsts]
-    sizes = np.bincount(groups)
-    starts = np.cumsum(sizes) - sizes
-    return groups, [(int(start), index[(of == k) | (of == k + 1)]) for k, start in enumerate(starts)]
+    return _Runs(first, np.diff(first, append=len(chunk)), turn[of] // window)
 
 
 def _check_deadline(deadline: float) -> None:

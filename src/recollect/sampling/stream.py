@@ -66,15 +66,11 @@ class IndexStream(Stream):
         """Return the numbers below `n` in a random order; uses `n` counts."""
         return np.argsort(self._words(n), kind="stable")
 
-    def permutation_of(self, groups: Ints) -> Ints:
-        """Return a random order in which the groups (numbers from 0 on) ascend; uses one count for each."""
-        order = np.argsort(
-            groups.astype(np.uint16) if groups.max(initial=0) < 1 << 16 else groups, kind="stable"
-        )
-        words = self._words(len(groups))  # no two alike, so any sort gives the same order
-        ends = np.cumsum(np.bincount(groups)).tolist()
-        for start, end in zip([0, *ends], ends):
-            order[start:end] = order[start:end][np.argsort(words[start:end])]
+    def shuffle_parts(self, order: Ints, ends: list[int]) -> Ints:
+        """Put each part of `order`, up to the next of `ends`, in a random order, in place; uses one count for each."""
+        for start, end in zip([0, *ends], ends):  # a part at a time, which stays in the processor's cache
+            part = order[start:end]
+            order[start:end] = part[np.argsort(self._words(end - start))]  # no two words are alike
         return order
 
     def choice(self, bound: int, n: int) -> Ints:
