@@ -85,6 +85,12 @@ def test_parquet_commits_full_pieces_segment_ends_and_flushes(tmp_path: Path) ->
     assert len(names) == 2, f"a piece that was not full is written again with the next: {names}"
 
 
+def test_a_parquet_file_has_1024_rows_unless_another_number_is_named(tmp_path: Path) -> None:
+    with make("parquet", tmp_path) as buffer:
+        buffer.extend(rows(0, 1500))
+        assert committed(tmp_path) == [*range(1024)]
+
+
 def test_hdf5_commits_at_dumps_and_close_and_writes_on_in_a_copy(tmp_path: Path) -> None:
     with make("hdf5", tmp_path, capacity=6, maintain_segment_metadata=True) as buffer:
         buffer.extend(rows(0, 4))  # the end of a segment is no commit here
@@ -101,6 +107,7 @@ def test_hdf5_commits_at_dumps_and_close_and_writes_on_in_a_copy(tmp_path: Path)
     with rc.ReplayBuffer.load_from(tmp_path, read_only=False) as buffer:
         buffer.set_at(0, sample("hdf5", 50))
     assert committed(tmp_path) == [50, 3, 4, 5, 6, 7]
+    assert len(list(tmp_path.rglob("*.hdf5"))) == 1, "the file that was copied goes with the commit"
 
 
 def test_images_are_a_file_per_row_and_generation(tmp_path: Path) -> None:
