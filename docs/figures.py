@@ -1,4 +1,7 @@
-"""The tables of figures in the documentation, made from what the benchmarks wrote: one fact in one place."""
+"""The tables of figures in the documentation, made from what the benchmarks wrote: one fact in one place.
+
+python docs/figures.py      writes the README's anew; the pages' are made when they are built
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+ROOT = Path(__file__).parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
 PEERS = {"cpprb": "cpprb", "torchrl": "TorchRL", "sb3": "SB3", "tianshou": "Tianshou", "flashbax": "flashbax",
          "flashbax-scan": "flashbax in a scan"}  # fmt: skip
+BEGIN, END = "<!-- figures: python docs/figures.py -->", "<!-- end of figures -->"
 FLOORS = {"memcpy": "memcpy", "C packed": "C gather"}
 
 
@@ -37,6 +42,36 @@ def compared() -> str:
     return "\n".join([about, "", *lines, "", verdict, "", *_memory(found)])
 
 
+def summary() -> str:
+    """The README's table: each work beside the fastest other library, memcpy and C."""
+    found = json.loads((RESULTS / "compare.json").read_text())
+    machine, wins = found["machine"], found["peer_wins"]
+    lines = [
+        f"One run of `benchmarks/compare.py` on {machine['cores']} cores of an {machine['cpu']} "
+        f"({found['settings']['rounds']} rounds, medians in µs a call; all of it is in",
+        "`benchmarks/results/compare.json`). "
+        + (f"Another was faster: {'; '.join(map(str, wins))}." if wins else "No other library was faster."),
+        "",
+        "| work | Recollect | fastest other | memcpy of the bytes | plain C gather |",
+        "|---|---|---|---|---|",
+    ]
+    for work in found["works"].values():
+        results = work["results"]
+        others = {name: results[name]["median_us"] for name in PEERS if results.get(name)}
+        best = min(others, key=lambda name: others[name])
+        cells = [_us(results["recollect"]), f"{_us(results[best])} ({PEERS[best]})", _us(results.get("memcpy")),
+                 _us(results.get("C packed"))]  # fmt: skip
+        lines.append(f"| {work['title']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def in_readme(text: str) -> tuple[str, str, str]:
+    """The text before, between and after the marks."""
+    before, rest = text.split(BEGIN + "\n")
+    between, after = rest.split("\n" + END)
+    return before, between, after
+
+
 def _us(result: dict[str, Any] | None) -> str:
     if result is None:
         return "–"
@@ -54,3 +89,9 @@ def _memory(found: dict[str, Any]) -> list[str]:
         "|---" * (len(there) + 1) + "|",
         "| made and filled | " + " | ".join(f"{m['filled_nbytes'] / 1e6:.0f}" for m in there.values()) + " |",
     ]
+
+
+if __name__ == "__main__":
+    readme = ROOT / "README.md"
+    before, _, after = in_readme(readme.read_text())
+    readme.write_text(f"{before}{BEGIN}\n{summary()}\n{END}{after}")
