@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from importlib import import_module
+from operator import getitem
 from typing import Any
 
 import numpy as np
@@ -110,9 +111,15 @@ def _select_leaf(space: Space[Any], x: Any, positions: Array) -> Any:
     return tuple([x[i] for i in positions]) if has_no_array(space) else x[positions]
 
 
-def portion(space: Space[Any] | None, data: Any, at: slice) -> Any:
-    """Return consecutive samples of a numpy batch, as views, or of its vectors if no space is given."""
-    return data[at] if space is None else map_leaves(lambda leaf, x: x[at], space, data)
+def portioner(space: Space[Any] | None) -> Callable[[Any, slice], Any]:
+    """Return what takes consecutive samples of a batch of `space`, as views; of vectors if it is None."""
+    if isinstance(space, spaces.Dict):
+        named = [(key, portioner(child)) for key, child in space.spaces.items()]
+        return lambda data, at: {key: part(data[key], at) for key, part in named}
+    if isinstance(space, spaces.Tuple):
+        parts = [portioner(child) for child in space.spaces]
+        return lambda data, at: tuple([part(x, at) for part, x in zip(parts, data)])
+    return getitem
 
 
 def assemble(

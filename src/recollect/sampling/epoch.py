@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from time import monotonic
 from typing import Any
@@ -12,7 +12,7 @@ import numpy as np
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import CONTENTION_S, drawn
 from recollect.batch.location import Ints
-from recollect.batch.structure import portion
+from recollect.batch.structure import portioner
 from recollect.batch.walk import Found, Walk
 from recollect.errors import ContentionError
 from recollect.sampling.stream import IndexStream
@@ -32,7 +32,7 @@ class Epoch:
         self._windows = list(windows)[::-1]
         self._position = 0
         self._ahead = walk.batch._reads_ahead() if walk.is_still else 0
-        self._block: tuple[range, bool, bool, Found] | None = None  # positions, flat, metadata, samples
+        self._block: _Block | None = None
         self.skipped = 0
         self.taken = 0  # how many the last batch has
 
@@ -75,24 +75,21 @@ class Epoch:
         if first == end:
             return None
         block = self._block
-        if block is None or end > block[0].stop or block[1:3] != (flat, metadata):
+        if block is None or end > block.end or block.form != (flat, metadata):
             block = self._block = self._read_block(first, end, flat, metadata)
         self._position, self.taken = end, end - first
-        at, (data, labels) = slice(first - block[0].start, end - block[0].start), block[3]
-        batch = self._walk.batch
-        part = portion(None if flat else batch.single_space, data, at)
-        return part, None if labels is None else portion(batch.single_metadata_space, labels, at)
+        return block.part(slice(first - block.start, end - block.start))
 
-    def _read_block(
-        self, first: int, end: int, flat: bool, metadata: bool
-    ) -> tuple[range, bool, bool, Found]:
-        """Read from `first` on, at least up to `end`, but no further than the window that is held."""
+    def _read_block(self, first: int, least: int, flat: bool, metadata: bool) -> _Block:
+        """Read from `first` on, up to `least` at least, but no further than the window that is held."""
         bound = self._windows[-1][0] if self._windows else len(self._walk)
-        positions = range(first, max(end, min(first + self._ahead, bound)))
-        found = self._walk.read(np.arange(positions.start, positions.stop), flat, metadata)
+        end = max(least, min(first + self._ahead, bound))
+        found = self._walk.read(np.arange(first, end), flat, metadata)
+        batch = self._walk.batch
         if found is None:
-            raise IndexError(f"epoch: samples must stay, got a source that shrank to {len(self._walk.batch)}")
-        return positions, flat, metadata, found
+            raise IndexError(f"epoch: samples must stay, got a source that shrank to {len(batch)}")
+        cut = portioner(None if flat else batch.single_space)
+        return _Block(first, end, (flat, metadata), found, cut, portioner(batch.single_metadata_space))
 
     def next_size(self, n: int, drop_last: bool) -> int:
         """Return how many the next batch of at most `n` has if none was overwritten."""
@@ -113,6 +110,22 @@ class Epoch:
     def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Epoch:
         """Make the rest of an epoch."""
         return cls(Walk.restore(batch, state))
+
+
+@dataclass(frozen=True, slots=True)
+class _Block:
+    """Samples of positions `start` to `end`, of which batches are parts, nobody else's."""
+
+    start: int
+    end: int
+    form: tuple[bool, bool]
+    found: Found
+    cut: Callable[[Any, slice], Any]
+    cut_labels: Callable[[Any, slice], Any]
+
+    def part(self, at: slice) -> Found:
+        data, labels = self.found
+        return self.cut(data, at), None if labels is None else self.cut_labels(labels, at)
 
 
 def shuffled(batch: BatchBase, stream: IndexStream) -> Walk:
