@@ -178,9 +178,12 @@ def test_append_only_storages_say_how_to_change(kind: str, tmp_path: Path) -> No
     assert not (tmp_path / "fixed").exists()
     with make(kind, tmp_path / "all") as buffer:
         buffer.extend(block(kind, 0, 5))
-        for change in (lambda: buffer.set_at(0, sample(kind, 9)), lambda: buffer.remove_at([1])):
+        changes = (lambda: buffer.set_at(0, sample(kind, 9)), lambda: buffer.remove_at([1]),
+                   lambda: buffer.remove_at(-1))  # fmt: skip
+        for change in changes:
             with pytest.raises(rc.ReadOnlyError, match=r"extend_from\(buf.get_slice\(keep\)\)"):
                 change()
+        assert len(buffer) == 5
         with make(kind, tmp_path / "kept") as kept:
             kept.extend_from(buffer.get_slice([0, 2, 4]), tqdm=True)
             assert ids(kept[...]) == [0, 2, 4]
