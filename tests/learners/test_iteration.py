@@ -7,12 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tests.learners import test_appo, test_sac
 from tests.learners.test_metrics import lane
 from tests.learners.worlds import own_learner
 
 from recollect.ipc.async_runner import RunnerStats
 from recollect.learners import run as run_module
+from recollect.learners.collectors import Policy
 from recollect.learners.metrics import Merged, RunSummary
 from recollect.learners.sac import OffPolicyRunner
 
@@ -68,6 +70,23 @@ def test_a_tick_of_sac_running_free_waits_for_nobody() -> None:
     assert [call if isinstance(call, str) else call[0] for call in calls] == [
         "check", "sample", "prepare", "update", "after_tick", "publish",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("resumed", [True, False])
+def test_actions_are_drawn_at_random_until_the_first_update_of_a_new_run(resumed: bool) -> None:
+    sent: dict[str, Any] = {}
+    with test_sac.runner() as r:
+        r._make(r._look_at_env())
+        r._make_pipe, r._fill_replay = lambda: None, lambda first: None
+        r.start_collectors = lambda fn, kwargs: sent.update(kwargs)
+        r._begin(1, resumed)
+        policy = Policy(sent["plan"], r._weights, None, "cpu", 0)
+        policy.refresh()
+        policy.network = SimpleNamespace(act=lambda seen, noise: torch.full_like(noise, 5.0))
+        actions = policy.transition_actions(np.zeros((50, 2), np.float32))
+        assert (actions == 1.0).all() == resumed and (
+            abs(actions) <= 1
+        ).all()  # in bounds, whatever was drawn
 
 
 def test_updates_take_slices_in_order_and_the_actor_every_nth() -> None:

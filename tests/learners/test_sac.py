@@ -133,6 +133,17 @@ def test_resume_of_another_network_names_the_parameter(run: Any, tmp_path: Path)
         assert r.last_run_summary.status == "error"
 
 
+def test_a_replay_of_other_spaces_is_refused(tmp_path: Path) -> None:
+    with rc.ipc.ReplayBuffer(8, 3, 1, "numpy") as other:
+        obs, no = np.zeros((2, 3), np.float32), np.zeros(2, bool)
+        other.add(obs, obs[:, :1], obs[:, 0], obs, no, no)
+        other.dumps(tmp_path / "replay")
+    with runner() as r:
+        r._make(r._look_at_env())
+        with pytest.raises(FormatError, match="must hold rows of .* as these spaces have them"):
+            r._restore_replay(tmp_path / "replay")
+
+
 @pytest.mark.process
 @pytest.mark.timeout(120)
 def test_running_free_with_a_packing_collector_and_a_learner_of_ones_own(tmp_path: Path) -> None:
