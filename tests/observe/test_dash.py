@@ -89,18 +89,25 @@ def other_job(runtime_dir: Path) -> Iterator[subprocess.Popen[str]]:
         child.communicate("")
 
 
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    """One browser for all pages: it takes seconds to start."""
+    with chromium() as started:
+        yield started
+
+
 @pytest.fixture
-def page() -> Iterator[Any]:
-    """A browser's page; at its end there must have been no error on it."""
-    with chromium() as browser:
-        page = browser.new_page(color_scheme="dark")
-        page.set_default_timeout(60_000)
-        problems: list[Any] = []
-        page.on("pageerror", lambda error: problems.append(error))
-        page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
-        yield page
-        gone = "Failed to load resource: net::"  # what a browser says of a server that has ended
-        assert [x for x in problems if not str(x).startswith(gone)] == []
+def page(browser: Any) -> Iterator[Any]:
+    """A page of its own visitor; at its end there must have been no error on it."""
+    page = browser.new_page(color_scheme="dark")
+    page.set_default_timeout(60_000)
+    problems: list[Any] = []
+    page.on("pageerror", lambda error: problems.append(error))
+    page.on("console", lambda message: problems.append(message.text) if message.type == "error" else None)
+    yield page
+    page.close()
+    gone = "Failed to load resource: net::"  # what a browser says of a server that has ended
+    assert [x for x in problems if not str(x).startswith(gone)] == []
 
 
 @pytest.mark.timeout(120)
