@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -139,6 +140,8 @@ def test_rollouts_beyond_the_lag_are_skipped_and_counted() -> None:
     r = staging([(0, 3), (1, 8)], max_lag=2)
     assert r._stage() == 1 and r._stale == 1
     assert [x for x, _ in r._ring.copied] == [(1, 8)]
+    r._ring.stats = lambda: SimpleNamespace(dropped=3, skipped=5)
+    assert r._loss_counts() == (3 + 5 + 1, 0)
 
 
 def test_staged_rollouts_go_round_the_pool() -> None:
