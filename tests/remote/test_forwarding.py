@@ -149,6 +149,41 @@ def test_a_long_log_is_passed_on_whole_and_what_arrived_is_not_sent_again(
     pair.close()
 
 
+def test_what_a_power_loss_took_from_the_log_takes_nothing_else_with_it(tmp_path: Path) -> None:
+    """The other manager has more numbers than are left here; what comes next must not pass for those."""
+    pair = Pair(tmp_path)
+    pair.add(1)
+    log = pair.first._desk.saving.log
+    assert log is not None
+    kept = log.path.stat().st_size
+    pair.add(1)
+    pair.add(1)
+    pair.look_until_quiet()
+    with open(log.path, "r+b") as f:
+        f.truncate(kept)
+    pair.restart(FIRST)
+    pair.add(1)
+    pair.look_until_quiet()
+    assert pair.last.buffer[:]["id"].tolist() == [0, 1, 2, 3]
+    pair.close()
+
+
+def test_a_manager_that_lost_what_had_arrived_before_a_restart_gets_what_follows(tmp_path: Path) -> None:
+    pair = Pair(tmp_path)
+    pair.add()
+    pair.look_until_quiet()
+    pair.restart(FIRST)
+    pair.look_until_quiet()
+    pair.last._desk.close()
+    (tmp_path / "2").rename(tmp_path / "old")
+    pair.last = pair._make(LAST, resume=False)
+    pair.add()
+    with pytest.warns(RuntimeWarning, match="came back without"):
+        pair.look_until_quiet()
+    assert pair.last.buffer[:]["id"].tolist() == [2, 3]
+    pair.close()
+
+
 def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path) -> None:
     """The last manager comes back empty, so the first begins anew; killed then, it must not begin anew again."""
     pair = Pair(tmp_path)

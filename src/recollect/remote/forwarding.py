@@ -66,6 +66,7 @@ class Forwarder:
         self._session = Session(items, rank)
         self._arrived = 0
         self._is_resumed = False
+        self._n_old = 0  # at the head of the queue, from before the restart
         self._queue: deque[Packed] = deque()
         self._outbox: deque[Any] = deque()
         self._due = 0.0
@@ -190,12 +191,19 @@ class Forwarder:
         self._queue.extend(map(self._restored, state.queued))
         self._is_resumed = True
 
+    def log_is_repeated(self) -> None:
+        """All that is queued by now is from before the restart."""
+        self._n_old = len(self._queue)
+
     def _skip(self, last_seq: int) -> None:
         """What the other manager has was sent before the restart."""
         self._arrived += self._session.settle(last_seq)
-        while self._queue and self._session.next_seq <= last_seq:
+        while self._n_old and self._session.next_seq <= last_seq:
+            self._n_old -= 1
             self._arrived += self._queue.popleft().n
             self._session.pass_over()
+        if self._session.next_seq <= last_seq:  # a power loss took the end of the log: those numbers are taken
+            self._session.renumber()
 
     def _saved(self, packed: Packed) -> bytes:
         head = Data(0, bytes(16), 1, self._items.id, packed.n, len(packed.rows), packed.scoring_only)

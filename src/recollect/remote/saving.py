@@ -113,6 +113,8 @@ class Saving:
                 if not isinstance(message, Data):
                     raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
                 repeat(sender, message, body)
+            if self.forwarder is not None:
+                self.forwarder.log_is_repeated()
         except BaseException:
             log.close()
             buffer.close()

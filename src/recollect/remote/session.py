@@ -150,9 +150,9 @@ class Session:
                 f"the manager came back without {lost} items that it had acknowledged; give it a checkpoint"
             )
             warnings.warn(f"rank {self.rank}: {text}", RuntimeWarning, stacklevel=4)
-        self._renumber()
+        self.renumber()
 
-    def _renumber(self) -> None:
+    def renumber(self) -> None:
         """Become a new writer; what has no answer gets new numbers, and what has one keeps its place."""
         entries = list(self.entries.values())
         self.writer = secrets.token_bytes(16)
@@ -221,7 +221,7 @@ class Session:
         gone = [seq for seq, entry in self.entries.items() if entry.answer is None]
         n = sum(self.entries.pop(seq).n for seq in gone)
         setattr(self.doors, door, getattr(self.doors, door) + n)
-        self._renumber()
+        self.renumber()
         self.is_ready = False
         return n
 
@@ -247,6 +247,7 @@ class Session:
         gone = [self.entries.pop(seq) for seq in known]
         for entry in gone:
             self._by_request.pop(entry.request, None)
+        self.acked = max(self.acked, min(last_seq, self.next_seq - 1))
         return sum(entry.n for entry in gone)
 
     def pass_over(self) -> None:
@@ -342,7 +343,7 @@ class Session:
         # Refused: it was not stored, and those after it wait for it in vain.
         self.doors.lost += entry.n
         entry.answer, entry.packed, entry.parts = error, None, []
-        self._renumber()
+        self.renumber()
         return [self.greet()]
 
     def _on_gap(self, failed: Failed) -> list[Parts]:
