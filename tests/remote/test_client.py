@@ -23,7 +23,9 @@ from recollect.errors import (
 )
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.backends import carrier_of
-from recollect.remote.messages import Data, Exit, Scores
+from recollect.remote.items import item_space
+from recollect.remote.messages import Data, Exit, Scores, Welcome
+from recollect.remote.session import Session
 from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
@@ -430,3 +432,42 @@ def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:
     made.close()
     for carrier in (slow, fast, server):
         carrier.close()
+
+
+@pytest.mark.parametrize("odd", [float("nan"), float("inf"), -float("inf")])
+def test_a_baseline_that_is_no_finite_number_filters_nothing(ends: list[LocalCarrier], odd: float) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as manager:
+        manager.start()
+        with client(ends[0], SAMPLE, baseline_filtering=True) as replay:
+            replay.add(samples([1], [0.0]))
+            replay._session.baseline = odd
+            replay.add(samples([2, 3], [-5.0, 5.0]))
+            assert replay.stats().filtered == 0 and replay.stats().kept == 3
+
+
+def test_a_container_for_a_manager_that_never_came_is_not_taken(ends: list[LocalCarrier]) -> None:
+    replay = client(ends[0], deadline=0.1)
+    with pytest.raises(DeadlineError, match="welcome") as info:
+        replay.add(samples([1]))
+    assert info.value.accepted is False and replay.stats().offered == 0
+    replay.close()
+
+
+def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() -> None:
+    session = Session(item_space(PLAIN), 0)
+
+    def welcome(last_seq: int) -> list[Any]:
+        session.greet()
+        text = session.items.text if session.items else ""
+        message = Welcome(session._hello, bytes(16), last_seq, 8, None, text, 0, "host", 1)
+        return session.hear(message, memoryview(b""))
+
+    welcome(0)
+    for i in range(3000):
+        entry = session.put(session.items.encode(samples([i, i])))
+        session.hear(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
+        session.hand_out(entry)
+    assert len(session._acked_items) <= 4 * 8 + 1024
+    with pytest.warns(RuntimeWarning, match="6000 items"):
+        welcome(0)
+    assert session.forgotten == 6000

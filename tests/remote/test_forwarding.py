@@ -168,10 +168,16 @@ def test_what_a_power_loss_took_from_the_log_takes_nothing_else_with_it(tmp_path
     pair.close()
 
 
-def test_a_manager_that_lost_what_had_arrived_before_a_restart_gets_what_follows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("answers", [True, False])
+def test_a_manager_that_lost_what_had_arrived_before_a_restart_gets_what_follows(
+    tmp_path: Path, answers: bool
+) -> None:
     pair = Pair(tmp_path)
     pair.add()
-    pair.look_until_quiet()
+    pair.look()
+    pair.look(answers)
+    if not answers:  # then the dump has what was sent, else the log what is queued
+        pair.first._desk.saving.dump()
     pair.restart(FIRST)
     pair.look_until_quiet()
     pair.last._desk.close()

@@ -22,6 +22,7 @@ from recollect.errors import (
     PipelineError,
     SchemaError,
 )
+from recollect.rollout.sinks import ReplaySink
 from recollect.rollout.state import MOVES, move
 from recollect.testing import FakeClock
 
@@ -772,6 +773,40 @@ def test_carried_tasks_join_the_next_batch() -> None:
             assert second["experience_count"] == 2 and second["metrics"]["rollout/carried_in_count"] == 1
             x = list(c.list_sink.parts.values())[1]
             assert x.task_of(x.group_id[1]) == (1, 2)
+            check_doors(c)
+
+    run(main())
+
+
+def test_a_carried_task_in_the_buffer_is_no_sign_that_its_first_batch_was_written(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The write of batch 1 failed; batch 2 took a task of it along; batch 1 is written when it is finalized again."""
+    buffer = rr.experience_buffer("memory", capacity=100, max_tokens=16)
+    write, fails = ReplaySink.write, [True]
+
+    def once(self: Any, x: Any, commit_id: str) -> None:
+        if fails and fails.pop():
+            raise OSError("not now")
+        write(self, x, commit_id)
+
+    monkeypatch.setattr(ReplaySink, "write", once)
+
+    async def main() -> None:
+        async with coordinator(stragglers="carry", sink=buffer, space=buffer.single_space) as c:
+            await c.submit_batch(batch_id=1, tasks=tasks(c, 2), batch_type="train", min_wait_num=1)
+            await c.submit_batch(batch_id=2, tasks=tasks(c, 1), batch_type="train")
+            await settle(c)
+            c.gates.end((1, 0, 0))
+            await settle(c)
+            with pytest.raises(PipelineError, match="not now"):
+                await c.finalize_train_batch(1, timeout=0)
+            for key in ((1, 1, 0), (2, 0, 0)):
+                c.gates.end(key)
+            await settle(c)
+            assert (await c.finalize_train_batch(2, timeout=0))["experience_count"] == 2
+            assert (await c.finalize_train_batch(1, timeout=0))["experience_count"] == 1
+            assert len(buffer) == 3
             check_doors(c)
 
     run(main())

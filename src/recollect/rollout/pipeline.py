@@ -22,7 +22,7 @@ from recollect.rollout.experience import Experiences
 from recollect.rollout.limits import Limit
 from recollect.rollout.operators import Operator, StalenessFilter, make_operator
 from recollect.rollout.schema import Plan
-from recollect.rollout.sinks import Sink
+from recollect.rollout.sinks import ReplaySink, Sink
 from recollect.rollout.threads import Threads
 
 
@@ -136,10 +136,14 @@ class Pipeline:
             waiting = begin_commit()
             if waiting is not None:
                 await waiting
-        held = maybe_written and await self._call("the sink", self.sink.holds, commit_id)
+        held = maybe_written and await self._call("the sink", self._holds, x, commit_id)
         if not held:
             await self._call("the sink", self.sink.write, x, commit_id)
         done.metrics["pipeline/sink/s"] = self.clock.time() - start
+
+    def _holds(self, x: Experiences, commit_id: str) -> bool:
+        sink = self.sink
+        return sink.holds_rows(x, commit_id) if isinstance(sink, ReplaySink) else sink.holds(commit_id)
 
     async def _call(self, what: str, function: Callable[..., Any], *args: Any) -> Any:
         """Run one call in a thread; if we are stopped meanwhile, it goes on and the next pass waits for it."""

@@ -61,11 +61,20 @@ class ReplaySink:
         if commit_id in self._done:
             return True
         found = re.fullmatch(r".*-g(\d+)-(\d+)", commit_id)
-        if found is None or not len(self.buffer):
+        if found is None:
             return False
         low, high = int(found[1]), int(found[2])
-        ids = np.asarray(self.buffer.get_column_at(("group_id",), slice(None)))
+        ids = self._group_ids()
         return bool(((ids >= low) & (ids <= high)).any())
+
+    def holds_rows(self, x: Experiences, commit_id: str) -> bool:
+        """The same, by the groups of the rows: a carried task has its group in the range of another batch."""
+        return commit_id in self._done or bool(np.isin(self._group_ids(), x.group_id).any())
+
+    def _group_ids(self) -> Any:
+        if not len(self.buffer):
+            return np.empty(0, np.int64)
+        return np.asarray(self.buffer.get_column_at(("group_id",), slice(None)))
 
     def close(self) -> None:
         """Close the buffer if the config made it."""
