@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Limits, ReplayBufferManager
+from recollect.remote import Checkpoint, Limits, ReplayBufferManager
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -237,6 +238,42 @@ def test_exit_counts_a_rank_once_and_what_it_could_not_deliver() -> None:
     assert m.exit_counter == 1
     Peer(m, 0, b"z" * 16).hello()  # a new client of that rank does
     assert m.exit_counter == 0 and m.stats().senders[0].state == "present"
+
+
+def test_who_has_left_stays_away_over_a_restart_and_its_answers_are_kept(tmp_path: Path) -> None:
+    first = made(checkpoint=Checkpoint(tmp_path))
+    peer = Peer(first)
+    peer.hello()
+    (answer,) = peer.data(1, [1])
+    peer.say(Exit(3, WRITER, 0, ""))
+    first._desk.saving.dump()
+    first._desk.close()
+    second = made(checkpoint=Checkpoint(tmp_path, resume=True))
+    peer = Peer(second)
+    assert isinstance(peer.hello(), Welcome)  # an old Hello, delayed on its way, does not bring it back
+    assert second._book.n_present == 0
+    Peer(second, 1, b"z" * 16).hello()
+    assert second._book.n_present == 1
+    second._book.admit(0, "host", 0, 0.0)
+    assert peer.data(1, [1]) == [answer] and held(second) == [1]
+    second.close()
+
+
+def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    peer, saving = Peer(m), m._desk.saving
+    peer.hello()
+    peer.data(1, [1])
+    now = saving._dumped_at
+    first = saving.log.path
+    m._desk.tick(now + 9.0)
+    assert saving.log.path == first and first.stat().st_size
+    m._desk.tick(now + 11.0)
+    assert saving.log.path != first and not saving.log.path.stat().st_size
+    assert not first.exists()  # the dump has what it said
+    m._desk.tick(saving._dumped_at + 1.0)
+    assert [path.name for path in tmp_path.glob("log-*.bin")] == [saving.log.path.name]
+    m.close()
 
 
 def test_drawing_what_is_not_there_is_an_answer() -> None:

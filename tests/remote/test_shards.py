@@ -12,6 +12,7 @@ from tests.remote.make import SAMPLE, samples
 
 from recollect.remote import LocalCarrier, RemoteReplay, ReplayBufferManager, Shards
 from recollect.remote.agreement import Agreement, Summary, agreed_value
+from recollect.remote.messages import Sync
 from recollect.testing.carrier_contract import eventually
 
 shard = st.tuples(st.lists(st.floats(-9, 9), max_size=5), st.booleans(), st.floats(-9, 9), st.integers(1, 9))
@@ -70,6 +71,20 @@ def test_who_hears_nothing_uses_its_own() -> None:
     exchange(both, 4.0, mine)
     assert party.current(4.5) is not None
     assert party.current(7.5) is None
+
+
+def test_an_older_epoch_counts_again_once_nobody_spoke_for_long() -> None:
+    """All others were started again: their epochs begin anew, and this one must not hold out for its own."""
+    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    nothing = np.empty(0)
+
+    def agreed(epoch: int, value: float, now: float) -> tuple[int, float | None] | None:
+        party.hear(4, Sync(0, epoch, "agreed", value, 0, False, None, 0), nothing, now)
+        return party.current(now)
+
+    assert agreed(100, 1.0, 0.0) == (100, 1.0)
+    assert agreed(6, 2.0, 1.0) == (100, 1.0)  # delayed on its way
+    assert agreed(8, 3.0, 4.0) == (8, 3.0)
 
 
 def test_managers_agree_over_a_carrier() -> None:
