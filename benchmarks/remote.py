@@ -222,8 +222,8 @@ def beside_a_slow_reader(seconds: float) -> float:
         usual = median_s(lambda: replay.add(next(turn)), seconds)
         go.set()
         asked.wait(60)
-        while manager.stats().senders[0].requests < 60:  # all is drawn, and none of it read
-            replay.add(next(turn))
+        while (asker := manager.stats().senders.get(0)) is None or asker.requests < 60:
+            replay.add(next(turn))  # until all is drawn, and none of it read
         meanwhile = median_s(lambda: replay.add(next(turn)), seconds)
     reader.kill()
     reader.join()

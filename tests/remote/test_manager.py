@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -32,6 +34,7 @@ from recollect.remote import (
     ReplayBufferManager,
     Trajectories,
 )
+from recollect.remote.desk import Reply
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
 from recollect.remote.wire import encode
@@ -745,10 +748,50 @@ def test_a_log_that_cannot_be_written_changes_nothing(
     assert len(m.buffer) == 0 and m.stats().offered == 0
 
 
+def test_a_record_that_was_written_in_part_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = manager(checkpoint=Checkpoint(tmp_path))
+    m.add(samples([0], [0.0]))
+
+    def part(fd: int, parts: Any) -> int:
+        return os.write(fd, parts[0])
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(
+            "recollect.remote.checkpoint.os", SimpleNamespace(**{**vars(os), "writev": part, "write": full})
+        )
+        with pytest.raises(OSError, match="No space"):
+            m.add(samples([1], [0.0]))
+    m.add(samples([2], [0.0]))
+    m._desk.close()
+    again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert again.buffer[:]["id"].tolist() == [0, 2]
+    again.close()
+
+
+def test_answers_that_a_worker_does_not_take_are_bounded_and_others_are_not_held_up() -> None:
+    class Stuck:
+        def is_complete(self) -> bool:
+            return False
+
+    class Never:
+        def isend(self, dest: int, tag: int, parts: Any) -> Any:
+            return Stuck()
+
+    m = manager(limits=Limits(max_window=4))
+    for _ in range(20):
+        m._serving._answer_soon(Never(), Reply(0, 0, []))  # type: ignore[arg-type]
+    assert len(m._pending_sends) == 5 and m._serving.unsent == 15
+    m._serving._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
+    assert len(m._pending_sends) == 6
+
+
 def test_power_safe_syncs_before_answers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
-    import os
-
     real = os.fdatasync
     monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", lambda fd: (synced.append(fd), real(fd)))
     ends = LocalCarrier.group(2)

@@ -202,7 +202,9 @@ class Forwarder:
             self._n_old -= 1
             self._arrived += self._queue.popleft().n
             self._session.pass_over()
-        if self._session.next_seq <= last_seq:  # a power loss took the end of the log: those numbers are taken
+        if (
+            self._session.next_seq <= last_seq
+        ):  # a power loss took the end of the log: those numbers are taken
             self._session.renumber()
 
     def _saved(self, packed: Packed) -> bytes:
