@@ -157,22 +157,3 @@ def test_slices_beside_a_fast_writer_never_raise_index_errors() -> None:
             assert buffer[-1]["lane"] == 0
             buffer.locate(slice(-3, None))
             buffer.get_column("number")[-5:]
-
-
-def test_a_look_at_all_lanes_is_one_moment() -> None:
-    """Each call of the writer adds a sample to every lane, in an order of its own: no later lane may be ahead."""
-    order = np.random.default_rng(0).permutation(256)
-    with shared(lanes=256, capacity=256 * 4096) as buffer, child(lambda: add_to_all(buffer, order)):
-        until(lambda: len(buffer) >= 256)
-        for _ in range(3_000):
-            counts = np.array([cursor for _, cursor, _ in buffer.engine.native.windows()])[order]
-            assert (np.diff(counts) <= 0).all() and counts[0] - counts[-1] <= 1
-
-
-def add_to_all(buffer: rc.ReplayBuffer, order: Any) -> None:
-    block = rows.block(0, 0, len(order))
-    for _ in range(4_000):
-        buffer.engine.extend_lanes(block, order)
-        for _ in range(150):  # time for a look between two calls, as an environment's step would be
-            pass
-    signal.pause()

@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.meanwhile import at_every_moment
 from tests.process.actor import Actor
 from tests.process.killing import in_child
 from tests.timing import Stopwatch
@@ -48,6 +49,25 @@ def writer_of(ring: Ring) -> Actor:
 def write_one(ring: Ring) -> None:
     with ring:
         put(ring, 7)
+
+
+class TestBeforeSleeping:
+    """What comes after the last look at the slots and before the sleep is seen at once, not at the next wake-up."""
+
+    def test_a_reader_looks_again(self) -> None:
+        with Ring.create(SLOT, 2) as ring:
+            with at_every_moment(lambda: put(ring, 7)) as passed:
+                assert get(ring) == 7
+            assert len(passed) == 1
+
+    def test_a_writer_looks_again(self) -> None:
+        with Ring.create(SLOT, 2) as ring:
+            put(ring, 1)
+            put(ring, 2)
+            with at_every_moment(lambda: get(ring)) as passed:
+                put(ring, 3)
+            assert len(passed) == 1
+            assert [get(ring), get(ring)] == [2, 3]
 
 
 class TestHandles:

@@ -32,6 +32,19 @@ nb::object view_of(MappingPtr m, size_t offset, size_t nbytes) {
     return nb::steal(a);
 }
 
+// At the n-th moment to come, call `meanwhile()`; below zero: at none.
+void arm_moment(int64_t n, nb::object meanwhile) {
+    static PyObject* kept = nullptr;
+    PyObject* before = kept;
+    kept = meanwhile.release().ptr();
+    Py_XDECREF(before);
+    at_moment = [] {
+        nb::gil_scoped_acquire locked;
+        nb::borrow(kept)();
+    };
+    moment_countdown = n;
+}
+
 }  // namespace
 
 void bind_mapping(nb::module_& m) {
@@ -41,6 +54,7 @@ void bind_mapping(nb::module_& m) {
     m.def("arm_fault", [](int64_t n) { fault_countdown = n; }, nb::arg("n"));
     m.def("fault_point", [] { fault_point(); });
     m.def("fault_countdown", [] { return fault_countdown; });
+    m.def("arm_moment", &arm_moment, nb::arg("n"), nb::arg("meanwhile").none());
     m.def("crc32c", [](nb::handle data, uint32_t seed) {
         Py_buffer view;
         if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();

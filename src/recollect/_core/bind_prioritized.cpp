@@ -70,16 +70,12 @@ nb::tuple look(Priorities& self, nb::handle rows, nb::handle generations, double
 
 nb::tuple state(Priorities& self) {
     auto m = self.lock();
-    std::vector<int64_t> rows, generations;
-    std::vector<double> masses;
-    self.visit(*m, [&](int64_t r, int64_t g, double mass) { rows.push_back(r); generations.push_back(g); masses.push_back(mass); });
+    const std::vector<Priorities::Known> known = self.known(*m);
     int64_t *r, *g;
     double* v;
-    nb::object row = arrays::make<int64_t>(rows.size(), r), generation = arrays::make<int64_t>(rows.size(), g);
-    nb::object mass = arrays::make<double>(rows.size(), v);
-    std::copy(rows.begin(), rows.end(), r);
-    std::copy(generations.begin(), generations.end(), g);
-    std::copy(masses.begin(), masses.end(), v);
+    nb::object row = arrays::make<int64_t>(known.size(), r), generation = arrays::make<int64_t>(known.size(), g);
+    nb::object mass = arrays::make<double>(known.size(), v);
+    for (size_t i = 0; i < known.size(); ++i) r[i] = known[i].row, g[i] = known[i].generation, v[i] = known[i].mass;
     return nb::make_tuple(row, generation, mass);
 }
 

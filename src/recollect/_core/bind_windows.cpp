@@ -82,12 +82,14 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
                 }
                 runs.prefetch(a, frames.back(), frames.ahead());
             }
+            moment();
             for (size_t j = 0; j < anchors.n; ++j) {
                 frames.plan(j, places[j], valid);
                 segment[j] = runs.segment(places[j]);
                 step[j] = runs.step(places[j]);
             }
             frames.copy(0, anchors.n, codec, leaves.data.data());
+            moment();
             return frames.all_whole(s);
         });
     }
@@ -127,10 +129,12 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
             FrameDraw draw(s, chooser, frames, valid);
             if (!draw.run(codec, codec ? leaves->data.data() : nullptr)) return false;
             if ((empty = draw.is_empty())) return true;
+            moment();
             for (size_t j = 0; j < n; ++j) {
                 if (located) located->set(j, *m, s, runs, frames.anchor(j));
                 if (segment) segment[j] = runs.segment(frames.anchor(j)), step[j] = runs.step(frames.anchor(j));
             }
+            moment();
             return frames.all_whole(s);
         });
     }
@@ -158,6 +162,7 @@ nb::tuple runs_at(nb::handle rows, nb::handle index, bool tracked, int64_t count
             located.set(i, *m, s, runs, places[i]);
             first[i] = int64_t(runs.begin(places[i]));
             end[i] = int64_t(runs.end(places[i]));
+            moment();
         }
         if (!s.same_epochs()) return false;
         for (size_t i = 0; i < at.n; ++i) {
@@ -184,14 +189,20 @@ nb::tuple window_starts(nb::handle rows, bool tracked, uint64_t length, bool pad
         const Runs runs(*m, s, tracked);
         const Catalogue all(*m, s, runs, {length, pad});
         if (!s.same_epochs()) return false;
+        moment();
         s.shrink();
         places.clear();
         for (const auto& e : all.entries())
             for (uint64_t i = 0; i < e.count; ++i)
                 if (e.first.position + i >= s[e.first.lane].low) places.push_back({e.first.lane, e.first.position + i});
         located.emplace(places.size());
+        moment();
         for (size_t i = 0; i < places.size(); ++i) located->set(i, *m, s, runs, places[i]);
-        return s.same_epochs();  // what is overwritten from here on is gone when its turn comes
+        moment();
+        if (!s.same_epochs()) return false;
+        for (size_t i = 0; i < places.size(); ++i)  // a generation that no row has: gone when its turn comes
+            if (places[i].position < m->low_of(m->lane(places[i].lane))) located->field[2][i] = -1;
+        return true;
     });
     return located->tuple();
 }
@@ -214,6 +225,7 @@ nb::object read_located(nb::handle rows, const Codec& codec, nb::handle at, nb::
                 const auto a = place_of_row(*m, s, row.data[i], generation.data[i]);
                 if (!a) return gone = true;
                 index[i] = index_of_place(s, *a);
+                moment();
             }
             auto at_index = [&](size_t i) { return index[i]; };
             gather(*m, s, row.n, at_index, codec, leaves.data.data());

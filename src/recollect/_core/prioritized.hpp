@@ -154,14 +154,24 @@ class Priorities {
         label(known.data(), n, beta, probability, weight);
     }
 
-    // Call `each(row, generation, mass)` for every live row.
-    template <typename Each> void visit(Memory& m, Each each) {
-        keep_up(m);
-        for (size_t k = 0; k < windows_.size(); ++k)
-            for (uint64_t p = windows_[k].low; p < windows_[k].cursor; ++p) {
-                const size_t r = m.row_of(k, p);
-                each(int64_t(r), int64_t(m.generation(r)), masses_.of(r));
-            }
+    struct Known { int64_t row, generation; double mass; };
+    // Every live row, at one moment but for those that are overwritten meanwhile.
+    std::vector<Known> known(Memory& m) {
+        std::vector<Known> found;
+        Reader reader(m);
+        reader.run([&] {
+            keep_up(m, reader.snapshot());
+            found.clear();
+            for (size_t k = 0; k < windows_.size(); ++k)
+                for (uint64_t p = windows_[k].low; p < windows_[k].cursor; ++p) {
+                    const size_t r = m.row_of(k, p);
+                    moment();
+                    const int64_t generation = int64_t(m.generation(r));
+                    if (!is_lapped(m, r)) found.push_back({int64_t(r), generation, masses_.of(r)});
+                }
+            return reader.snapshot().same_epochs();
+        });
+        return found;
     }
 
     // Forget everything; then these masses hold for those (row, generation) that exist, and all others are new.
@@ -254,18 +264,16 @@ class Priorities {
     // --- rows -----------------------------------------------------------------------------------------------------
     bool is_row(int64_t r) const { return r >= 0 && size_t(r) < seen_.size(); }
     size_t lane_of(const Memory& m, size_t r) const { return m.n_lanes == 1 ? 0 : r / m.run; }
-    // Has the row been overwritten, or is it about to be, since the windows were taken?
+    // Has the row been overwritten, or is it about to be, since the windows were taken? Ask after reading it.
     bool is_lapped(const Memory& m, size_t r) const {
+        std::atomic_thread_fence(std::memory_order_acquire);
         const size_t k = lane_of(m, r);
         return windows_[k].position(r) < m.low_of(m.lane(k));
     }
 
-    // Is (r, generation) a sample that we know of and that is still there?
+    // Is (r, generation) a sample that we know of? (If it goes just now, keep_up() will find that its row is new.)
     bool is_same(const Memory& m, int64_t r, int64_t generation) const {
-        if (!is_row(r) || !windows_[lane_of(m, size_t(r))].has(size_t(r))) return false;
-        if (int64_t(m.generation(size_t(r))) != generation) return false;
-        std::atomic_thread_fence(std::memory_order_acquire);
-        return !is_lapped(m, size_t(r));
+        return is_row(r) && windows_[lane_of(m, size_t(r))].has(size_t(r)) && int64_t(m.generation(size_t(r))) == generation;
     }
 
     // --- draws ------------------------------------------------------------------------------------------------------
@@ -279,11 +287,13 @@ class Priorities {
         targets_.resize(n);
         for (size_t i = 0; i < n; ++i) targets_[i] = (double(i) + unit(key, counter + i)) * part;
         masses_.find(targets_.data(), n, out.row);
+        moment();
         if (out.generation && n <= kPart)
             for (size_t i = 0; i < n; ++i) __builtin_prefetch(&m.stamp(size_t(out.row[i])));
         if (codec) gather_rows(m, out.row, n, *codec, leaves);
         if (out.generation)
             for (size_t i = 0; i < n; ++i) out.generation[i] = int64_t(m.generation(size_t(out.row[i])));
+        moment();
         for (uint64_t again = 1; !s.is_untouched(); ++again) {
             if (!s.same_epochs() || again > kRedraws) return false;
             const Redrawn redrawn = draw_lapped(m, s, mix(key ^ again), counter, n, codec, leaves, out);
@@ -305,6 +315,7 @@ class Priorities {
     Redrawn draw_lapped(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n, const Codec* codec,
                      byte* const* leaves, Drawn out) {
         s.shrink();  // then judge by that very moment: a later one could take more than is drawn again
+        moment();
         std::vector<size_t> lapped;
         for (size_t i = 0; i < n; ++i) {
             const size_t k = lane_of(m, size_t(out.row[i]));
@@ -320,6 +331,7 @@ class Priorities {
             if (codec) copy_sample(m, size_t(out.row[i]), i, *codec, leaves);
             if (out.generation) out.generation[i] = int64_t(m.generation(size_t(out.row[i])));
         }
+        moment();
         return kSome;
     }
 

@@ -104,4 +104,11 @@ inline void fault_point() {
     }
 }
 
+// Moments in a read or a wait at which a test may let happen what another process might do just then: the n-th to come.
+inline int64_t moment_countdown = -1;
+inline void (*at_moment)() = nullptr;
+inline void moment() {
+    if (moment_countdown >= 0 && moment_countdown-- == 0) [[unlikely]] at_moment();
+}
+
 }  // namespace recollect

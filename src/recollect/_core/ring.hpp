@@ -500,6 +500,7 @@ class Ring {
             {
                 Unlocked unlocked(has_gil);
                 const uint32_t seen = futex.load(std::memory_order_acquire);
+                moment();
                 waiting.store(mark, std::memory_order_relaxed);
                 std::atomic_thread_fence(std::memory_order_seq_cst);
                 const double left = end - monotonic_s();

@@ -111,6 +111,7 @@ class Snapshot {
     bool look() {
         total_ = 0;
         for (size_t k = 0; k < memory_.n_lanes; ++k) {
+            if (k) moment();
             windows_[k] = memory_.window(k);
             if (windows_[k].epoch & 1) { changing_ = k; return false; }
             total_ += windows_[k].count();
@@ -200,6 +201,7 @@ class Reader {
 
 // Were all these samples whole while they were copied?
 template <typename Index> bool all_whole(const Snapshot& s, size_t n, Index index) {
+    moment();
     if (s.is_untouched()) return true;
     if (!s.same_epochs()) return false;
     for (size_t i = 0; i < n; ++i)

@@ -121,26 +121,21 @@ class Runs {
     std::vector<Head> heads_;  // of each lane, where its window began when the snapshot was taken
 };
 
-// Every window there is, numbered in index order.
+// Every window there is, numbered in index order; those that were overwritten while they were listed may be wrong.
 class Catalogue {
   public:
     struct Entry { Place first; uint64_t count, before; };
 
     Catalogue(const Memory& m, const Snapshot& s, const Runs& runs, const Wanted& wanted) {
         for (size_t k = 0; k < m.n_lanes; ++k) {
-            const size_t before = entries_.size();
             for (uint64_t p = s[k].low, end; p < s[k].cursor; p = end) {
+                moment();
                 end = runs.end({k, p});
-                entries_.push_back({{k, p}, end - p, 0});
+                const uint64_t count = wanted.count_in(end - p);
+                if (count) entries_.push_back({{k, p}, count, total_});
+                total_ += count;
             }
-            clip(before, std::clamp(m.low_of(m.lane(k)), s[k].low, s[k].cursor));
         }
-        for (Entry& e : entries_) {
-            e.count = wanted.count_in(e.count);
-            e.before = total_;
-            total_ += e.count;
-        }
-        std::erase_if(entries_, [](const Entry& e) { return e.count == 0; });
     }
     uint64_t total() const { return total_; }
     const std::vector<Entry>& entries() const { return entries_; }
@@ -152,15 +147,6 @@ class Catalogue {
     }
 
   private:
-    // What was overwritten meanwhile is left out.
-    void clip(size_t from, uint64_t low) {
-        for (size_t i = from; i < entries_.size() && entries_[i].first.position < low; ++i) {
-            const uint64_t gone = std::min(low - entries_[i].first.position, entries_[i].count);
-            entries_[i].first.position += gone;
-            entries_[i].count -= gone;
-        }
-    }
-
     std::vector<Entry> entries_;
     uint64_t total_ = 0;
 };
@@ -183,13 +169,11 @@ class Chooser {
         if (!all_) all_.emplace(memory_, snapshot_, runs_, wanted_);
         if (all_->total() == 0) return {};
         const Place a = (*all_)[draw_one(key_of(again, kTries), counter_ + j, all_->total())];
-        misled_ = !runs_.starts(wanted_, a);  // by tags that changed while they were listed
-        return misled_ ? std::nullopt : std::optional(a);
+        return runs_.starts(wanted_, a) ? std::optional(a) : std::nullopt;  // not any more: overwritten since
     }
-    bool is_misled() const { return misled_; }
+    bool has_none() const { return all_ && all_->total() == 0; }
     bool draws_windows() const { return wanted_.length > 0; }
     void prefetch_label(Place a) const { runs_.prefetch_step(a); }
-    void forget() { all_.reset(); }
     void prefetch(size_t j, uint64_t back, uint64_t ahead) const { runs_.prefetch(try_(j, 0, 0), back, ahead); }
 
   private:
@@ -208,7 +192,6 @@ class Chooser {
     const Wanted wanted_;
     uint64_t key_, counter_;
     std::optional<Catalogue> all_;
-    bool misled_ = false;
 };
 
 // The frames round some anchors: sample j, frame i is the row at the anchor's position plus offsets[i]. A frame outside
@@ -241,6 +224,7 @@ class Frames {
             gather_leaves(row, from * t_ + begin, from * t_ + end, codec.extent(), codec.spans(), codec.size(), leaves);
         });
     }
+    bool is_in(const Snapshot& s, size_t j) const { return lowest_[j] >= s[anchors_[j].lane].low; }
     // Call after the copy and a look at the epochs.
     bool is_whole(size_t j) const { return lowest_[j] >= memory_.low_of(memory_.lane(anchors_[j].lane)); }
     bool all_whole(const Snapshot& s) const {
@@ -294,6 +278,7 @@ class FrameDraw {
             if (j >= kTagsAhead && !choose(j - kTagsAhead, 0)) return empty_;
         }
         if (codec) frames_.copy(0, frames_.size(), *codec, leaves);
+        moment();
         for (uint64_t again = 1; !frames_.all_whole(snapshot_); ++again)
             if (again > kRedraws || !snapshot_.same_epochs() || !redraw(again, codec, leaves)) return false;
         return true;
@@ -301,19 +286,21 @@ class FrameDraw {
 
   private:
     bool choose(size_t j, uint64_t again) {
+        moment();
         const auto found = chooser_.choose(j, again);
-        empty_ = !found && !chooser_.is_misled();
+        empty_ = !found && chooser_.has_none();
         if (found) frames_.plan(j, *found, valid_);
         if (found && chooser_.draws_windows()) chooser_.prefetch_label(*found);
         return found.has_value();
     }
     bool redraw(uint64_t again, const Codec* codec, byte* const* leaves) {
+        moment();
+        snapshot_.shrink();  // then judge by that very moment: a later one could take more than is drawn again
+        moment();
+        if (snapshot_.total() == 0) return false;
         std::vector<size_t> lapped;
         for (size_t j = 0; j < frames_.size(); ++j)
-            if (!frames_.is_whole(j)) lapped.push_back(j);
-        snapshot_.shrink();
-        chooser_.forget();
-        if (snapshot_.total() == 0) return false;
+            if (!frames_.is_in(snapshot_, j)) lapped.push_back(j);
         for (size_t j : lapped) {
             if (!choose(j, again)) return false;  // begin afresh: there may be newer ones
             if (codec) frames_.copy(j, 1, *codec, leaves);

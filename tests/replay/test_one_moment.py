@@ -1,0 +1,89 @@
+"""A call sees all lanes at one moment, though it looks at them one after the other and writers come in between."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.meanwhile import at_every_moment, at_moment
+from tests.replay.make import block, create
+
+from recollect.replay import ReplayBuffer
+from recollect.sampling import StepSampler
+
+LANES = 4
+
+
+def per_lane(values: Any) -> list[int]:
+    return np.bincount(np.asarray(values, np.int64) // 1000, minlength=LANES).tolist()
+
+
+def by_segments(buffer: ReplayBuffer) -> list[int]:
+    return [sum(b - a for a, b in buffer.get_segments() or [])]
+
+
+LOOKS: dict[str, Callable[[ReplayBuffer], list[int]]] = {
+    "a read of all": lambda buffer: per_lane(buffer[...]["x"]),
+    "places": lambda buffer: per_lane(buffer.locate(...).row * 1000 // 50),
+    "a length": lambda buffer: [len(buffer)],
+    "segments": by_segments,
+    "counts": lambda buffer: [buffer.stats().live],
+}
+
+
+class World:
+    """A buffer of lanes that all hold as many samples; `add` gives each of them one more, the last lane first."""
+
+    def __init__(self, run: int = 50) -> None:
+        self.buffer = create(
+            "memory", directory="", capacity=LANES * run, num_lanes=LANES, maintain_segment_metadata=True
+        )
+        self.lanes = [self.buffer.on_lane(k) for k in range(LANES)]
+        self.add()
+
+    def add(self) -> None:
+        for k in reversed(range(LANES)):
+            self.lanes[k].extend(block([1000 * k]))
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_a_write_to_all_lanes_is_seen_in_all_or_in_none(look: Callable[[ReplayBuffer], list[int]]) -> None:
+    for n in range(100):
+        world = World()
+        before = look(world.buffer)
+        with at_moment(n, world.add) as meanwhile:
+            seen = look(world.buffer)
+        assert seen in (before, look(world.buffer))
+        if not meanwhile.happened:
+            break
+    assert n >= LANES - 1
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS)
+def test_a_look_is_repeated_until_no_writer_came_in_between(
+    look: Callable[[ReplayBuffer], list[int]],
+) -> None:
+    world, times = World(), 0
+
+    def add() -> None:
+        nonlocal times
+        times += 1
+        if times <= 40:
+            world.add()
+
+    with at_every_moment(add):
+        seen = look(world.buffer)
+    assert seen == look(world.buffer) and times > 40
+
+
+def test_writers_that_never_pause_do_not_keep_draws_out() -> None:
+    """Then each lane is seen at a moment of its own within the call; samples are whole all the same."""
+    world = World(run=5000)
+    sampler = StepSampler(world.buffer, 8, seed=0)
+    with at_every_moment(world.add) as passed:
+        drawn = sampler.sample()
+        assert len(passed) > 256
+        assert 0 < len(world.buffer) <= LANES * len(passed)
+    np.testing.assert_array_equal(drawn["y"][:, 0], drawn["x"])
