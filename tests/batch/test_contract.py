@@ -14,6 +14,7 @@ from recollect.batch import (
     CastTransformation,
     CombinedBatch,
     FrameStackedBatch,
+    NStepBatch,
     SliceStackedBatch,
     SubIndexedBatch,
     SubItemBatch,
@@ -21,7 +22,8 @@ from recollect.batch import (
     TransformedBatch,
 )
 from recollect.batch.structure import leaf_paths, pick
-from recollect.sampling import StepSampler
+from recollect.replay import ReplayBuffer
+from recollect.sampling import PrioritizedSampler, StepSampler
 from recollect.testing.batch_contract import BatchContract, Make, equal
 from recollect.testing.batches import ListBatch
 
@@ -246,6 +248,13 @@ class TestStackByFunction(StackContract):
         return lambda n: FrameStackedBatch(batch(n), 2, 0, same_parity)
 
 
+class TestStackByEpisodeKey(StackContract):
+    @pytest.fixture
+    def make_batch(self) -> Make:
+        mask = SliceStackedBatch.get_valid_mask_function_with_episode_end_key("id")
+        return lambda n: FrameStackedBatch(batch(n), 2, 1, mask)
+
+
 class TestStackOverTorch(StackContract):
     @pytest.fixture
     def make_batch(self) -> Make:
@@ -259,10 +268,27 @@ class TestColumnOfStack(StackContract):
         return lambda n: FrameStackedBatch(batch(n), 2).get_column("obs")
 
 
-class TestStepSampler(BatchContract):
+def transitions(n: int) -> ReplayBuffer:
+    """A tracked ring of n samples in segments of three, which has gone round once."""
+    number = ((), "float32")
+    space = {"obs": number, "next_obs": number, "reward": number, "terminated": ((), "bool")}
+    made = ReplayBuffer.create("memory", space, capacity=max(n, 1), maintain_segment_metadata=True)
+    for t in range(2 * n):
+        one = np.float32(t)
+        made.append({"obs": one, "next_obs": one + 1, "reward": one, "terminated": t % 3 == 2})
+        if t % 3 == 2:
+            made.mark_segment_end()
+    return made
+
+
+class TestNStep(BatchContract):
     @pytest.fixture
     def make_batch(self) -> Make:
-        return lambda n: StepSampler(batch(n), 3, seed=0)
+        return lambda n: NStepBatch(transitions(n), 2, 0.5)
+
+
+class SamplerContract(BatchContract):
+    """A sampler is a batch too, but for `iter`, which is an epoch."""
 
     def test_iteration_gives_the_samples_in_order(self, batch: BatchBase) -> None:
         """A sampler iterates by epochs; see tests/sampling."""
@@ -272,6 +298,18 @@ class TestStepSampler(BatchContract):
 
     def test_samples_are_in_the_space(self, batch: BatchBase) -> None:
         assert all(batch.single_space.contains(batch[i]) for i in range(len(batch)))
+
+
+class TestStepSampler(SamplerContract):
+    @pytest.fixture
+    def make_batch(self) -> Make:
+        return lambda n: StepSampler(batch(n), 3, seed=0)
+
+
+class TestPrioritizedSampler(SamplerContract):
+    @pytest.fixture
+    def make_batch(self) -> Make:
+        return lambda n: PrioritizedSampler(transitions(n), 3, seed=0)
 
 
 def test_the_contract_asks_for_a_batch(pytester: pytest.Pytester) -> None:

@@ -65,6 +65,18 @@ class BatchStats:
     sources: tuple[Any, ...] = ()
 
 
+_DRAW = "a sampler: rc.StepSampler(batch, batch_size).sample()"
+_WRITE = "append(sample) for one sample, extend(batch) for many"
+_CALLED_HERE = {
+    "sample": _DRAW,
+    "sample_batch": _DRAW,
+    "add": _WRITE,
+    "push": _WRITE,
+    "put": _WRITE,
+    "store": _WRITE,
+}
+
+
 class BatchBase(ABC):
     """The contract of every indexable collection of samples; views and samplers work over any of them.
 
@@ -124,6 +136,18 @@ class BatchBase(ABC):
         if not (_gives(cls, "get_at") or _gives(cls, "get_flattened_at")):
             raise TypeError(f"{cls.__name__}: must define get_at or get_flattened_at, got neither; add one")
         return super().__new__(cls)
+
+    if not TYPE_CHECKING:  # a type checker that saw __getattr__ would let any misspelt name pass
+
+        def __getattr__(self, name: str) -> Any:
+            """Tell what is called otherwise here than in most buffers; an AttributeError all the same."""
+            if name not in _CALLED_HERE:
+                return object.__getattribute__(
+                    self, name
+                )  # raises what it raised, a property's own error too
+            raise AttributeError(
+                f"{type(self).__name__}: has no {name}(); use {_CALLED_HERE[name]}", name=name, obj=self
+            )
 
     def __init__(self, single_space: Any, single_metadata_space: Any = None) -> None:
         """Set the space of one sample and of its metadata (a Dict, or None); short forms are accepted."""

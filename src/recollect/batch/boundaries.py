@@ -19,7 +19,7 @@ from recollect import _core
 from recollect.backends import Backend, move
 from recollect.batch.frames import stand_ins
 from recollect.batch.location import Bools, Ints, Location, runs_of
-from recollect.indexing import positions
+from recollect.indexing import normalize
 
 if TYPE_CHECKING:
     from recollect.batch.base import BatchBase
@@ -113,6 +113,8 @@ class Boundaries:
     def frames(self, anchors: Ints, offsets: Ints) -> Frames:
         """Locate the samples at `offsets` ([S], or [B, S]) from the anchors."""
         n = len(self.batch)
+        if anchors.max(initial=-1) >= n:
+            raise IndexError(f"index: must be below the {n} samples that are left, got {anchors.max()}")
         expanded = anchors[:, None] + offsets
         place = self.batch.locate(np.clip(expanded, 0, max(n - 1, 0)).ravel())
         return Frames(expanded, (expanded >= 0) & (expanded < n), place)
@@ -287,6 +289,20 @@ def drawn(batch: BatchBase, draw: Callable[[int], T]) -> T:
                 raise
 
 
+def counted(batch: BatchBase, idx: Any, read: Callable[[Any], T]) -> T:
+    """Call `read(index)` with what `idx` means now; again if the batch shrank between the count and the read."""
+    deadline = 0.0
+    while True:
+        size = len(batch)
+        index = normalize(idx, size)  # raises what is out of range now
+        try:
+            return read(index)
+        except IndexError:
+            deadline = deadline or monotonic() + CONTENTION_S
+            if monotonic() > deadline or not (batch._moves or len(batch) < size):
+                raise
+
+
 def read_frames(batch: BatchBase, ask: Ask, keys: Any, flat: bool) -> Found | None:
     """Read frames of any batch by locating them; in the place of those outside the anchor's run, the nearest in it.
 
@@ -311,7 +327,9 @@ def _frames_asked(boundaries: Boundaries, ask: Ask, anchor: int) -> Frames | Non
     if stream is None and ask.place is not None:
         return boundaries.frames_round(ask.place, ask.offsets, anchor)
     if stream is None:
-        return boundaries.frames(positions(ask.index, len(boundaries.batch)), ask.offsets)
+        return counted(
+            boundaries.batch, ask.index, lambda index: boundaries.frames(np.atleast_1d(index), ask.offsets)
+        )
     if ask.wanted.length:
         place = boundaries.draw(stream, ask.n, ask.wanted)
         frames = None if place is None else boundaries.frames_round(place, ask.offsets, anchor)

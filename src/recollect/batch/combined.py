@@ -13,6 +13,7 @@ from gymnasium import spaces
 
 from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import counted
 from recollect.batch.location import Bools, Ints, Location, Segments
 from recollect.batch.structure import Keys, as_batch, assemble, checked_batch, select, unbatch
 from recollect.batch.view import Read, ReadsOnce
@@ -122,8 +123,11 @@ class CombinedBatch(ReadsOnce):
     # Reads
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
+        return counted(self, idx, lambda index: self._read_at(index, keys, flat, metadata))
+
+    def _read_at(self, index: Any, keys: Keys, flat: bool, metadata: bool) -> Read:
         ends = self._ends()
-        index = normalize(idx, int(ends[-1]))
+        normalize(index, int(ends[-1]))  # it may have shrunk since it was counted
         if isinstance(index, int):
             (share,) = _split(np.array([index]), ends)
             found = self.batches[share.member]._read(int(share.index[0]), keys, flat, metadata)

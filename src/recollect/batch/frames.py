@@ -38,12 +38,12 @@ def outward_all(flags: Bools, anchor: int) -> Bools:
 def same_id(ids: Array, anchor: int) -> Bools:
     """Return where every row from here to the anchor has the anchor's id."""
     same = ids == ids[:, anchor : anchor + 1]
-    return outward_all(same.reshape(*same.shape[:2], -1).all(axis=2), anchor)
+    return outward_all(same.all(axis=tuple(range(2, same.ndim))), anchor)
 
 
 def no_end_between(ends: Array, anchor: int) -> Bools:
     """Return where no row from the earlier of here and the anchor to the later (excluded) has the flag."""
-    goes_on: Bools = np.logical_not(ends.astype(np.bool_).reshape(*ends.shape[:2], -1).any(axis=2))
+    goes_on: Bools = np.logical_not(ends.astype(np.bool_).any(axis=tuple(range(2, ends.ndim))))
     past = goes_on.copy()
     past[:, anchor] = True
     left = outward_all(past, anchor)[:, : anchor + 1]

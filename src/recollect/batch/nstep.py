@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -10,12 +11,12 @@ from gymnasium import Space, spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
-from recollect.batch.boundaries import Frames, Lapped, again_and_again, check_known
+from recollect.batch.boundaries import Frames, Lapped, again_and_again, check_known, counted
 from recollect.batch.frames import stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, unbatch
 from recollect.batch.view import Read, View, as_source
-from recollect.indexing import is_single, positions
+from recollect.indexing import is_single
 from recollect.spaces import as_numpy, as_space, space_at
 from recollect.spaces.tree import as_keys, make_dict, path_name
 
@@ -79,11 +80,14 @@ class NStepBatch(View):
     # Reads
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
-        def attempt() -> Read:
-            anchors = positions(idx, len(self.batch))
-            return self._gather(self._boundaries().frames(anchors, self._offsets), keys, flat, metadata)
+        def read(index: Any) -> Read:
+            anchors = np.atleast_1d(index)
+            return again_and_again(
+                self,
+                lambda: self._gather(self._boundaries().frames(anchors, self._offsets), keys, flat, metadata),
+            )
 
-        data, meta = again_and_again(self, attempt)
+        data, meta = counted(self.batch, idx, read)
         if not is_single(idx):
             return data, meta
         if meta is not None and self.single_metadata_space is not None:
@@ -105,9 +109,7 @@ class NStepBatch(View):
         valid[:, 0] = True
         b, n = valid.shape
         steps = frames.place.take((np.arange(b)[:, None] * n + stand_ins(valid, 0)).ravel())
-        reward, ended = (
-            as_numpy(self._column(steps, path)).reshape(b, n, -1) for path in (self.reward, self.terminated)
-        )
+        reward, ended = (self._per_step(steps, path, b, n) for path in (self.reward, self.terminated))
         on = _goes_on(valid, ended[:, :, 0].astype(np.bool_))
         last = on.sum(axis=1) - 1
         data, meta = self._whole(frames.column(0), metadata)
@@ -120,6 +122,10 @@ class NStepBatch(View):
         data[DISCOUNT] = self._out(discount.astype(self._dtype), (DISCOUNT,))
         data = pick(data, keys)
         return self._flatten(data, False, keys) if flat else data, meta
+
+    def _per_step(self, steps: Location, path: Keys, b: int, n: int) -> Any:
+        column = as_numpy(self._column(steps, path))
+        return column.reshape(b, n, math.prod(column.shape[1:]))
 
     def _column(self, place: Location, keys: Keys) -> Any:
         return self._whole(place, False, keys)[0]

@@ -10,13 +10,13 @@ from gymnasium import Space, spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
-from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_and_again, as_labels
+from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_and_again, as_labels, counted
 from recollect.batch.episode_mask import EpisodeMask, span_of
 from recollect.batch.frames import fold, frame, no_end_between, same_id, show, split_keys, stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, select, unbatch
 from recollect.batch.view import Read, View, as_source
-from recollect.indexing import is_single, normalize, positions
+from recollect.indexing import is_single, positions
 from recollect.spaces import as_numpy, as_space, batch_space, space_at
 from recollect.spaces.tree import as_keys, make_dict
 
@@ -159,17 +159,22 @@ class SliceStackedBatch(View):
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         single = is_single(idx)
-        if self._is_plain:
-            at = [normalize(idx, len(self.batch))] if single else idx
-            found = self._read_plain(Ask(self.fixed_offset, at), keys, flat, metadata)
+        if self._is_plain and not single:
+            found = self._read_plain(Ask(self.fixed_offset, idx), keys, flat, metadata)
         else:
-            anchors = np.atleast_1d(np.asarray(normalize(idx, len(self.batch)), np.int64))
-            found = again_and_again(
-                self, lambda: self._gather(self._runs.frames(anchors, self._span), keys, flat, metadata)
+            found = counted(
+                self.batch, idx, lambda index: self._read_at(np.atleast_1d(index), keys, flat, metadata)
             )
         if found is None:
             raise self._contention()
         return self._first(found, keys, flat) if single else found
+
+    def _read_at(self, anchors: Ints, keys: Keys, flat: bool, metadata: bool) -> Read | None:
+        if self._is_plain:
+            return self._read_plain(Ask(self.fixed_offset, anchors), keys, flat, metadata)
+        return again_and_again(
+            self, lambda: self._gather(self._runs.frames(anchors, self._span), keys, flat, metadata)
+        )
 
     @property
     def _is_plain(self) -> bool:

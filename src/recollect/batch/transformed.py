@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,10 @@ from gymnasium import spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
-from recollect.batch.boundaries import Ask, Found
+from recollect.batch.boundaries import Ask, Found, counted
 from recollect.batch.structure import Keys, as_batch, checked_batch, has_no_array, map_leaves, pick, unbatch
 from recollect.batch.view import Read, View, as_source
-from recollect.indexing import normalize
+from recollect.indexing import is_single, normalize
 from recollect.spaces import as_space, batch_space
 from recollect.spaces.transformation import CallableTransformation, DataTransformation
 
@@ -66,7 +67,7 @@ class TransformedBatch(View):
 
     def _example(self, metadata: bool) -> Any:
         source = self.batch
-        if len(source):
+        with suppress(IndexError):  # it is empty, or was emptied just now
             return source._read([0], metadata=metadata)[metadata]
         space = source.single_metadata_space if metadata else source.single_space
         if space is None:
@@ -83,10 +84,10 @@ class TransformedBatch(View):
     # Reads
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
-        index = normalize(idx, len(self.batch))
-        if not isinstance(index, int):
-            return self._outward(self.batch._read(index, (), False, metadata), keys, flat)
-        data, found = self._forward(self.batch._read(np.array([index]), (), False, metadata))
+        if not is_single(idx):
+            return self._outward(self.batch._read(idx, (), False, metadata), keys, flat)
+        one = counted(self.batch, idx, lambda index: self.batch._read(np.array([index]), (), False, metadata))
+        data, found = self._forward(one)
         if found is not None and self.single_metadata_space is not None:
             found = unbatch(self.single_metadata_space, found, 0)
         data = pick(unbatch(self.single_space, data, 0), keys)

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import drawn
 from recollect.batch.location import Bools, Ints, Location, Segments, runs_of
 from recollect.batch.structure import unbatch
 
@@ -104,7 +105,7 @@ class Walk:
 
 def iterate(batch: BatchBase) -> Iterator[Any]:
     """Yield the samples of a batch one by one; see `BatchBase.__iter__`."""
-    walk = Walk.start(batch)
+    walk = drawn(batch, lambda size: Walk.start(batch))
     for position in range(len(walk)):
         found = walk.read(np.array([position]))
         if found is not None:

@@ -10,13 +10,13 @@ from gymnasium import Space, spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase
-from recollect.batch.boundaries import Ask, Found, Stream, Wanted, as_labels
+from recollect.batch.boundaries import Ask, Found, Stream, Wanted, as_labels, counted
 from recollect.batch.frames import fold, split_keys
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Keys, empty_batch, has_no_array, map_leaves, pick, unbatch
 from recollect.batch.view import Read, View, as_source
 from recollect.errors import EmptyError
-from recollect.indexing import is_single, normalize
+from recollect.indexing import is_single
 from recollect.spaces import as_numpy, as_space, batch_space, space_at
 
 
@@ -69,8 +69,11 @@ class WindowBatch(View):
 
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         single = is_single(idx)
-        at = [normalize(idx, len(self.batch))] if single else idx
-        found = self.batch._read_frames(Ask(self._offsets, at), self._within(keys), flat)
+
+        def read(at: Any) -> Found | None:
+            return self.batch._read_frames(Ask(self._offsets, at), self._within(keys), flat)
+
+        found = counted(self.batch, idx, lambda index: read([index])) if single else read(idx)
         if found is None:
             raise self._contention()
         data, meta = self._dress(found, keys, flat, metadata)

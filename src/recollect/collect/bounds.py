@@ -30,7 +30,7 @@ def _inside(leaf: Space[Any], values: Any, n: int) -> Array:
     low, high = _bounds(leaf)
     x = as_numpy(values)
     fits = (x >= low) & (x <= high)  # NaN is never inside
-    return np.asarray(fits.reshape(n, -1).all(axis=1))
+    return np.asarray(fits.all(axis=tuple(range(1, fits.ndim))))
 
 
 def _bounds(leaf: Space[Any]) -> tuple[Any, Any]:

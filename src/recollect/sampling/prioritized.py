@@ -14,18 +14,18 @@ from gymnasium import spaces
 
 from recollect.backends import move
 from recollect.batch.base import BatchBase
-from recollect.batch.boundaries import CONTENTION_S
+from recollect.batch.boundaries import CONTENTION_S, Lapped, again_and_again, counted
 from recollect.batch.location import Ints, Location
-from recollect.batch.structure import Keys, fill
+from recollect.batch.structure import Keys, fill, unbatch
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
 from recollect.batch.view import Read, View, as_source
 from recollect.errors import EmptyError
-from recollect.indexing import is_single, normalize
+from recollect.indexing import is_single
 from recollect.sampling.base import BatchSampler, SamplerStats
 from recollect.sampling.ledger import Drawn, Floats, RowLedger, ledger_of
 from recollect.sampling.stream import mix
-from recollect.spaces import as_numpy
+from recollect.spaces import as_numpy, space_at
 
 LABELS = {
     "row": ((), "int64"),
@@ -266,19 +266,24 @@ class _Labelled(View):
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         if not metadata:
             return self.batch._read(idx, keys, flat, False)
-        deadline = monotonic() + CONTENTION_S
-        while True:
-            single = is_single(idx)
-            index = normalize(idx, len(self.batch))
-            at = np.array([index]) if isinstance(index, int) else index
-            place = self.batch.locate(at)
-            # Where the index means samples that were overwritten since they were located, locate again.
-            if (self.batch.relocate(place) == at).all():
-                data, own = self.batch._read(index, keys, flat, True)
-                if (self.batch.relocate(place) == at).all():
-                    return data, self._label(own, place, single)
-            if monotonic() > deadline:
-                raise self._contention()
+        found = again_and_again(
+            self,
+            lambda: counted(self.batch, idx, lambda index: self._read_at(np.atleast_1d(index), keys, flat)),
+        )
+        return self._first(found, keys, flat) if is_single(idx) else found
+
+    def _read_at(self, index: Ints, keys: Keys, flat: bool) -> Read:
+        """Samples and the labels of the very same; Lapped if any was overwritten meanwhile."""
+        found = self.get_located(self.batch.locate(index), keys, flat, True)
+        if found is None:
+            raise Lapped
+        return found
+
+    def _first(self, found: Read, keys: Keys, flat: bool) -> Read:
+        data, meta = found
+        if self.single_metadata_space is not None:
+            meta = unbatch(self.single_metadata_space, meta, 0)
+        return data[0] if flat else unbatch(space_at(self.single_space, keys), data, 0), meta
 
     def get_located(
         self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
@@ -286,13 +291,8 @@ class _Labelled(View):
         found = self.batch.get_located(location, keys, flat, metadata)
         if found is None or not metadata:
             return found
-        return found[0], self._label(found[1], location, False)
-
-    def _label(self, own: Any, place: Location, single: bool) -> dict[str, Any]:
-        labels = self._sampler._labels_at({"row": place.row, "generation": place.generation})
-        if single:
-            labels = {name: value[0] for name, value in labels.items()}
-        return {**(own or {}), **labels}
+        labels = self._sampler._labels_at({"row": location.row, "generation": location.generation})
+        return found[0], {**(found[1] or {}), **labels}
 
 
 def _key(key: int, again: int) -> int:
