@@ -278,3 +278,45 @@ def test_create_refuses_what_cannot_be(tmp_path: Path) -> None:
         path = next(tmp_path.glob("live-*"))
         with pytest.raises(FileExistsError, match="overwrite=True"):
             ReplayBuffer.create("memmap", SPACE, capacity=4, cache_path=path)
+
+
+@pytest.mark.parametrize("given", [(), (100,), (SPACE, 100), (ReplayBuffer, "storage")])
+def test_a_constructor_without_a_storage_names_create(given: tuple[Any, ...]) -> None:
+    with pytest.raises(TypeError, match=r"ReplayBuffer\.create\(rc\.MemoryStorage, space, capacity="):
+        ReplayBuffer(*given)
+
+
+def test_a_capacity_for_the_constructor_names_create() -> None:
+    with pytest.raises(TypeError, match=r"ReplayBuffer\.create\("):
+        ReplayBuffer(capacity=100)  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "remedy"),
+    [
+        ("sample", r"rc\.StepSampler\(batch, batch_size\)\.sample\(\)"),
+        ("add", r"append\(sample\)"),
+        ("push", "extend"),
+    ],
+)
+def test_names_of_other_libraries_tell_what_is_called_so_here(name: str, remedy: str) -> None:
+    with create("memory", directory="") as buffer:
+        for batch in (buffer, buffer.get_column("x")):
+            assert not hasattr(batch, name)
+            with pytest.raises(AttributeError, match=remedy):
+                getattr(batch, name)
+        sampler = recollect.StepSampler(buffer, 2)
+        with pytest.raises(recollect.EmptyError):
+            sampler.sample()
+
+
+def test_other_missing_names_and_errors_of_properties_are_pythons_own() -> None:
+    class Broken(recollect.BatchBase):
+        __len__ = get_at = lambda self, idx=0: 0  # type: ignore[assignment]
+
+        @property
+        def is_mutable(self) -> bool:
+            return self.nowhere  # type: ignore[attr-defined, no-any-return]
+
+    with pytest.raises(AttributeError, match="'Broken' object has no attribute 'nowhere'"):
+        Broken(SPACE).is_mutable

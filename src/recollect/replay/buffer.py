@@ -68,6 +68,16 @@ class ReplayBuffer(BatchBase):
     (5, 3.0, (3, 3))
     """
 
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Point whoever has no storage to adopt to `create`."""
+        given = args[0] if args else kwargs.get("storage")
+        if not isinstance(given, SpaceStorage):
+            raise TypeError(
+                f"{cls.__name__}: must adopt a storage that is there already, got {given!r}; "
+                f"make one with {cls.__name__}.create(rc.MemoryStorage, space, capacity=100_000)"
+            )
+        return super().__new__(cls)
+
     def __init__(
         self,
         storage: SpaceStorage,
@@ -99,7 +109,7 @@ class ReplayBuffer(BatchBase):
               cache_path: PathName | None, state: dict[str, Any] | None,
               limiter: RateLimiter | None = None) -> Self:  # fmt: skip
         """Make a buffer over a storage that already knows what it holds."""
-        buffer = cls.__new__(cls)
+        buffer = cls.__new__(cls, storage)
         buffer._setup(storage, tracked, evict, multiprocessing, cache_path, state, limiter)
         buffer.storage_path_relative = "storage"
         return buffer
