@@ -15,13 +15,20 @@ class Meanwhile:
 
 
 @contextmanager
-def at_moment(n: int, happens: Callable[[], object]) -> Iterator[Meanwhile]:
-    """Let `happens()` be called at the n-th moment of what is read or awaited in this block, if there are as many."""
+def at_moment(n: int, happens: Callable[[], object], times: int = 1) -> Iterator[Meanwhile]:
+    """Let `happens()` be called at the n-th moment of what is read or awaited in this block, if there are as many.
+
+    With `times` at the moments after it too, until it was called so often.
+    """
     told = Meanwhile()
 
     def call() -> None:
+        nonlocal times
         told.happened = True
         happens()
+        times -= 1
+        if times:
+            _core.arm_moment(0, call)
 
     _core.arm_moment(n, call)
     try:

@@ -50,10 +50,15 @@ class World:
             "memory", SPACE, capacity=lanes * run, num_lanes=lanes, maintain_segment_metadata=True
         )
         self.out = [self.buffer.on_lane(k) for k in range(lanes)]
-        self.next = 1
-        self.each(*lengths[:-1])
+        self.next, self.lengths = 1, lengths
+
+    def fresh(self) -> World:
+        """As it was made; to make another takes ten times as long."""
+        self.buffer.clear()
+        self.each(*self.lengths[:-1])
         for lane in self.out:
-            self.add(lane, lengths[-1])
+            self.add(lane, self.lengths[-1])
+        return self
 
     def add(self, lane: Any, n: int) -> None:
         """Some samples one by one, of the episode that is open."""
@@ -79,6 +84,13 @@ class World:
 
     def lap(self) -> None:
         self.each(*[3] * (self.run // 3 + 1))
+
+    def move_the_rare_one(self) -> None:
+        self.each(*[1] * 30, 3, *[1] * 15)
+        self.each(*[1] * 48)
+
+    def take_one_of_two(self) -> None:
+        self.each(*[1] * 48)
 
     def lap_one_lane(self) -> None:
         self.add(self.out[-1], self.run + 3)
@@ -178,14 +190,14 @@ class Work:
     is_all: bool = False
 
 
-def sequences(length: int, burn_in: int = 0, pad: bool = False, epoch: bool = False) -> Work:
+def sequences(length: int, burn_in: int = 0, pad: bool = False, epoch: bool = False, n: int = 3) -> Work:
     def frames(found: Any) -> list[Window]:
         batch, meta = found
         assert (meta["valid_mask"] == (batch["x"] > 0)).all()
         return columns(xs(batch), meta["segment"], meta["step"])
 
     def do(buffer: rc.ReplayBuffer) -> list[Window]:
-        sampler = rc.SequenceSampler(buffer, 3, length, burn_in, pad, seed=3)
+        sampler = rc.SequenceSampler(buffer, n, length, burn_in, pad, seed=3)
         if not epoch:
             return frames(sampler.sample_with_metadata())
         return [w for found in sampler.epoch_iter_with_metadata() for w in frames(found)]
@@ -258,6 +270,8 @@ WORKS = {
     "a read of stacks": Work(
         lambda b: frames_of(stacked(b).get_at_with_metadata(list(SOME))), Held.stacks, index=SOME
     ),
+}
+VIEWS = {
     "all stacks": Work(lambda b: frames_of(stacked(b).get_at_with_metadata(...)), Held.stacks, is_all=True),
     "all": all_of(lambda b: b),
     "all with labels": Work(labelled, Held.places, is_all=True),
@@ -285,6 +299,9 @@ def check(work: Work, before: Held, after: Held, seen: list[Window] | type[Excep
         stay = set(before.places().values()) & set(after.places().values())
         throughout = {w for x, w in shown[0].items() if shown[1].get(x) == w and after.places()[x] in stay}
         assert throughout <= set(seen), "missed"
+        starts = {x for x, window in [*shown[0].items(), *shown[1].items()] if window in seen}
+        new = shown[1].keys() - set(before.x)
+        assert not starts & new or starts >= new, "some of those that came later"
     else:
         assert any(set(seen) <= set(s.values()) for s in shown), f"{seen} is of neither of {shown}"
     if work.is_all:
@@ -295,12 +312,13 @@ def check(work: Work, before: Held, after: Held, seen: list[Window] | type[Excep
         assert seen in expected
 
 
-def run_through(work: Work, make: Callable[[], World], happens: Callable[[World], None], least: int) -> None:
-    """Do the work once for each moment of it."""
+def run_through(
+    work: Work, world: World, happens: Callable[[World], None], least: int, times: int = 1
+) -> None:
+    """Do the work once for each moment of it; with `times` it happens as often, one moment after the other."""
     for n in range(1000):
-        world = make()
-        before = Held.of(world.buffer)
-        with at_moment(n, lambda: happens(world)) as meanwhile:  # noqa: B023
+        before = Held.of(world.fresh().buffer)
+        with at_moment(n, lambda: happens(world), times) as meanwhile:
             try:
                 seen: Any = work.do(world.buffer)
             except (rc.EmptyError, IndexError) as error:
@@ -317,63 +335,96 @@ LANES = [(happens, 1) for happens in HAPPENINGS] + [(World.go_on, 2), (World.lap
 @pytest.mark.parametrize(("happens", "lanes"), LANES, ids=lambda x: getattr(x, "__name__", str(x)))
 @pytest.mark.parametrize("name", WORKS)
 def test_a_writer_at_every_moment(name: str, happens: Callable[[World], None], lanes: int) -> None:
-    run_through(WORKS[name], lambda: World(lanes), happens, 1)
+    run_through(WORKS[name], World(lanes), happens, 1)
 
 
+@pytest.mark.parametrize("name", ["a draw", "a prioritized draw", "sequences", "stacks"])
+def test_a_writer_again_while_what_it_took_is_drawn_again(name: str) -> None:
+    run_through(WORKS[name], World(1), World.go_on, 1, times=2)
+
+
+@pytest.mark.parametrize("happens", [World.lap, World.remove, World.clear], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("name", VIEWS)
+def test_a_view_is_read_at_one_moment(name: str, happens: Callable[[World], None]) -> None:
+    run_through(VIEWS[name], World(1), happens, 1)
+
+
+TWO_RARE = (*[1] * 20, 3, *[1] * 40, 3, *[1] * 31)
 RARE = (*[1] * 60, 3, *[1] * 34)
 
 
-@pytest.mark.parametrize("happens", [World.go_on, World.singles, World.lap], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("happens", [World.singles, World.move_the_rare_one], ids=lambda f: f.__name__)
 def test_a_writer_while_rare_windows_are_listed(happens: Callable[[World], None]) -> None:
     """One of a hundred starts has a window, so that a draw lists them all."""
-    run_through(sequences(3), lambda: World(1, 96, RARE), happens, 90)
+    run_through(sequences(3, n=8), World(1, 96, RARE), happens, 90)
 
 
-def test_a_row_of_the_open_episode_is_not_joined_to_the_one_it_overwrote() -> None:
-    """The open episode is at both ends of the ring while it overwrites: only its steps tell the ends apart."""
-    run_through(sequences(2, epoch=True), lambda: World(1, 12, (3, 2, 2, 5)), World.go_on, 4)
+def test_a_writer_takes_one_of_two_rare_windows() -> None:
+    run_through(sequences(3, n=8), World(1, 96, TWO_RARE), World.take_one_of_two, 90)
 
 
 @pytest.mark.parametrize(("happens", "lanes"), LANES, ids=lambda x: getattr(x, "__name__", str(x)))
-def test_runs_at_every_moment(happens: Callable[[World], None], lanes: int) -> None:
-    """Where runs begin and end, by steps: what relabelling asks for."""
+@pytest.mark.parametrize("at", [(0, 3, 7, 11), (10, 11, 9)])
+def test_runs_at_every_moment(at: tuple[int, ...], happens: Callable[[World], None], lanes: int) -> None:
+    """Where runs begin and end, by steps: what relabelling asks for.
+
+    While the open episode overwrites the oldest samples it is at both ends of the ring: only steps tell them apart.
+    """
 
     def shown(held: Held) -> list[Window]:
-        spans = [held.run_of(i) for i in SOME if i < len(held.x)] if held.x else []
+        spans = [held.run_of(i) for i in at if i < len(held.x)]
         return [(held.segment[s.start], held.step[s.start], held.step[s.stop - 1] + 1) for s in spans]
 
+    world = World(lanes, lengths=(3, 2, 2, 5))
     for n in range(100):
-        world = World(lanes)
-        before = Held.of(world.buffer)
-        index = np.array([i % len(before.x) for i in SOME])
-        with at_moment(n, lambda: happens(world)) as meanwhile:  # noqa: B023
+        before = Held.of(world.fresh().buffer)
+        with at_moment(n, lambda: happens(world)) as meanwhile:
             try:
-                runs = world.buffer._boundaries().runs(index)
+                runs = world.buffer._boundaries().runs(np.array(at))
             except IndexError:
-                assert len(Held.of(world.buffer).x) <= max(index)
+                assert len(Held.of(world.buffer).x) <= max(at)
                 continue
         found = columns(runs.place.segment, runs.first, runs.end)
         after = Held.of(world.buffer)
-        heads = [(s, max(a, f), e) for (s, f, e), (_, a, _) in zip(shown(before), shown(after), strict=False)]
+        heads = [(s, max(f, cut(after, s)), e) for s, f, e in shown(before)]
         assert found in (shown(before), shown(after), heads)
         if not meanwhile.happened:
             break
-    assert n >= len(SOME)
+    assert n >= len(at)
 
 
-def restored(sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer) -> rc.PrioritizedSampler:
+def cut(held: Held, segment: int) -> int:
+    """The first step that is left of a segment; 0 if there is none."""
+    return held.step[held.segment.index(segment)] if segment in held.segment else 0
+
+
+Places = dict[int, Window]
+
+
+def restored(sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer, known: Places) -> rc.PrioritizedSampler:
     other = rc.PrioritizedSampler(buffer, 6, alpha=1.0, eps=0.0)
     other.load_state_dict(sampler.state_dict())
     return other
 
 
-def draw_once(sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer) -> rc.PrioritizedSampler:
+def draw_once(
+    sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer, known: Places
+) -> rc.PrioritizedSampler:
+    """Whatever was there when it was drawn has its own probability: one that came meanwhile, the largest."""
+    top = sampler.stats().top
     with suppress(rc.EmptyError):
-        sampler.sample()
+        data, meta = sampler.sample_with_metadata()
+        assert meta is not None
+        places = columns(xs(data), meta["row"], meta["generation"])
+        ratio = meta["probability"] / [x if known.get(x) == (x, *at) else top for x, *at in places]
+        np.testing.assert_allclose(ratio, ratio[0], rtol=1e-5)
+        assert ratio[0] > 0
     return sampler
 
 
-def look_at_all(sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer) -> rc.PrioritizedSampler:
+def look_at_all(
+    sampler: rc.PrioritizedSampler, buffer: rc.ReplayBuffer, known: Places
+) -> rc.PrioritizedSampler:
     sampler.get_at_with_metadata(...)
     return sampler
 
@@ -384,14 +435,15 @@ def test_priorities_stay_with_their_samples(
     use: Callable[..., rc.PrioritizedSampler], happens: Callable[[World], None], lanes: int
 ) -> None:
     """Each sample has its number as priority; those that come, the largest."""
+    world = World(lanes)
     for n in range(100):
-        world = World(lanes)
+        world.fresh()
         sampler = rc.PrioritizedSampler(world.buffer, 6, alpha=1.0, eps=0.0, seed=1)
         data, meta = sampler.get_at_with_metadata(...)
         sampler.update_priorities(meta, xs(data))
         before, top = Held.of(world.buffer).places(), max(xs(data))
-        with at_moment(n, lambda: happens(world)) as meanwhile:  # noqa: B023
-            used = use(sampler, world.buffer)
+        with at_moment(n, lambda: happens(world)) as meanwhile:
+            used = use(sampler, world.buffer, before)
         after = Held.of(world.buffer).places()
         expected = np.array([x if before.get(x) == place else top for x, place in after.items()], float)
         _, meta = used.get_at_with_metadata(...)

@@ -291,11 +291,12 @@ class Priorities {
         if (out.generation && n <= kPart)
             for (size_t i = 0; i < n; ++i) __builtin_prefetch(&m.stamp(size_t(out.row[i])));
         if (codec) gather_rows(m, out.row, n, *codec, leaves);
+        moment();
         if (out.generation)
             for (size_t i = 0; i < n; ++i) out.generation[i] = int64_t(m.generation(size_t(out.row[i])));
         moment();
         for (uint64_t again = 1; !s.is_untouched(); ++again) {
-            if (!s.same_epochs() || again > kRedraws) return false;
+            if (again > kRedraws) return false;
             const Redrawn redrawn = draw_lapped(m, s, mix(key ^ again), counter, n, codec, leaves, out);
             if (redrawn == kAllGone) return false;
             if (redrawn == kNone) break;

@@ -168,10 +168,9 @@ class Chooser {
         }
         if (!all_) all_.emplace(memory_, snapshot_, runs_, wanted_);
         if (all_->total() == 0) return {};
-        const Place a = (*all_)[draw_one(key_of(again, kTries), counter_ + j, all_->total())];
-        return runs_.starts(wanted_, a) ? std::optional(a) : std::nullopt;  // not any more: overwritten since
+        return (*all_)[draw_one(key_of(again, kTries), counter_ + j, all_->total())];
     }
-    bool has_none() const { return all_ && all_->total() == 0; }
+    void forget() { all_.reset(); }  // the snapshot has shrunk
     bool draws_windows() const { return wanted_.length > 0; }
     void prefetch_label(Place a) const { runs_.prefetch_step(a); }
     void prefetch(size_t j, uint64_t back, uint64_t ahead) const { runs_.prefetch(try_(j, 0, 0), back, ahead); }
@@ -288,7 +287,7 @@ class FrameDraw {
     bool choose(size_t j, uint64_t again) {
         moment();
         const auto found = chooser_.choose(j, again);
-        empty_ = !found && chooser_.has_none();
+        empty_ = !found;
         if (found) frames_.plan(j, *found, valid_);
         if (found && chooser_.draws_windows()) chooser_.prefetch_label(*found);
         return found.has_value();
@@ -297,6 +296,7 @@ class FrameDraw {
         moment();
         snapshot_.shrink();  // then judge by that very moment: a later one could take more than is drawn again
         moment();
+        chooser_.forget();
         if (snapshot_.total() == 0) return false;
         std::vector<size_t> lapped;
         for (size_t j = 0; j < frames_.size(); ++j)
