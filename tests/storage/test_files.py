@@ -582,6 +582,16 @@ def test_dict_refuses_keys_and_patterns_left_over(patterns: Any) -> None:
         rc.DictStorage.create(NESTED, patterns, capacity=4)
 
 
+def test_a_dict_has_one_capacity_and_allows_what_all_its_storages_allow() -> None:
+    space: Any = {"a": ((), "int64"), "b": ((), "int64")}
+    with pytest.raises(ValueError, match="capacity: must be equal in all"):
+        rc.DictStorage.create(space, {"a": ("memory", {"capacity": 3}), "*": "memory"}, capacity=4)
+    with rc.DictStorage.create(space, {"a": "shared", "*": "memory"}, capacity=4) as mixed:
+        assert not mixed.is_multiprocessing_safe
+        with pytest.raises(TypeError):
+            pickle.dumps(mixed)
+
+
 def test_dict_in_files_takes_only_storages_with_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="MemoryStorage"):
         rc.DictStorage.create(
