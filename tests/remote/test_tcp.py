@@ -152,21 +152,37 @@ def test_who_has_joined_is_known(server: TcpCarrier, monkeypatch: pytest.MonkeyP
     assert known == {0, 1}
 
 
-def test_strangers_are_heard_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tcp, "PROOF_S", 0.2)
+def test_only_so_many_strangers_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PROOF_S", 60.0)
     monkeypatch.setattr(tcp, "MOST_STRANGERS", 2)
     server = TcpCarrier.serve(0, token=TOKEN)
     host, port = server.address.split(":")
     silent = [socket.create_connection((host, int(port))) for _ in range(2)]
     eventually(lambda: server._strangers == 2)
-    third = socket.create_connection((host, int(port)))
-    assert third.recv(1) == b""  # no room for it
-    for sock in silent:
-        sock.settimeout(SOON)
-        assert sock.recv(1) == b""  # its time is up
+    third = socket.create_connection((host, int(port)), timeout=SOON)
+    assert third.recv(1) == b"" and server.refused == 1  # no room for it, though nobody's time is up
+    for sock in (*silent, third):
         sock.close()
-    third.close()
-    eventually(lambda: server.refused == 3)
+    eventually(lambda: server._strangers == 0)
+    server.close()
+
+
+def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(server: TcpCarrier) -> None:
+    """Its rank is that of a live peer: itself."""
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    worker._join(server.address, SOON)
+    worker.send(0, 0, [b"again"], SOON)
+    assert bytes(server.recv(timeout=SOON)[2]) == b"again"
+    worker.close()
+
+
+def test_strangers_are_heard_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tcp, "PROOF_S", 0.2)
+    server = TcpCarrier.serve(0, token=TOKEN)
+    host, port = server.address.split(":")
+    with socket.create_connection((host, int(port)), timeout=SOON) as silent:
+        assert silent.recv(1) == b""  # its time is up
+    eventually(lambda: server.refused == 1)
     noise = socket.create_connection((host, int(port)))
     noise.sendall(os.urandom(64))
     noise.settimeout(SOON)

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from recollect import _core
 from recollect.errors import FrameError
 from recollect.remote import messages, wire
 from recollect.remote.messages import Data, Failed, GetMetadata, Hello, Items, Metadata, Scores
@@ -158,4 +159,11 @@ def test_a_deep_head_is_a_frame_error() -> None:
     head = b"\x93\x08\x01\x81\xa1x" + b"\x91" * 100_000 + b"\xc0"
     prefix = wire.PREFIX.pack(wire.MAGIC, 1, 0, len(head), _core.crc32c(head), 0, 0, 0)
     with pytest.raises(FrameError):
+        decode(prefix + head)
+
+
+def test_a_head_beyond_reason_is_refused_before_it_is_read() -> None:
+    head = bytes(wire.MAX_HEAD + 1)
+    prefix = wire.PREFIX.pack(wire.MAGIC, messages.PROTOCOL, 0, len(head), _core.crc32c(head), 0, 0, 0)
+    with pytest.raises(FrameError, match="head and body must fill"):
         decode(prefix + head)

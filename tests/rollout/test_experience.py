@@ -374,3 +374,22 @@ def test_lengths_that_lie_are_refused_though_the_checksums_hold(
         at += aligned(sizes[-1])
     with pytest.raises(FormatError, match=said):
         rr.decode(framed(head, *body_of(blocks, sizes)))
+
+
+def test_a_batch_larger_than_the_queue_enters_an_empty_one_and_only_that() -> None:
+    sink = rr.QueueSink(2)
+    entered = threading.Event()
+
+    def write(commit_id: str) -> None:
+        sink.write(batch((1.0, 2.0, 3.0)), commit_id)
+        entered.set()
+
+    first = threading.Thread(target=write, args=("a",), daemon=True)
+    first.start()
+    assert entered.wait(20) and len(sink) == 3
+    entered.clear()
+    second = threading.Thread(target=write, args=("b",), daemon=True)
+    second.start()
+    assert len(run(sink.get(2))) == 2 and not sink.holds("b")  # one is left: it waits for that too
+    assert len(run(sink.get(1))) == 1
+    assert entered.wait(20) and sink.holds("b")

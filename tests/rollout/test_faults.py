@@ -216,6 +216,76 @@ def test_what_was_carried_is_counted_when_all_ends() -> None:
     run(main())
 
 
+def test_a_dead_runner_costs_no_retry() -> None:
+    """One retry is allowed: the runner dies, the next attempt fails, and the one after it may still be good."""
+
+    async def main() -> None:
+        async with coordinator(max_retries=1) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(c.gates)], batch_type="train")
+            await settle(c)
+            scheduler = c._desk.scheduler
+            [lost] = scheduler.attempts.values()
+            scheduler.runner_lost(lost.runner, lost.id, "killed")
+            await settle(c)
+            c.gates.end((1, 0, 0), ValueError("no"))
+            await settle(c)
+            c.gates.end((1, 0, 0))
+            await settle(c)
+            metrics = (await c.finalize_train_batch(1, timeout=0))["metrics"]
+            assert metrics["rollout/requeue_count"] == metrics["rollout/retry_count"] == 1
+            assert [attempt for *_, attempt in c.gates.started] == [1, 1, 2]
+
+    run(main())
+
+
+def test_pauses_double_to_their_most_and_vary_by_a_fifth_with_the_seed() -> None:
+    async def pauses(seed: int) -> list[float]:
+        async with coordinator(max_retries=5, retry_backoff_s=10.0, retry_backoff_max_s=50.0, seed=seed) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(c.gates)], batch_type="train")
+            found = []
+            for _ in range(5):
+                await settle(c)
+                c.gates.end((1, 0, 0), ValueError("no"))
+                await settle(c)
+                [unit] = c._desk.batches[1].backing_off
+                found.append(unit.backs_off_until - c.clock.now)
+                c.clock.advance(found[-1])
+            return found
+
+    first, again, other = (run(pauses(seed)) for seed in (1, 1, 2))
+    assert first == again != other
+    for pause, wanted in zip(first, (10.0, 20.0, 40.0, 50.0, 50.0), strict=True):
+        assert 0.8 * wanted <= pause <= 1.2 * wanted and pause != wanted
+
+
+def test_nothing_good_is_not_accepted_at_the_deadline() -> None:
+    async def main() -> None:
+        async with coordinator() as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(c.gates) for _ in range(2)], batch_type="train")
+            await settle(c)
+            with pytest.raises(DeadlineError):
+                await c.finalize_train_batch(1, timeout=0, below_min="accept")
+            c.gates.end((1, 1, 0))
+            await settle(c)
+            result = await c.finalize_train_batch(1, timeout=0, below_min="accept")
+            assert (result["ok_task_count"], result["cancelled_task_count"]) == (1, 1)
+
+    run(main())
+
+
+def test_an_aborted_batch_is_taken_out_of_the_count_for_admission() -> None:
+    async def main() -> None:
+        async with coordinator(max_staleness=0, submit_timeout_s=0.0) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(c.gates)], batch_type="train")
+            with pytest.raises(DeadlineError, match="needs version 1"):
+                await c.submit_batch(batch_id=2, tasks=[rr.Task(good)], batch_type="train")
+            await c.abort_batch(1, reason="not wanted")
+            await c.submit_batch(batch_id=2, tasks=[rr.Task(good)], batch_type="train")
+            assert (await c.finalize_train_batch(2))["ok_task_count"] == 1
+
+    run(main())
+
+
 # -- bounds and events
 
 

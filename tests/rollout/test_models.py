@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from tests.rollout.make import coordinator, run
 
 import recollect.rollout as rr
 from recollect.errors import ClosedError, ModelError, SchemaError
+from recollect.rollout.models.pool import ModelPool, Models
 from recollect.testing import InferenceModelContract
 
 pytest.importorskip("httpx")
@@ -304,3 +305,32 @@ class TestTorch(InferenceModelContract):
     @asynccontextmanager
     async def serving(self) -> AsyncIterator[Any]:
         yield torch_model()
+
+
+def test_five_failures_in_a_row_make_a_model_rest_unless_it_is_the_only_one() -> None:
+    class Moody:
+        version, fails = 0, True
+
+        async def generate(self, prompt: Any, **sampling: Any) -> Any:
+            if self.fails:
+                raise OSError("no")
+            return []
+
+    def resting(models: list[Any], answers: str) -> bool:
+        """Whether the first one rests after calls that are good (g) or fail (f)."""
+        pool = ModelPool(models, [], [], lambda: 0.0, 30.0)
+        calls = Models(pool)
+        calls.use(0)
+
+        async def main() -> None:
+            for answer in answers:
+                models[0].fails = answer == "f"
+                with suppress(OSError):
+                    await calls.rollout.generate("?")
+
+        asyncio.run(main())
+        return pool.stats()[0].resting
+
+    assert resting([Moody(), Moody()], "fffff")
+    assert not resting([Moody(), Moody()], "ffffgffff")
+    assert not resting([Moody()], "ffffffffff")
