@@ -15,7 +15,7 @@ import os
 import random
 import sys
 from collections.abc import Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import Any
 
@@ -81,6 +81,15 @@ def join(names: Sequence[str], env: Path, stack: ExitStack, results: Results) ->
     return joined
 
 
+def budget_nbytes(work: Work, participants: Sequence[Participant]) -> float:
+    """How large a buffer may be: everybody who can do the work has one at the same time."""
+    able = 1
+    for participant in participants if work.kind != "memory" else ():
+        with suppress(Skipped):
+            able += participant.ask("can", kind=work.kind)["can"]
+    return min(LARGEST_BUFFER_NBYTES, available_nbytes() * MEMORY_SHARE / able)
+
+
 def open_all(work: Work, participants: Sequence[Participant], turn_s: float, results: Results) -> Opened:
     """Give everybody who can do this work a full buffer."""
     opened = {}
@@ -136,8 +145,7 @@ def run(works: Sequence[Work], peers: Sequence[str], rounds: int, turn_s: float,
     with ExitStack() as stack:
         participants = join(names, env, stack, results)
         for work in works:
-            budget = min(LARGEST_BUFFER_NBYTES, available_nbytes() * MEMORY_SHARE / len(names))
-            work = rows_that_fit(work, budget)
+            work = rows_that_fit(work, budget_nbytes(work, participants))
             say(f"{work.name}: {work.title} ...")
             if work.kind == "memory":
                 measure_memory(work, participants, env, results)

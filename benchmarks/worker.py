@@ -45,6 +45,9 @@ class Session:
             raise Skip(f"not installed ({error.name} is missing)") from error
         return {"version": version_of(ENTRIES[self.name].package)}
 
+    def can(self, kind: str) -> Reply:
+        return {"can": hasattr(load(self.name, kind), kind)}
+
     def open(self, work: Work, turn_s: float) -> Reply:
         self.adapter, self.work, self.n_calls = load(self.name, work.kind), work, 0
         start = getattr(self.adapter, work.kind, None)
