@@ -244,6 +244,12 @@ def minari_arrow(root: Path, kind: str = "arrow") -> Path:
     return root
 
 
+def without_episodes(root: Path) -> None:
+    """Leave a version 3.0 set its columns and no row that tells of an episode."""
+    for file in (root / "meta/episodes").rglob("*.parquet"):
+        parquet.write_table(parquet.read_table(file).slice(0, 0), file)
+
+
 # -- Hugging Face
 
 

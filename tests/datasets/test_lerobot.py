@@ -105,6 +105,7 @@ class TestDatasetBatch(BatchContract):
         (lambda r: sets.put(r / "meta/info.json", "{"), "must be JSON"),
         (lambda r: sets.put(r / "meta/info.json", sets.info("v1.6", features={})), "v2.0.*v1.6"),
         (lambda r: shutil.rmtree(r / "meta/episodes"), "must hold chunk-000"),
+        (sets.without_episodes, "must hold episodes, got none"),
         (lambda r: (r / "meta/tasks.parquet").write_bytes(b"PAR1"), "tasks.parquet"),
         (lambda r: sets.put(r / "meta/info.json",
                             (r / "meta/info.json").read_text().replace('"total_episodes": 3', '"total_episodes": 4')),

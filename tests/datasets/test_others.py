@@ -8,7 +8,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import h5py
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 from tests.datasets import sets
@@ -76,6 +78,11 @@ def test_broken_minari_sets_are_format_errors(tmp_path: Path) -> None:
     sets.put(root / "data/metadata.json", json.dumps({**meta, "action_space": '{"type": "Graph"}'}))
     with pytest.raises(FormatError, match="action_space"):
         from_minari(root)
+    sets.put(root / "data/metadata.json", json.dumps({**meta, "total_episodes": 0}))
+    with h5py.File(root / "data/main_data.hdf5", "w"):
+        pass
+    with pytest.raises(FormatError, match="must hold episodes, got none"):
+        from_minari(root)
     sets.minari_meta(root / "data", "hdf5")
     (root / "data/main_data.hdf5").write_bytes(b"\x89HDF")
     with pytest.raises(FormatError, match="main_data.hdf5.*damaged"):
@@ -112,6 +119,19 @@ def test_splits_and_broken_huggingface_sets(tmp_path: Path) -> None:
     next((tmp_path / "dict/train").glob("*.arrow")).write_bytes(b"no")
     with pytest.raises(FormatError, match="Arrow stream"):
         from_huggingface(tmp_path / "dict", split="train")
+
+
+def test_a_huggingface_set_without_rows_or_values_is_told(tmp_path: Path) -> None:
+    root = sets.huggingface(tmp_path / "hf")
+    columns = {"whole": pa.array([1, 2, 3]), "holes": pa.array([1.0, None, 3.0])}
+    for rows, name in ((pa.table(columns), "holes"), (pa.table(columns).slice(0, 0), "none")):
+        sets.put(root / "state.json", json.dumps({"_data_files": [{"filename": f"{name}.arrow"}]}))
+        with pa.ipc.new_stream(str(root / f"{name}.arrow"), rows.schema) as writer:
+            writer.write_table(rows)
+        if name == "holes":
+            assert from_huggingface(root).left_out == {"holes": "1 rows have no value"}
+    with pytest.raises(FormatError, match="must hold rows, got none"):
+        from_huggingface(root)
 
 
 # -- torch
@@ -161,6 +181,8 @@ class TestTorchBatch(BatchContract):
 def test_from_torch_and_back() -> None:
     there = from_torch(Numbers(5))
     np.testing.assert_array_equal(there[[4, 0]]["x"], [[4, 4], [0, 0]])
+    one = there[4]["x"]
+    assert isinstance(one, np.ndarray) and one.dtype == np.float32 and one.tolist() == [4, 4]
     back = as_torch_dataset(there)
     assert back.__getitems__([1, 2])["label"].tolist() == [1, 2]
     with pytest.raises(FormatError, match="empty"):

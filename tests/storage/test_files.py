@@ -592,6 +592,16 @@ def test_a_dict_has_one_capacity_and_allows_what_all_its_storages_allow() -> Non
             pickle.dumps(mixed)
 
 
+def test_a_dict_of_one_storage_that_only_grows_only_grows(tmp_path: Path) -> None:
+    space: Any = {"a": ((), "int64"), "b": ((), "int64")}
+    with rc.ReplayBuffer.create("dict", space, {"a": "parquet", "*": "hdf5"}, cache_path=tmp_path) as mixed:
+        mixed.extend({"a": np.arange(3), "b": np.arange(3)})
+        for write in (lambda: mixed.set_at(0, {"a": 1, "b": 1}), lambda: mixed.remove_at(0)):
+            with pytest.raises(rc.ReadOnlyError, match="only grows"):
+                write()
+        assert mixed[:]["b"].tolist() == [0, 1, 2]
+
+
 def test_dict_in_files_takes_only_storages_with_files(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="MemoryStorage"):
         rc.DictStorage.create(
