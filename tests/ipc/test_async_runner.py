@@ -216,6 +216,7 @@ class TestRestart:
             delays = [r.getMessage().partition(" died and ")[2].partition(":")[0] for r in caplog.records]
             assert delays == ["starts again in 0.5 s", "starts again in 1 s"]
             assert type(caught.value.__cause__) is ValueError
+            say.watch(None)  # a wait would tell of the dead collector again
             assert len({say.hear(1.0) for _ in range(3)}) == 3
             assert (it.stats().restarts, it.stats().deaths, it.stats().counters) == (2, 3, {"env_steps": 3})
 
