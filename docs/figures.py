@@ -58,13 +58,23 @@ def summary() -> str:
     for work in found["works"].values():
         results = work["results"]
         others = {name: results[name]["median_us"] for name in PEERS if results.get(name)}
-        best = min(others, key=lambda name: others[name])
+        best = min(others, key=lambda name: others[name], default=None)
         in_c = [results[name] for name in ("C packed", "C leaves") if results.get(name)]
         plain = min(in_c, key=lambda result: result["median_us"], default=None)
-        cells = [_us(results["recollect"]), f"{_us(results[best])} ({PEERS[best]})", _us(results.get("memcpy")),
-                 _us(plain)]  # fmt: skip
+        other = "–" if best is None else f"{_us(results[best])} ({PEERS[best]})"
+        cells = [_us(results["recollect"]), other, _us(results.get("memcpy")), _us(plain)]
         lines.append(f"| {work['title']} | " + " | ".join(cells) + " |")
-    return "\n".join(lines)
+    return "\n".join([*lines, "", _missed(found)])
+
+
+def _missed(found: dict[str, Any]) -> str:
+    """Which goals of the benchmark the run did not reach."""
+    missed = [
+        f"{found['works'][goal['work']]['title']} {goal['goal']} ({goal['measured']:.2f})"
+        for goal in found["goals"]
+        if goal["verdict"] == "MISS"
+    ]
+    return "Goals that this run missed: " + ";\n".join(missed) + "." if missed else "It reached every goal."
 
 
 def in_readme(text: str) -> tuple[str, str, str]:
