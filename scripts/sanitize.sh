@@ -25,7 +25,7 @@ check() {
     -C cmake.define.RECOLLECT_SANITIZE="$sanitizer" .
   # setarch -R: gcc 12's ThreadSanitizer cannot place its shadow under today's address randomisation.
   PYTHONPATH=$dir/site LD_PRELOAD="$(library "$runtime") $(library libstdc++.so.6)" \
-    setarch -R "$python" -X faulthandler -m pytest tests/core -p no:cacheprovider --timeout=600 \
+    setarch -R "$python" -X faulthandler -m pytest tests/core tests/sampling/test_meanwhile.py tests/replay/test_one_moment.py -p no:cacheprovider --timeout=600 \
     -o faulthandler_timeout=700 --capture=sys "$@"  # not fd: a report must reach the terminal
 }
 

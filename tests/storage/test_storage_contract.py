@@ -54,6 +54,16 @@ class TestTorch(OverTorch):
     pass
 
 
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_every_read_is_of_the_backend(backend: str) -> None:
+    pytest.importorskip(backend)
+    with ToBackendOrDeviceStorage.create({"x": ((2,), "float32")}, capacity=3, backend=backend) as storage:
+        storage.set([0, 1], {"x": np.ones((2, 2), np.float32)})
+        one, several = storage.get(0)["x"], storage.get([0, 1])["x"]
+        for read in (one, several, storage.get_flattened([0]), storage.get_column("x", [0, 1])):
+            assert type(read).__module__.startswith(backend), type(read)
+
+
 class TestSharedAsTorch(OverTorch):
     allows_unbounded = False
 
