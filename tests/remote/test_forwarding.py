@@ -76,6 +76,12 @@ class Pair:
             if answers:
                 self._deliver(self.first, LAST, joined(reply.parts), False)
 
+    def empty_last(self) -> None:
+        """The last manager comes back with nothing of what it had."""
+        self.last._desk.close()
+        (self.place / str(LAST)).rename(self.place / "old")
+        self.last = self._make(LAST, resume=False)
+
     def restart(self, rank: int) -> None:
         """As after a kill: what is on disk is all there is."""
         name = "first" if rank == FIRST else "last"
@@ -180,9 +186,7 @@ def test_a_manager_that_lost_what_had_arrived_before_a_restart_gets_what_follows
         pair.first._desk.saving.dump()
     pair.restart(FIRST)
     pair.look_until_quiet()
-    pair.last._desk.close()
-    (tmp_path / "2").rename(tmp_path / "old")
-    pair.last = pair._make(LAST, resume=False)
+    pair.empty_last()
     pair.add()
     with pytest.warns(RuntimeWarning, match="came back without"):
         pair.look_until_quiet()
@@ -195,9 +199,7 @@ def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path
     pair = Pair(tmp_path)
     pair.add()
     pair.look_until_quiet()
-    pair.last._desk.close()
-    (tmp_path / "2").rename(tmp_path / "old")
-    pair.last = pair._make(LAST, resume=False)
+    pair.empty_last()
     pair.add()
     with pytest.warns(RuntimeWarning, match="came back without 2 items"):
         pair.look_until_quiet()

@@ -42,9 +42,8 @@ def _reader_has_left() -> bool:
     output.register(sys.stdout, 0)
     if not any(event & select.POLLERR for _, event in output.poll(0)):
         return False
-    os.dup2(
-        os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno()
-    )  # the interpreter flushes once more as it ends
+    # The interpreter flushes once more as it ends.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return True
 
 

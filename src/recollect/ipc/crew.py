@@ -269,16 +269,15 @@ class Crew:
         m = self.members[lane]
         return m.is_running and (m.restarts == 0 or self.control.is_ready(lane))
 
-    def grant(self, version: int, steps: int) -> int:
-        """Give every lane that is counted on its next permit; how many those are.
+    def grant(self, version: int, steps: int) -> None:
+        """Give every lane that is counted on its next permit.
 
         A replacement imports for seconds: a permit that it cannot use yet would stop the learner and the other lanes.
         """
         with self._lock:
-            lanes = [m.lane for m in self.members if self.is_counted_on(m.lane)]
-            for lane in lanes:
-                self.control.grant(lane, version, steps)
-            return len(lanes)
+            for m in self.members:
+                if self.is_counted_on(m.lane):
+                    self.control.grant(m.lane, version, steps)
 
     def all_live(self, done: Callable[[int], bool]) -> bool:
         """Whether `done(lane)` holds for every live lane; a dead one counts as done."""

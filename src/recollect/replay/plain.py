@@ -20,9 +20,8 @@ from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
 from recollect.storage.live import live_of, manifest_of, save
 
-AHEAD_NBYTES = (
-    1 << 19
-)  # what an epoch reads at a time; so little that it is still in the cache when it is handed out
+# What an epoch reads at a time: so little that it is still in the cache when it is handed out.
+AHEAD_NBYTES = 1 << 19
 
 
 class PlainEngine:
