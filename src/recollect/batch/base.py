@@ -332,7 +332,7 @@ class BatchBase(ABC):
         self.extend(block)
 
     def _check_set_at(self, idx: Any, value: Any) -> None:
-        if not self.is_mutable:
+        if not (self.is_mutable and _gives(type(self), "set_at")):
             raise self._read_only("set_at")
         index = normalize(idx, len(self))
         if isinstance(index, int):

@@ -524,6 +524,14 @@ class ReplayBuffer(BatchBase):
         self._check_mutable("remove_at")
         self.engine.remove(positions(idx, self.engine.count()))
 
+    def _check_set_at(self, idx: Any, value: Any) -> None:
+        self._check_mutable("set_at")
+        self.engine.check_overwrite(normalize(idx, self.engine.count()), value)
+
+    def _check_remove_at(self, idx: Any) -> None:
+        self._check_mutable("remove_at")
+        self.engine.check_remove(positions(idx, self.engine.count()))
+
     def clear(self) -> None:
         """Drop everything; counted as removed."""
         self._check_mutable("clear")
