@@ -221,7 +221,8 @@ def test_a_dump_over_anothers_leaves_its_files_as_they_are_until_the_commit(
 ) -> None:
     for number in range(2):  # the names are the same, what they hold is not
         with make(kind, tmp_path / f"live-{number}", maintain_segment_metadata=True) as buffer:
-            buffer.extend(block(kind, 10 * number, 4))
+            buffer.extend(block(kind, 10 * number, 2 + 2 * number))
+            buffer.extend(block(kind, 10 * number + 2, 2 - 2 * number))  # none: one commit less
             buffer.dumps(tmp_path / "dump")
         assert committed(tmp_path / "dump") == [*range(10 * number, 10 * number + 4)]
         file = data_file(tmp_path / "dump", kind)
