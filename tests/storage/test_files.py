@@ -295,6 +295,15 @@ def test_parquet_is_read_by_others_and_only_the_columns_asked_for(tmp_path: Path
         assert list(storage._caches) == [("words",)]
 
 
+def test_hdf5_reads_only_the_columns_asked_for(tmp_path: Path) -> None:
+    with make("hdf5", tmp_path) as buffer:
+        buffer.extend(rows(0, 5))
+    with rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        assert loaded.get_column("words")[2].tolist() == [2.0, -4.0, 1.0]
+        storage: Any = loaded.storage
+        assert list(storage._caches) == [("words",)]
+
+
 def test_hdf5_single_file(tmp_path: Path) -> None:
     import h5py
 
