@@ -80,7 +80,9 @@ class DumpWriter:
 
     def adopt(self, name: str) -> None:
         """Name a file that was written by other means (and sync it)."""
-        with open(self.path / STORAGE / name, "rb+") as f:
+        base, full = self.path / STORAGE, self.path / STORAGE / name
+        self._synced.update(place for place in full.parents if place.is_relative_to(base))
+        with open(full, "rb+") as f:
             os.fsync(f.fileno())
             _core.fault_point()
             self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
