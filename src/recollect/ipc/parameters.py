@@ -188,6 +188,12 @@ def as_declared(p: Parameter, x: Any) -> Any:
     return made
 
 
+def check_fits(p: Parameter, bits: Array, x: Any) -> None:
+    """Raise SchemaError if integers of the parameter would not survive a cast to the dtype of `x`."""
+    if _kind(p.dtype) == "i":
+        as_declared(Parameter(p.name, p.shape, dtype_name(x.dtype, p.name)), bits)
+
+
 def _dtype_for_cast(p: Parameter) -> np.dtype[Any]:
     from recollect.spaces.dtypes import dtype_from
 
