@@ -124,10 +124,8 @@ class Codec {
         }
     }
 
-    // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool. `between()`
-    // is called before each: whoever waits for memory asks for a little of it there.
-    template <typename Between>
-    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves, Between between) const {
+    // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
+    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
         size_t total = 0;
         for (const Span& span : spans_) total += aligned(span.nbytes * size_t(std::max<npy_intp>(n, 1)));
         nb::object owner;
@@ -137,15 +135,10 @@ class Codec {
             owner = nb::capsule(at, [](void* block) noexcept { pool().give(block); });
         }
         for (size_t k = 0; k < fields_.size(); ++k) {
-            between();
             arrays[k] = make_array(fields_[k], n, at, owner);
             leaves[k] = static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(arrays[k].ptr())));
             if (at) at += aligned(spans_[k].nbytes * size_t(std::max<npy_intp>(n, 1)));
         }
-    }
-
-    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
-        make_arrays(n, arrays, leaves, [] {});
     }
 
     // The nested sample or batch that these arrays are the leaves of.

@@ -147,13 +147,14 @@ template <size_t kLines> inline void prefetch(const byte* at, size_t nbytes) {
 
 // Rows of up to `kLines` lines, a few at a time and leaf by leaf. Memory is asked for twice, kAhead rows before the
 // copy and again half way: the processor drops requests when too many are under way, and those would be waited for.
+// While the last are copied, those of the next `beyond` (at most kAhead) are asked for.
 template <size_t kLines, typename Row>
-void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
-                  byte* const* leaves) {
+void gather_short(Row row, size_t begin, size_t end, size_t beyond, const Extent& extent, const Span* spans,
+                  size_t n_spans, byte* const* leaves) {
     constexpr size_t kGroup = kLines <= 5 ? 4 : 2, kSoon = kAhead / 2, kBlock = 512;
-    const byte* rows[kBlock];
+    const byte* rows[kBlock + kAhead];
     for (size_t at = begin; at < end; at += kBlock) {
-        const size_t n = std::min(kBlock, end - at);
+        const size_t n = std::min(kBlock, end - at), to_ask = at + n < end ? n : n + beyond;
         size_t asked = 0;
         auto ask = [&] {
             rows[asked] = row(at + asked) + extent.offset;
@@ -173,15 +174,15 @@ void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const
         while (asked < std::min(kAhead, n)) ask();
         size_t i = 0;
         for (; i + kGroup <= n; i += kGroup) {
-            if (asked + kGroup <= n) {
+            if (asked + kGroup <= to_ask) {
 #pragma GCC unroll 4
                 for (size_t j = 0; j < kGroup; ++j) ask(), prefetch<kLines>(rows[i + kSoon + j], extent.nbytes);
             } else {
-                while (asked < n) ask();
+                while (asked < to_ask) ask();
             }
             copy(i, std::integral_constant<size_t, kGroup>{});
         }
-        while (asked < n) ask();
+        while (asked < to_ask) ask();
         if (i < n) copy(i, [rest = n - i] { return rest; });
     }
 }
@@ -208,12 +209,12 @@ inline void copy_asking(byte* to, const byte* from, size_t n, Lines& lines) {
 }
 
 // Leaves of samples [begin, end) into leaves[k] + i * size of leaf k; `row(i)` is called once, in order, for where
-// the row of sample i is.
+// the row of sample i is, and may be for up to `beyond` more, which are asked for and not copied.
 template <typename Row>
 void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
-                   byte* const* leaves) {
+                   byte* const* leaves, size_t beyond = 0) {
     auto short_rows = [&]<size_t kLines>(std::integral_constant<size_t, kLines>) {
-        gather_short<kLines>(row, begin, end, extent, spans, n_spans, leaves);
+        gather_short<kLines>(row, begin, end, beyond, extent, spans, n_spans, leaves);
     };
     if (extent.nbytes == 0) return;
     if (extent.nbytes < kLong) {
@@ -231,8 +232,9 @@ void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, cons
     const byte* next = begin < end ? row(begin) : nullptr;
     for (size_t i = begin; i < end; ++i) {
         const byte* at = next;
-        if (i + 1 < end) next = row(i + 1);
-        Lines lines(next + extent.offset, i + 1 < end ? extent.nbytes : 0);
+        const bool asks = i + 1 < end + beyond;
+        if (asks) next = row(i + 1);
+        Lines lines(next + extent.offset, asks ? extent.nbytes : 0);
         for (size_t k = 0; k < n_spans; ++k)
             copy_asking(leaves[k] + i * spans[k].nbytes, at + spans[k].offset, spans[k].nbytes, lines);
     }

@@ -1,8 +1,6 @@
 // Rows: any whole value. Reading, drawing and writing packed rows over the memory of lanes.hpp.
 #pragma once
 
-#include <optional>
-
 #include "codec.hpp"
 #include "lanes.hpp"
 
@@ -33,8 +31,8 @@ inline uint64_t draw_one(uint64_t key, uint64_t counter, uint64_t bound) {
     return static_cast<uint64_t>(m >> 64);
 }
 
-// A stream of draws: its state is a key and how many were drawn. The rows of the next `asked` draws are on their way.
-struct Stream { uint64_t key = 0, counter = 0, asked = 0; };
+// A stream of draws: its state is a key and how many were drawn.
+struct Stream { uint64_t key = 0, counter = 0; };
 
 // What all lanes show at one moment, and the order in which their samples are numbered.
 class Snapshot {
@@ -209,14 +207,15 @@ template <typename Index> bool all_whole(const Snapshot& s, size_t n, Index inde
     return true;
 }
 
-// Copy samples [0, n) into leaves. `index(i)` is called once per sample.
+// Copy samples [0, n) into leaves. `index(i)` is called once per sample, and may be for the `beyond` that are read next.
 template <typename Index>
-void gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves) {
+void gather(const Memory& m, const Snapshot& s, size_t n, Index index, const Codec& codec, byte* const* leaves,
+            size_t beyond = 0) {
     const RowAddress address(m, s);
     in_parallel(n, n * m.row_nbytes, [&](size_t begin, size_t end) {
         // By value: the copies store bytes, which might be anything that is reached by reference.
         auto row = [address, index](size_t i) { return address(index(i)); };
-        gather_leaves(row, begin, end, codec.extent(), codec.spans(), codec.size(), leaves);
+        gather_leaves(row, begin, end, codec.extent(), codec.spans(), codec.size(), leaves, end == n ? beyond : 0);
     });
 }
 
@@ -227,42 +226,21 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
     }
 }
 
-// Asks for the first rows of a draw, a few at a time, between things that need no memory: asked for all at once they
-// would be waited for. A guess; what is drawn is decided later.
-class Ahead {
-  public:
-    Ahead(const Memory& m, Stream& stream, size_t n, const Extent& extent)
-        : snapshot_(m), stream_(stream), n_(std::min(n, kMost)), extent_(extent) {
-        if (!m.capacity || !extent.nbytes || m.n_lanes > 8 || !snapshot_.take() || !snapshot_.total()) n_ = 0;
-        else address_.emplace(m, snapshot_);
-    }
-    void ask() {
-        for (const size_t end = std::min(stream_.asked + kSome, n_); stream_.asked < end; ++stream_.asked)
-            prefetch<4>((*address_)(draw_one(stream_.key, stream_.counter + stream_.asked, snapshot_.total())) + extent_.offset,
-                        extent_.nbytes);
-    }
-
-  private:
-    static constexpr size_t kSome = 6, kMost = 64;  // rows: six are about as many lines as can be under way at once
-
-    Snapshot snapshot_;
-    std::optional<RowAddress> address_;
-    Stream& stream_;
-    size_t n_;
-    const Extent extent_;
-};
-
-// n uniform draws into leaves; false when the whole of it must be tried again.
+// n uniform draws into leaves; false when the whole of it must be tried again. While the last rows are copied, those
+// that the stream draws next are asked for: whoever draws again soon finds them there.
 class Draw {
   public:
-    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n) : memory_(m), snapshot_(s), key_(key), counter_(counter), n_(n), index_(std::make_unique_for_overwrite<uint64_t[]>(n)) {}
+    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n)
+        : memory_(m), snapshot_(s), key_(key), counter_(counter), n_(n), index_(few_) {
+        if (n + kAhead > kFew) many_ = std::make_unique_for_overwrite<uint64_t[]>(n + kAhead), index_ = many_.get();
+    }
 
     bool run(const Codec& codec, byte* const* leaves) {
-        uint64_t* drawn = index_.get();
+        uint64_t* drawn = index_;
         auto draw = [drawn, key = key_, counter = counter_, total = snapshot_.total()](size_t i) {
             return drawn[i] = draw_one(key, counter + i, total);
         };
-        gather(memory_, snapshot_, n_, draw, codec, leaves);
+        gather(memory_, snapshot_, n_, draw, codec, leaves, kAhead);
         auto index = [drawn](size_t i) { return drawn[i]; };
         for (uint64_t again = 1; !all_whole(snapshot_, n_, index); ++again)
             if (again > kRedraws || !snapshot_.same_epochs() || !redraw(again, codec, leaves)) return false;
@@ -295,7 +273,10 @@ class Draw {
     Snapshot& snapshot_;
     uint64_t key_, counter_;
     size_t n_;
-    std::unique_ptr<uint64_t[]> index_;
+    static constexpr size_t kFew = 512;
+    uint64_t few_[kFew];
+    std::unique_ptr<uint64_t[]> many_;
+    uint64_t* index_;
     uint64_t redrawn_ = 0;
 };
 
