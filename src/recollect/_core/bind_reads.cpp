@@ -88,7 +88,7 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
         Reader reader(*m);
         reader.run([&] {
             empty = reader.snapshot().total() == 0;
-            return empty || Draw(*m, reader.snapshot(), stream.key, stream.counter, n).run(codec, leaves.data());
+            return empty || Draw(*m, reader.snapshot(), stream.key, stream.counter, stream.counter + n, n).run(codec, leaves.data());
         });
     }
     if (empty) return nb::none();

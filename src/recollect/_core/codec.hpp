@@ -117,11 +117,11 @@ class Codec {
     // Arrays per field, as recollect.spaces encodes them. They come from our own code: a misfit is a bug there.
     void take_fields(nb::list arrays, npy_intp n, const byte** into) const {
         if (nb::len(arrays) != fields_.size()) throw nb::value_error("arrays: one per field is needed");
-        for (size_t k = 0; k < fields_.size(); ++k) {
-            nb::object array = arrays[k];
-            if (!fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
-            into[k] = static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
-        }
+        for (size_t k = 0; k < fields_.size(); ++k) into[k] = take_field(k, nb::object(arrays[k]), n);
+    }
+    const byte* take_field(size_t k, nb::handle array, npy_intp n) const {
+        if (k >= fields_.size() || !fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
+        return static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
     }
 
     // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.

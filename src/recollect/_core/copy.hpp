@@ -6,6 +6,8 @@
 // hides most of its cost.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -103,8 +105,14 @@ constexpr size_t kAhead = 16;    // rows between asking for memory and copying f
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
+// Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
+inline size_t usable_cores() {
+    cpu_set_t set;
+    return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
+}
+
 inline size_t thread_count(size_t nbytes) {
-    static const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    static const size_t cores = usable_cores();
     return std::clamp<size_t>(nbytes / kThreadNbytes, 1, std::min<size_t>(cores, 8));
 }
 

@@ -227,18 +227,18 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
 }
 
 // n uniform draws into leaves; false when the whole of it must be tried again. While the last rows are copied, those
-// that the stream draws next are asked for: whoever draws again soon finds them there.
+// of the draws from `next` on are asked for: whoever draws again soon finds them there.
 class Draw {
   public:
-    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, size_t n)
-        : memory_(m), snapshot_(s), key_(key), counter_(counter), n_(n), index_(few_) {
+    Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, uint64_t next, size_t n)
+        : memory_(m), snapshot_(s), key_(key), counter_(counter), next_(next), n_(n), index_(few_) {
         if (n + kAhead > kFew) many_ = std::make_unique_for_overwrite<uint64_t[]>(n + kAhead), index_ = many_.get();
     }
 
     bool run(const Codec& codec, byte* const* leaves) {
         uint64_t* drawn = index_;
-        auto draw = [drawn, key = key_, counter = counter_, total = snapshot_.total()](size_t i) {
-            return drawn[i] = draw_one(key, counter + i, total);
+        auto draw = [drawn, n = n_, key = key_, counter = counter_, next = next_ - n_, total = snapshot_.total()](size_t i) {
+            return drawn[i] = draw_one(key, (i < n ? counter : next) + i, total);
         };
         gather(memory_, snapshot_, n_, draw, codec, leaves, kAhead);
         auto index = [drawn](size_t i) { return drawn[i]; };
@@ -271,7 +271,7 @@ class Draw {
 
     Memory& memory_;
     Snapshot& snapshot_;
-    uint64_t key_, counter_;
+    uint64_t key_, counter_, next_;
     size_t n_;
     static constexpr size_t kFew = 512;
     uint64_t few_[kFew];
@@ -286,9 +286,17 @@ struct Ends {
     bool keep_open = false;          // rows after the last end stay in the open segment
 };
 
+// Other values for some leaves of some samples of a block, which are ascending: they are there before the row is.
+struct Patches {
+    struct Leaf { Span span; const byte* values; };  // as many values as the block has samples
+    const int64_t* samples = nullptr;
+    size_t n = 0;
+    std::vector<Leaf> leaves;
+};
+
 class Writer {
   public:
-    Writer(Memory& m, size_t k) : memory_(m), lane_(m.lane(k)), k_(k) {}
+    Writer(Memory& m, size_t k, const Patches* patches = nullptr) : memory_(m), lane_(m.lane(k)), k_(k), patches_(patches) {}
 
     // Write n rows of leaves at the cursor, in pieces of half a lane so that rows stay readable meanwhile.
     void write(const byte* const* leaves, size_t n, const Codec& codec, Ends ends) {
@@ -306,7 +314,7 @@ class Writer {
         for (bool first = oversized; done < n; first = false) {
             const size_t piece = std::min(half, n - done);
             const uint64_t start = first ? round_up(lane_.cursor.load()) : lane_.cursor.load();
-            put(at.data(), piece, codec, start, [&](size_t i, size_t row) {
+            put(at.data(), done, piece, codec, start, [&](size_t i, size_t row) {
                 if (segment == 0) segment = memory_.new_segment(k_), step = 0;
                 memory_.set_tag(row, segment, step);
                 after_row(done + i, ends, segment, step, false);
@@ -385,8 +393,9 @@ class Writer {
         for (size_t k = 0; k < codec.size(); ++k) at[k] += n * codec.spans()[k].nbytes;
     }
 
+    // Samples [base, base + n) of a block, whose leaves begin with sample `base`.
     template <typename Tag>
-    void put(const byte* const* leaves, size_t n, const Codec& codec, uint64_t start, Tag tag) {
+    void put(const byte* const* leaves, size_t base, size_t n, const Codec& codec, uint64_t start, Tag tag) {
         memory_.reach(start + n);
         reserve(start + n);
         memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t, size_t count) {
@@ -401,6 +410,7 @@ class Writer {
                 scatter_leaves(to, memory_.row_nbytes, done + begin, done + end, codec.spans(), codec.size(), leaves);
             });
         });
+        patch(base, n, start);
         fault_point();
         memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {
             if (memory_.tagged)
@@ -411,9 +421,20 @@ class Writer {
         fault_point();
     }
 
+    void patch(size_t base, size_t n, uint64_t start) {
+        if (!patches_) return;
+        const int64_t* end = patches_->samples + patches_->n;
+        for (const int64_t* s = std::lower_bound(patches_->samples, end, int64_t(base)); s < end && size_t(*s) < base + n; ++s) {
+            byte* row = memory_.row(memory_.row_of(k_, start + size_t(*s) - base));
+            for (const auto& [span, values] : patches_->leaves)
+                copy_bytes(row + span.offset, values + size_t(*s) * span.nbytes, span.nbytes);
+        }
+    }
+
     Memory& memory_;
     Lane& lane_;
     size_t k_;
+    const Patches* patches_;
 };
 
 }  // namespace recollect

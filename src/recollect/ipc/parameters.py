@@ -145,13 +145,13 @@ def is_on_device(x: Any) -> bool:
 def tensor_dtype_name(x: Any) -> str | None:
     """Return the dtype's name of a real tensor, None for anything else."""
     found: Any = getattr(x, "dtype", None)
-    name = _tensor_dtypes.get(found)
+    name = tensor_dtypes.get(found)
     if name is None and type(found).__module__ == "torch" and not found.is_complex:
-        name = _tensor_dtypes[found] = str(found)[6:]
+        name = tensor_dtypes[found] = str(found)[6:]
     return name
 
 
-_tensor_dtypes: dict[Any, str] = {}  # asking torch for a name costs more than copying a small parameter
+tensor_dtypes: dict[Any, str] = {}  # asking torch for a name costs more than copying a small parameter
 
 
 def check(p: Parameter, x: Any, cast: bool) -> bool:

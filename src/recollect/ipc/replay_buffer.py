@@ -206,13 +206,14 @@ class ReplayBuffer(SharedBufferBase):
             "truncated": truncated, "critic": critic, "next_critic": next_critic,
         }  # fmt: skip
         try:
-            n, arrays = self._checker.block(
+            n, arrays, patches = self._checker.block(
                 leaves, terminal_mask, {"next_obs": terminal_next_obs, "next_critic": terminal_next_critic}
             )
         except SchemaError:
             native.reject(len(obs) if np.ndim(obs) else 1)
             raise
-        native.write(self._codec, arrays, n, -1 if self._lane is None else self._lane)
+        lane = -1 if self._lane is None else self._lane
+        native.write(self._codec, arrays, n, lane, None, False, patches)
 
     def on_lane(self, number: int) -> ReplayBuffer:
         """Return the handle for collector `number`: the same rows, writing to that lane (claimed at its first add)."""

@@ -167,6 +167,7 @@ class SharedWeightSync(Mailbox):
         if len(state_dict) != len(self._params):
             self._check_names(state_dict)
         ready: list[Any] = []
+        known = params.tensor_dtypes
         for name, shape, dtype, tensor_dtype in self._usual:
             x: Any = state_dict.get(name)
             if type(x) is np.ndarray:
@@ -174,7 +175,7 @@ class SharedWeightSync(Mailbox):
                     return None
                 ready.append(x)
             elif (
-                params.tensor_dtype_name(x) == tensor_dtype
+                (known.get(getattr(x, "dtype", None)) or params.tensor_dtype_name(x)) == tensor_dtype
                 and x.shape == shape
                 and x.is_cpu
                 and x.is_contiguous()

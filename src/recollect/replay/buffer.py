@@ -364,9 +364,18 @@ class ReplayBuffer(BatchBase):
         return data if self._outward is None else self._outward(data)
 
     def bound_draw(self) -> Callable[[Any, int], Any]:
-        is_plain = self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
-        draw: Callable[[Any, int], Any] = self._draw_rows if is_plain else self.draw_at
+        draw: Callable[[Any, int], Any] = self._draw_rows if self._draws_rows() else self.draw_at
         return draw
+
+    def drawn_rows(self) -> tuple[Any, Any] | None:
+        """Return the core's rows and codec if a draw is nothing but a gather of those, else None."""
+        engine = self.engine
+        if not self._draws_rows() or not isinstance(engine, RowsEngine) or not engine.layout.is_fixed:
+            return None
+        return engine.native, engine.codec
+
+    def _draws_rows(self) -> bool:
+        return self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
 
     def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
         engine = self.engine
