@@ -603,9 +603,7 @@ class TestCounters:
 
     def test_a_permit_is_taken_once(self) -> None:
         control = Control.create(1)
-        start = Stopwatch()
-        assert control.take(0, 0.0, lambda: None) is None
-        assert start.s < 0.3  # it did not wait
+        assert control.take(0, 0.0, lambda: pytest.fail("it waited")) is None
         control.grant(0, 7, 3)
         assert not control.has_taken(0)
         permit = control.take(0, 1.0, lambda: None)
