@@ -659,7 +659,7 @@ class TestCounters:
         assert control.times_ns(0)[0] == 0
         ctx.beat(env_steps=1)
         assert control.times_ns(0)[0] > 0 and counters.read().totals == {"env_steps": 1}
-        for timeout in (float("inf"), float("nan"), -1.0):
+        for timeout in (-1.0, float("nan"), float("inf")):
             with pytest.raises(ValueError, match="timeout"):
                 ctx.permit(timeout)
         counters.cleanup()
