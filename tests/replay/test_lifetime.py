@@ -146,6 +146,21 @@ def test_memory_of_one_process_is_not_pickled(kind: str) -> None:
         pickle.dumps(buffer)
 
 
+def test_a_ring_of_one_process_is_not_pickled_though_its_rows_are_shared(tmp_path: Path) -> None:
+    """Two rings over the same rows would write over one another."""
+    with create("flattened", directory="", inner="shared", maintain_segment_metadata=True) as buffer:
+        buffer.extend(block([1, 2, 3]))
+        assert buffer.storage.is_multiprocessing_safe and not buffer.is_multiprocessing_safe
+        with pytest.raises(TypeError, match="FlattenedStorage.*SharedMemoryStorage"):
+            pickle.dumps(buffer)
+        buffer.dumps(tmp_path / "dump")
+    with (
+        ReplayBuffer.load_from(tmp_path / "dump", multiprocessing=True) as reader,
+        pickle.loads(pickle.dumps(reader)) as other,
+    ):
+        assert numbers(other) == [1, 2, 3] and other.get_segments() == [(0, 3)]
+
+
 def test_settings_travel_with_the_handle() -> None:
     buffer = create("shared", directory="", cast=True, num_lanes=2, maintain_segment_metadata=True)
     with buffer, pickle.loads(pickle.dumps(buffer)) as twin:

@@ -121,7 +121,7 @@ class ReplayBuffer(BatchBase):
         self.storage = storage
         self.inner_storage = storage.inner if isinstance(storage, ToBackendOrDeviceStorage) else storage
         self._outward: Any = storage.outward if isinstance(storage, ToBackendOrDeviceStorage) else None
-        if multiprocessing and not self.inner_storage.is_multiprocessing_safe:
+        if multiprocessing and not self.is_multiprocessing_safe:
             name = type(self.inner_storage).__name__
             raise ValueError(f"multiprocessing: {name} belongs to one process; use SharedMemoryStorage")
         self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
@@ -364,18 +364,9 @@ class ReplayBuffer(BatchBase):
         return data if self._outward is None else self._outward(data)
 
     def bound_draw(self) -> Callable[[Any, int], Any]:
-        draw: Callable[[Any, int], Any] = self._draw_rows if self._draws_rows() else self.draw_at
+        is_plain = self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
+        draw: Callable[[Any, int], Any] = self._draw_rows if is_plain else self.draw_at
         return draw
-
-    def drawn_rows(self) -> tuple[Any, Any] | None:
-        """Return the core's rows and codec if a draw is nothing but a gather of those, else None."""
-        engine = self.engine
-        if not self._draws_rows() or not isinstance(engine, RowsEngine) or not engine.layout.is_fixed:
-            return None
-        return engine.native, engine.codec
-
-    def _draws_rows(self) -> bool:
-        return self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
 
     def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
         engine = self.engine
@@ -533,14 +524,6 @@ class ReplayBuffer(BatchBase):
         self._check_mutable("remove_at")
         self.engine.remove(positions(idx, self.engine.count()))
 
-    def _check_set_at(self, idx: Any, value: Any) -> None:
-        self._check_mutable("set_at")
-        self.engine.check_overwrite(normalize(idx, self.engine.count()), value)
-
-    def _check_remove_at(self, idx: Any) -> None:
-        self._check_mutable("remove_at")
-        self.engine.check_remove(positions(idx, self.engine.count()))
-
     def clear(self) -> None:
         """Drop everything; counted as removed."""
         self._check_mutable("clear")
@@ -646,8 +629,14 @@ class ReplayBuffer(BatchBase):
         kind, capacity = type(self.inner_storage).__name__, self.capacity
         return f"ReplayBuffer({kind}, {self.single_space}, capacity={capacity})"
 
+    @property
+    def is_multiprocessing_safe(self) -> bool:
+        """Whether other processes see the same samples: those of shared rows, or of what nobody changes."""
+        inner = self.inner_storage
+        return inner.is_multiprocessing_safe and (isinstance(inner, RowStorage) or not inner.is_mutable)
+
     def __reduce__(self) -> Any:
-        if not self.inner_storage.is_multiprocessing_safe:
+        if not self.is_multiprocessing_safe:
             raise TypeError(
                 f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
                 "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"

@@ -152,9 +152,8 @@ class Pool:
 def check_shared(sampler: BatchSampler, method: str) -> None:
     """Raise ValueError for a source that other processes cannot read as it is now."""
     for source in _leaves(sampler):
-        storage = getattr(source, "inner_storage", source)
-        safe = getattr(storage, "is_multiprocessing_safe", not source.is_mutable)
-        if not safe:
+        if not getattr(source, "is_multiprocessing_safe", not source.is_mutable):
+            storage = getattr(source, "inner_storage", source)
             raise ValueError(
                 f"sampler: its source must be readable by other processes, got a {type(source).__name__} in "
                 f"{type(storage).__name__}; create it with SharedMemoryStorage and multiprocessing=True, or use "
