@@ -119,6 +119,28 @@ class TestWrites:
         assert len(source) == 7
         assert view.is_mutable
 
+    @pytest.mark.parametrize("backend", ["numpy", "torch"])
+    def test_leave_the_callers_arrays_though_the_inverse_works_in_place(self, backend: str) -> None:
+        class InPlace(Shift):
+            def transform(self, space: Any, data: Any) -> Any:
+                data += self.by
+                return data
+
+            def direction_inverse(self, space: Any) -> DataTransformation:
+                return InPlace(-self.by)
+
+        make: Any = np.array if backend == "numpy" else pytest.importorskip("torch").tensor
+        source = numbers(4)
+        view = TransformedBatch(source, InPlace(10))
+        one, two = make(15), make([16, 17])
+        view.append(one)
+        view.extend(two)
+        view[0] = one
+        view[[1, 2]] = two
+        view.extend_flattened(two[:, None])
+        assert int(one) == 15 and two.tolist() == [16, 17]
+        assert source[:].tolist() == [5, 6, 7, 3, 5, 6, 7, 6, 7]
+
     def test_are_checked_before_anything_changes(self) -> None:
         source = batch(3)
         view = TransformedBatch(source, CastTransformation({"obs/image": "float32"}))

@@ -13,7 +13,8 @@ from gymnasium import spaces
 from tests.storage.rows import KINDS, SPACE, block, contents, files_under, ids, make, manifest_of, sample
 
 import recollect as rc
-from recollect.errors import BudgetError, FormatError
+from recollect.errors import BudgetError, FormatError, SegmentOpenError
+from recollect.storage import find_storage
 from recollect.testing import CATALOGUE, assert_same, max_lengths_of, samples
 
 
@@ -40,6 +41,38 @@ def test_lanes_and_the_lowest_come_back(target: str, tmp_path: Path) -> None:
         assert sorted(ids(loaded[...])) == [3, 5, 7, 9]
         loaded.append(sample(4))
         assert sorted(ids(loaded[...])) == [4, 5, 7, 9]
+
+
+def test_what_a_row_storage_does_not_take() -> None:
+    with pytest.raises(TypeError, match="positional"):
+        rc.MemoryStorage.create(SPACE, 3, capacity=4)
+    with pytest.raises(ValueError, match="SharedMemoryStorage"):
+        rc.MemoryStorage.create(SPACE, capacity=4, multiprocessing=True)
+
+
+@pytest.mark.parametrize("kind", ["memory", "memmap"])
+def test_added_rows_are_seen_once_written(kind: str, tmp_path: Path) -> None:
+    where = {"cache_path": tmp_path / "live"} if kind == "memmap" else {}
+    with find_storage(kind).create(SPACE, capacity=None, **where) as storage:
+        storage.append(sample(0))
+        storage.extend_length(2)
+        storage.dumps(tmp_path / "dump")
+        assert len(storage) == 3 and len(rc.MemoryStorage.load_from(tmp_path / "dump", SPACE)) == 1
+        storage.set(1, sample(1))
+        storage.dumps(tmp_path / "dump")
+        assert len(rc.MemoryStorage.load_from(tmp_path / "dump", SPACE)) == 2
+        storage.append(sample(2))  # takes the row that is left
+        assert len(storage) == 3 and ids(storage.get(...)) == [0, 1, 2]
+        storage.extend_length(3)
+        with pytest.raises(SegmentOpenError):
+            storage.shrink_length(4)
+        assert len(storage) == 6
+        storage.mark_segment_end()
+        storage.shrink_length(4)  # the added ones go first
+        assert len(storage) == 2 and ids(storage.get(...)) == [0, 1]
+        storage.extend_length(2)
+        storage.clear()
+        assert len(storage) == 0
 
 
 def test_multiprocessing_makes_shared_of_memory(tmp_path: Path) -> None:
@@ -189,19 +222,6 @@ def test_a_live_memmap_goes_on_where_it_was(capacity: int | None, tmp_path: Path
     for kind in ("memory", "memmap"):
         with rc.ReplayBuffer.load_from(tmp_path / "live", storage=kind) as loaded:
             assert ids(loaded[-3:]) == [15, 16, 17]
-
-
-def test_a_row_dump_that_is_loaded_as_a_memmap_to_write_goes_on_there(tmp_path: Path) -> None:
-    with make("memory", tmp_path) as buffer:
-        buffer.dumps(tmp_path)
-    with rc.ReplayBuffer.load_from(tmp_path, storage="memmap", read_only=False) as live:
-        live.extend(block(15, 2))
-        was = contents(live)
-    assert manifest_of(tmp_path)["live"] is True
-    assert files_under(tmp_path) == {"manifest.json", "storage", "storage/live-1.bin"}
-    for kind in (None, "memory"):
-        with rc.ReplayBuffer.load_from(tmp_path, storage=kind) as loaded:
-            assert contents(loaded) == was and ids(loaded[-2:]) == [15, 16]
 
 
 def test_dumps_of_the_storage_of_a_live_buffer_leaves_it_a_buffer(tmp_path: Path) -> None:

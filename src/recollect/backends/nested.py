@@ -27,6 +27,11 @@ def map_arrays(fn: Callable[[Any], Any], data: Any) -> Any:
     return fn(data) if _is_numeric(data) else data
 
 
+def copied(data: Any) -> Any:
+    """Return `data` with every array as a numpy copy, which nobody else has."""
+    return map_arrays(lambda x: np.array(as_numpy(x)), data)
+
+
 def _is_numeric(x: Any) -> bool:
     if isinstance(x, np.ndarray | np.generic):
         return x.dtype.kind not in "OSUT"

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.backends import move
+from recollect.backends import copied, move
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Found, counted
 from recollect.batch.structure import Keys, as_batch, checked_batch, has_no_array, map_leaves, pick, unbatch
@@ -175,7 +175,8 @@ class TransformedBatch(View):
         return self._backward(back, checked_batch(self.single_space, self._layout, value)[1])
 
     def _backward(self, back: DataTransformation, block: Any) -> Any:
-        return back.transform(self.single_space, move(block, self.backend, self.device))
+        # It may change what it gets, and what it gets may be the caller's.
+        return back.transform(self.single_space, move(copied(block), self.backend, self.device))
 
     def _written(self) -> BatchBase:
         return self.batch._written()

@@ -62,7 +62,21 @@ class PlainEngine:
 
     def _held(self) -> int:
         """The samples there are, those of an open segment that cannot be read yet included."""
+        self._follow()
         return self._cursor - self._low
+
+    def _follow(self) -> None:
+        """Forget the samples of an open segment that the storage was told to drop (`abort_segment`)."""
+        if not self.storage.is_cut_by_segment:
+            return
+        with self._lock:
+            gone = self._cursor - len(self.storage) - self.storage.pending_segment_length
+            if gone > 0:
+                self._cursor -= gone
+                self._doors["removed"] += gone
+                if self._open:
+                    self._segments.pop()
+                self._open = self._copying = False
 
     def _rows(self, positions: Ints) -> Ints:
         return positions % self.storage.capacity if self.storage.capacity else positions
@@ -115,6 +129,7 @@ class PlainEngine:
     def append(self, value: Any) -> None:
         self._check_mutable()
         with self._lock:
+            self._follow()
             block = self.storage.checked_one(value)
             with self._all_or_nothing():
                 self._put(block, 1)
@@ -136,7 +151,7 @@ class PlainEngine:
     def _extend(self, value: Any, ends: Any, *, keep_open: bool, check: bool) -> None:
         self._check_mutable()
         with self._lock:
-            if check and self.has_open_segment():
+            if self.has_open_segment() and check:
                 raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
             n, block = self.storage.checked_batch(value)
             if ends is not None and len(ends) != n:
@@ -246,44 +261,34 @@ class PlainEngine:
             oldest[1] = self._low
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
+        self._refuse_to_change("set_at")
         at = np.atleast_1d(index)
         with self._lock:
-            block = self.check_overwrite(index, value)
+            self._check(at)
+            if isinstance(index, int):
+                block = self.storage.checked_one(value)
+            else:
+                n, block = self.storage.checked_batch(value)
+                if n != len(at):
+                    raise SchemaError(
+                        f"value: length must equal the index's {len(at)}, got {n}; give one sample each"
+                    )
             self.storage.set(self._rows(self._low + at), block)
             self._renew(np.unique(self._low + at))
             self.storage.settle()
 
-    def check_overwrite(self, index: int | Ints, value: Any) -> Any:
-        """Raise what `overwrite` would, and change nothing; return the value as a block."""
-        self._refuse_to_change("set_at")
-        with self._lock:
-            self._check(index)
-        if isinstance(index, int):
-            return self.storage.checked_one(value)
-        n, block = self.storage.checked_batch(value)
-        if n != len(index):
-            raise SchemaError(
-                f"value: length must equal the index's {len(index)}, got {n}; give one sample each"
-            )
-        return block
-
-    def check_remove(self, index: Ints) -> None:
-        """Raise what `remove` would, and change nothing."""
+    def remove(self, index: Ints) -> None:
         self._refuse_to_change("remove_at")
+        gone = np.unique(index)
+        if not len(gone):
+            return
         with self._lock:
-            self._check(index)
-            if self._open and int(index.max(initial=-1)) + self._low >= self._segments[-1][1]:
+            self._check(gone)
+            first, last = int(gone[0]), int(gone[-1])
+            if self._open and last + self._low >= self._segments[-1][1]:
                 raise SegmentOpenError(
                     "a sample of the open segment cannot be removed; call mark_segment_end() first"
                 )
-
-    def remove(self, index: Ints) -> None:
-        gone = np.unique(index)
-        with self._lock:
-            self.check_remove(gone)
-            if not len(gone):
-                return
-            first, last = int(gone[0]), int(gone[-1])
             # The newer move down, or in a ring the older up, whichever are fewer.
             up = self.storage.capacity is not None and last + 1 < self.count() - first
             keep = np.setdiff1d(np.arange(0, last + 1) if up else np.arange(first, self.count()), gone)
@@ -360,15 +365,18 @@ class PlainEngine:
 
     def open_segment(self) -> tuple[int, int] | None:
         with self._lock:
+            self._follow()
             if not self._open:
                 return None
             return self._segments[-1][1] - self._low, self._segments[-1][2] - self._low
 
     def has_open_segment(self) -> bool:
+        self._follow()
         return self._open or self.storage.has_open_segment
 
     def segments(self) -> Segments | None:
         with self._lock:
+            self._follow()
             if not self.tracked:
                 known = self.storage.get_segments()  # video knows them; such a storage never goes round
                 return known or (None if self.count() else known)

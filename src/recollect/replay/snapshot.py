@@ -19,7 +19,7 @@ from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
 from recollect.storage.registry import find_storage, find_stored
 from recollect.storage.row_dump import write_orders, write_rows
-from recollect.storage.rows import RowStorage, open_live, stored_layout
+from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer
@@ -108,7 +108,7 @@ def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only:
         verify = bool(kwargs.pop("verify", False))
         if kwargs:
             raise TypeError(f"load_from: unknown arguments {sorted(kwargs)} for {cls.__name__}")
-        cast = bool(manifest["storage"].get("options", {}).get("cast"))
+        cast = stored_cast(manifest)
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
     verify = bool(kwargs.pop("verify", False))
     check_files(path, manifest, verify=verify)

@@ -25,15 +25,8 @@ class AppendStorage(FileStorage):
     def __init__(self, live: Live, prefix: str, space: Any, *, cast: bool = False,
                  max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         super().__init__(live, prefix, space, None, cast, max_lengths)
-        self._reserved = 0
-
-    def _written(self) -> int:
-        raise NotImplementedError
 
     def _add(self, arrays: list[Array], n: int) -> None:
-        raise NotImplementedError
-
-    def _truncate(self, length: int) -> None:
         raise NotImplementedError
 
     def _added(self) -> None:
@@ -81,24 +74,6 @@ class AppendStorage(FileStorage):
             f"{type(self).__name__}: only grows, got {verb}() of rows that are there; "
             "copy what you keep into a new buffer with extend_from(buf.get_slice(keep))"
         )
-
-    def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
-        with self._live.lock:
-            self._check_mutable("extend_length")
-            self._reserved += length
-
-    def shrink_length(self, length: int) -> None:
-        with self._live.lock:
-            n = self._written() + self._reserved
-            if not 0 <= length <= n:
-                raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
-            self._check_mutable("shrink_length")
-            left = max(0, length - self._reserved)
-            self._reserved = max(0, self._reserved - length)
-            if left:
-                self._truncate(self._written() - left)
 
     def clear(self) -> None:
         with self._live.lock:

@@ -35,6 +35,7 @@ class SpaceStorage(ABC):
     cache_filename: str | None = None
     is_multiprocessing_safe: bool = False
     is_mutable: bool = True
+    cast: bool = False  # whether values may be cast within a kind
     is_append_only: bool = False  # rows are added at the end, and never changed or removed
     is_cut_by_segment: bool = (
         False  # rows of an open segment cannot be read, so segments must be ended in place
@@ -131,11 +132,11 @@ class SpaceStorage(ABC):
 
     def checked_one(self, value: Any) -> Any:
         """Return one sample as a block of one; SchemaError if it does not fit the space."""
-        return self.layout.decode_batch([a[None] for a in self.layout.encode_one(value)], 1)
+        return self.layout.decode_batch([a[None] for a in self.layout.encode_one(value, self.cast)], 1)
 
     def checked_batch(self, value: Any) -> tuple[int, Any]:
         """Return how many samples a block has, and the block; SchemaError if it does not fit the space."""
-        n, arrays = self.layout.encode_batch(value)
+        n, arrays = self.layout.encode_batch(value, self.cast)
         return n, self.layout.decode_batch(arrays, n)
 
     # -- chunks: what a reader fetches whole
@@ -227,9 +228,9 @@ class SpaceStorage(ABC):
         """Whether a read of damaged files raises, and never returns other values than were written."""
         return False
 
-    def more_files(self) -> dict[str, dict[str, Any]]:
-        """Files that this storage's own files name, not the manifest: their sizes and checksums by name."""
-        return {}
+    def more_files(self) -> list[str]:
+        """Files that this storage's own files name, not the manifest."""
+        return []
 
     def save_parts(self, path: Path) -> None:
         """Write the live rows below a directory of a dump."""

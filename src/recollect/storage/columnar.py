@@ -32,6 +32,7 @@ class FileStorage(FiledStorage):
         self._layout = compile_layout(self.single_instance_space, max_lengths)
         self._cursor = 0
         self._unsaved = 0  # rows written since the last commit
+        self._reserved = 0  # rows that `extend_length` added and `set` has not written yet
         self._bind(live, capacity)
 
     @property
@@ -66,13 +67,6 @@ class FileStorage(FiledStorage):
 
     # -- rows
 
-    def checked_one(self, value: Any) -> Any:
-        return self.layout.decode_batch([a[None] for a in self.layout.encode_one(value, self.cast)], 1)
-
-    def checked_batch(self, value: Any) -> tuple[int, Any]:
-        n, arrays = self.layout.encode_batch(value, self.cast)
-        return n, self.layout.decode_batch(arrays, n)
-
     def get(self, index: Any) -> Any:
         return self._decoded(index, ())
 
@@ -93,7 +87,12 @@ class FileStorage(FiledStorage):
 
     def _visible(self, index: Any) -> int | Ints:
         """The rows of an index that can be read."""
-        return normalize(index, len(self))
+        found = normalize(index, len(self))
+        if self._reserved and np.max(found, initial=-1) >= self._written():
+            raise FormatError(
+                f"{type(self).__name__}: rows from {self._written()} on were added and never written; set them first"
+            )
+        return found
 
     def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
         """Gather rows of the part under `keys`, the caller's own copy, and their layout."""
@@ -103,16 +102,48 @@ class FileStorage(FiledStorage):
         with self._live.lock:
             self._check_mutable("append")
             block = self.checked_one(value)
-            row = self._cursor % self.capacity if self.capacity else len(self) + self.pending_segment_length
-            if self.capacity is None:
-                self.extend_length(1)
+            row = self._cursor % self.capacity if self.capacity else self._written()
+            grows = self.capacity is None and not self._reserved
+            self.extend_length(grows)
             try:
                 self.set([row], block)
             except BaseException:
-                if self.capacity is None:
-                    self.shrink_length(1)
+                self.shrink_length(grows)
                 raise
             self._cursor += 1
+
+    # -- the end of an unbounded storage: rows are reserved, and count for a commit once written
+
+    def _written(self) -> int:
+        """How many rows there are, without those that are only reserved."""
+        raise NotImplementedError
+
+    def _truncate(self, length: int) -> None:
+        """Keep the first rows only."""
+        raise NotImplementedError
+
+    def stored_length(self) -> int:
+        return self._written()
+
+    def extend_length(self, length: int) -> None:
+        if length < 0:
+            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        if self.capacity is None:
+            with self._live.lock:
+                self._check_mutable("extend_length")
+                self._reserved += length
+
+    def shrink_length(self, length: int) -> None:
+        with self._live.lock:
+            n = self._written() + self._reserved
+            if length < 0 or (self.capacity is None and length > n):
+                raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+            if self.capacity is None:
+                self._check_mutable("shrink_length")
+                left = max(0, length - self._reserved)
+                self._reserved = max(0, self._reserved - length)
+                if left:
+                    self._truncate(self._written() - left)
 
     def _wrote(self, n: int, piece_size: int) -> None:
         """Count rows towards a commit."""

@@ -99,6 +99,13 @@ def longest(space: Space[Any], values: Any, most: dict[str, int], path: Path = (
         longest(child, part, most, (*path, key))
 
 
+def sequence_names(space: Space[Any]) -> set[str]:
+    """The names of a space's Sequences."""
+    most: dict[str, int] = {}
+    longest(space, (), most)
+    return set(most)
+
+
 def _elements(space: spaces.Sequence, value: Any) -> Any:
     """What tells how many elements a value has: itself, or the first leaf of a stacked one."""
     while isinstance(value, Mapping) and value:

@@ -13,6 +13,7 @@ from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
 from recollect.spaces.tree import as_keys, path_name
 from recollect.storage.base import PathName, Segments, SpaceStorage
+from recollect.storage.columns import sequence_names
 from recollect.storage.files import FiledStorage, Ints, check_capacity, reopen_child
 from recollect.storage.live import SEGMENT, Live
 from recollect.storage.patterns import Part, directory_of, divide, join, saved_parts
@@ -71,9 +72,9 @@ class DictStorage(FiledStorage):
         parts = divide(space, storages)
         inner: list[SpaceStorage] = []
         try:
-            for part in parts:
+            for part, shared in zip(parts, _shared_out(options, parts)):
                 child, more = _chosen(storages[part.pattern])
-                more = {"capacity": capacity, "multiprocessing": multiprocessing, **options, **more}
+                more = {"capacity": capacity, "multiprocessing": multiprocessing, **shared, **more}
                 inner.append(child.create(part.space, **more))
             return cls(space, parts, inner, None)
         except BaseException:
@@ -86,7 +87,7 @@ class DictStorage(FiledStorage):
               **options: Any) -> Self:  # fmt: skip
         parts = divide(as_space(space), storages)
         inner: list[SpaceStorage] = []
-        for number, part in enumerate(parts):
+        for number, (part, shared) in enumerate(zip(parts, _shared_out(options, parts))):
             child, more = _chosen(storages[part.pattern])
             if not issubclass(child, FiledStorage):
                 raise ValueError(
@@ -96,7 +97,7 @@ class DictStorage(FiledStorage):
             check_capacity(child, capacity)
             child.need()
             below = prefix + directory_of(number, part) + "/"
-            inner.append(child.under(live, below, part.space, capacity, **{**options, **more}))
+            inner.append(child.under(live, below, part.space, capacity, **{**shared, **more}))
         return cls(space, parts, inner, live)
 
     @classmethod
@@ -153,8 +154,8 @@ class DictStorage(FiledStorage):
         for storage in self.storages:
             storage.write_out(urgency)
 
-    def more_files(self) -> dict[str, dict[str, Any]]:
-        return {name: about for storage in self.storages for name, about in storage.more_files().items()}
+    def more_files(self) -> list[str]:
+        return [name for storage in self.storages for name in storage.more_files()]
 
     def checks_reads(self) -> bool:
         return all(storage.checks_reads() for storage in self.storages)
@@ -362,6 +363,19 @@ def _up_to(ends: Ints, n: int) -> Ints:
     """Ends of chunks that cover exactly `n` rows."""
     inside = ends[ends < n]
     return np.append(inside, n) if n else inside
+
+
+def _shared_out(options: dict[str, Any], parts: list[Part]) -> list[dict[str, Any]]:
+    """The keywords for each part: all have the same, but the greatest lengths of its own Sequences only."""
+    most = dict(options.pop("max_lengths", None) or {})
+    found = []
+    for part in parts:
+        names = {name: part.whole_name(name) for name in sequence_names(part.space)}
+        own = {name: most.pop(whole) for name, whole in names.items() if whole in most}
+        found.append({**options, **({"max_lengths": own} if own else {})})
+    if most:
+        raise ValueError(f"max_lengths: keys must be Sequence leaves of the space, got {sorted(most)}")
+    return found
 
 
 def _chosen(spec: Any) -> tuple[type[SpaceStorage], dict[str, Any]]:

@@ -22,7 +22,7 @@ class ForwardingStorage(SpaceStorage):
         self.capacity, self.cache_filename = inner.capacity, inner.cache_filename
         self.is_mutable, self.is_multiprocessing_safe = inner.is_mutable, inner.is_multiprocessing_safe
         self.is_append_only, self.is_cut_by_segment = inner.is_append_only, inner.is_cut_by_segment
-        self.commits_from = inner.commits_from
+        self.commits_from, self.cast = inner.commits_from, inner.cast
 
     def __len__(self) -> int:
         return len(self.inner)
@@ -89,7 +89,7 @@ class ForwardingStorage(SpaceStorage):
     def checks_reads(self) -> bool:
         return self.inner.checks_reads()
 
-    def more_files(self) -> dict[str, dict[str, Any]]:
+    def more_files(self) -> list[str]:
         return self.inner.more_files()
 
     def settle(self) -> None:

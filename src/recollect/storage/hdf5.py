@@ -126,6 +126,9 @@ class HDF5Storage(FileStorage):
         return {"file": self._name, "length": self._length}
 
     def __len__(self) -> int:
+        return self._length + self._reserved
+
+    def _written(self) -> int:
         return self._length
 
     # -- the file
@@ -250,16 +253,28 @@ class HDF5Storage(FileStorage):
     def set(self, index: Any, value: Any) -> None:
         with self._live.lock:
             self._check_mutable("set")
-            rows, arrays = encode_at(self.layout, normalize(index, self._length), value, self.cast)
+            rows, arrays = encode_at(self.layout, normalize(index, len(self)), value, self.cast)
             if not len(rows):
                 return
             rows, last = _last_of_each(rows)
             arrays = [a[last] for a in arrays]
-            f = self._writable_file()
-            self._write(f, rows, arrays)
+            self._write_all(rows, arrays)
             for keys, cache in self._caches.items():
                 chosen = self.layout.field_indices(keys) if keys else range(len(arrays))
                 cache.update(self._ends(), rows, [arrays[i] for i in chosen])
+
+    def _write_all(self, rows: Ints, arrays: list[Array]) -> None:
+        """Write rows; reserved ones among them are there from now on, unless it fails."""
+        before, reserved = self._length, self._reserved
+        new = max(0, int(rows[-1]) + 1 - before)
+        try:
+            self._reserved -= new
+            self._resize(before + new)
+            self._write(self._writable_file(), rows, arrays)
+        except BaseException:
+            self._resize(before)
+            self._reserved = reserved
+            raise
 
     def _write(self, f: Any, rows: Ints, arrays: list[Array]) -> None:
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -269,36 +284,26 @@ class HDF5Storage(FileStorage):
                 if all(field.shape):
                     f[dataset_name(field)][first:end] = array[part].view(raw_dtype(field.dtype))
 
-    def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
-        if self.capacity is None:
-            self._resize(self._length + length, "extend_length")
+    def _truncate(self, length: int) -> None:
+        self._resize(length)
 
-    def shrink_length(self, length: int) -> None:
-        if length < 0 or (self.capacity is None and length > self._length):
-            raise ValueError(f"shrink_length: must be in [0, {self._length}], got {length}")
-        if self.capacity is None:
-            self._resize(self._length - length, "shrink_length")
-
-    def _resize(self, length: int, verb: str) -> None:
-        with self._live.lock:
-            self._check_mutable(verb)
-            if length == self._length:
-                return
-            f = self._writable_file()
-            for field in self.layout.fields:
-                if all(field.shape):
-                    f[dataset_name(field)].resize(length, axis=0)
-            for cache in self._caches.values():
-                cache.forget_from(min(length, self._length) // self._chunk_rows)
-            self._length = length
+    def _resize(self, length: int) -> None:
+        if length == self._length:
+            return
+        f = self._writable_file()
+        for field in self.layout.fields:
+            if all(field.shape):
+                f[dataset_name(field)].resize(length, axis=0)
+        for cache in self._caches.values():
+            cache.forget_from(min(length, self._length) // self._chunk_rows)
+        self._length = length
 
     def clear(self) -> None:
-        self._check_mutable("clear")
-        self._cursor = 0
-        if self.capacity is None:
-            self._resize(0, "clear")
+        with self._live.lock:
+            self._check_mutable("clear")
+            self._cursor = self._reserved = 0
+            if self.capacity is None:
+                self._resize(0)
 
     def checks_reads(self) -> bool:
         """Every chunk has a checksum, and so have the tables that lead to it; files of others may have none."""

@@ -101,6 +101,9 @@ class ImageStorage(FileStorage):
         return {"length": self._length, "newest": self._newest, "index": index}
 
     def __len__(self) -> int:
+        return self._length + self._reserved
+
+    def _written(self) -> int:
         return self._length
 
     # -- index files
@@ -189,7 +192,7 @@ class ImageStorage(FileStorage):
     def set(self, index: Any, value: Any) -> None:
         with self._live.lock:
             self._check_mutable("set")
-            rows, (frames,) = encode_at(self.layout, normalize(index, self._length), value, self.cast)
+            rows, (frames,) = encode_at(self.layout, normalize(index, len(self)), value, self.cast)
             last = {row: i for i, row in enumerate(rows.tolist())}
             written: list[tuple[int, str]] = []
             self._newest += 1
@@ -203,6 +206,7 @@ class ImageStorage(FileStorage):
                 for _, name in written:
                     self.home.place(name).unlink(missing_ok=True)
                 raise
+            self._reach(max(last, default=-1) + 1)
             for row, name in written:
                 self._forget(row)
                 self._entries[row] = (self._newest, 0, 0, 0)
@@ -222,28 +226,18 @@ class ImageStorage(FileStorage):
         self._entries[row] = (0, 0, 0, 0)
         self._changed.add(row // _BLOCK)
 
-    def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
-        if self.capacity is None:
-            with self._live.lock:
-                self._check_mutable("extend_length")
-                self._resize(self._length + length)
-
-    def shrink_length(self, length: int) -> None:
-        if length < 0 or (self.capacity is None and length > self._length):
-            raise ValueError(f"shrink_length: must be in [0, {self._length}], got {length}")
-        if self.capacity is None:
-            with self._live.lock:
-                self._check_mutable("shrink_length")
-                for row in range(self._length - length, self._length):
-                    self._forget(row)
-                self._resize(self._length - length)
-
-    def _resize(self, length: int) -> None:
-        if length > len(self._entries):
-            more = np.zeros(max(length, 2 * len(self._entries), 64) - len(self._entries), _ENTRY)
+    def _reach(self, end: int) -> None:
+        """Count reserved rows that were written now."""
+        new = max(0, end - self._length)
+        self._reserved -= new
+        if end > len(self._entries):
+            more = np.zeros(max(end, 2 * len(self._entries), 64) - len(self._entries), _ENTRY)
             self._entries = np.concatenate([self._entries, more])
+        self._length += new
+
+    def _truncate(self, length: int) -> None:
+        for row in range(length, self._length):
+            self._forget(row)
         self._length = length
 
     def clear(self) -> None:
@@ -251,18 +245,15 @@ class ImageStorage(FileStorage):
             self._check_mutable("clear")
             for row in np.flatnonzero(self._entries["generation"]).tolist():
                 self._forget(row)
-            self._cursor = 0
+            self._cursor = self._reserved = 0
             if self.capacity is None:
-                self._resize(0)
+                self._length = 0
 
     # -- checks and dumps
 
-    def more_files(self) -> dict[str, dict[str, Any]]:
-        found = {}
-        for row, (generation, nbytes, crc, _) in enumerate(self._entries[: self._length].tolist()):
-            if generation:
-                found[self._name(row, generation)] = {"bytes": nbytes, "crc32c": f"{crc:08x}"}
-        return found
+    def more_files(self) -> list[str]:
+        rows = np.flatnonzero(self._entries["generation"][: self._length])
+        return [self._name(row, int(self._entries[row]["generation"])) for row in rows.tolist()]
 
     def checks_reads(self) -> bool:
         return True

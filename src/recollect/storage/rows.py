@@ -42,6 +42,7 @@ class RowStorage(SpaceStorage):
         super().__init__(space)
         self.rows, self.capacity, self.cast, self.is_mutable = rows, capacity, cast, is_mutable
         self.codec = codec_of(rows.layout)
+        self._reserved = 0  # rows that `extend_length` added and `set` has not written yet
         self._columns: dict[Any, tuple[Layout, Any]] = {}
 
     # -- making
@@ -101,10 +102,10 @@ class RowStorage(SpaceStorage):
         read_only: bool = True,
         multiprocessing: bool = False,
         verify: bool = False,
-        cast: bool = False,
+        cast: bool | None = None,
         **kwargs: Any,
     ) -> Self:
-        """Open a row dump in this kind of memory."""
+        """Open a row dump in this kind of memory; `cast` is as it was unless given."""
         if kwargs:
             raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(kwargs)}")
         if multiprocessing and not cls.is_multiprocessing_safe:
@@ -114,6 +115,7 @@ class RowStorage(SpaceStorage):
         path = Path(path)
         manifest = read_manifest(path, FORMATS)
         space = checked_space(path, manifest, single_instance_space, capacity)
+        cast = stored_cast(manifest) if cast is None else cast
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
 
     @classmethod
@@ -155,7 +157,9 @@ class RowStorage(SpaceStorage):
         return self.rows.layout
 
     def __len__(self) -> int:
-        return int(self.rows.native.count()) if self.capacity is None else self.capacity
+        if self.capacity is not None:
+            return self.capacity
+        return int(self.rows.native.count()) + self._reserved
 
     @property
     def nbytes(self) -> int:
@@ -192,21 +196,30 @@ class RowStorage(SpaceStorage):
         found = normalize(index, len(self))
         rows, arrays = encode_at(self.layout, found, value, self.cast)
         self.rows.native.overwrite_rows(self.codec, rows, arrays)
+        if self._reserved and len(rows):
+            self._show(int(rows.max()) + 1)
+
+    def _show(self, end: int) -> None:
+        """Move an unbounded storage's end past rows that were written now: readers see them from here on."""
+        new = end - int(self.rows.native.count())
+        if new > 0:
+            self._reserved -= new
+            self.rows.native.set_window(0, 0, end)
 
     def append(self, value: Any) -> None:
         self._check_mutable("append")
         if not self.rows.native.append(self.codec, value):
             arrays = [a[None] for a in self.layout.encode_one(value, self.cast)]
             self.rows.native.write(self.codec, arrays, 1, keep_open=True)
+        self._reserved = max(0, self._reserved - 1)
 
     def extend_length(self, length: int) -> None:
         if length < 0:
             raise ValueError(f"extend_length: must be at least 0, got {length}")
         if self.capacity is None:
             self._check_mutable("extend_length")
-            n = len(self)
-            self.rows.native.reserve_rows(n + length)
-            self.rows.native.set_window(0, 0, n + length)
+            self.rows.native.reserve_rows(len(self) + length)
+            self._reserved += length
 
     def shrink_length(self, length: int) -> None:
         n = len(self)
@@ -214,10 +227,13 @@ class RowStorage(SpaceStorage):
             raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
         if self.capacity is None:
             self._check_mutable("shrink_length")
-            self.rows.native.remove(np.arange(n - length, n))
+            written = n - self._reserved
+            self.rows.native.remove(np.arange(min(written, n - length), written))
+            self._reserved = max(0, self._reserved - length)
 
     def clear(self) -> None:
         self._check_mutable("clear")
+        self._reserved = 0
         self.rows.native.clear()
 
     # -- segments
@@ -360,6 +376,11 @@ def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: in
     if capacity is not None and capacity != manifest["capacity"]:
         raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
     return space
+
+
+def stored_cast(manifest: dict[str, Any]) -> bool:
+    """Whether a storage that a manifest describes was created with `cast=True`."""
+    return bool(manifest["storage"].get("options", {}).get("cast"))
 
 
 def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:

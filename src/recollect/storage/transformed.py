@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Self
 
-import numpy as np
-
-from recollect.backends import map_arrays
+from recollect.backends import copied
 from recollect.errors import FormatError
 from recollect.spaces import as_space
 from recollect.spaces.transformation import (
@@ -36,9 +34,10 @@ class TransformedStorage(WrapperStorage):
     short_name = "transformed"
     positional = ("transformation",)
 
-    def __init__(self, space: Any, inner: SpaceStorage, transformation: DataTransformation) -> None:
+    def __init__(self, space: Any, inner: SpaceStorage, transformation: DataTransformation,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         """Keep samples of `space` in `inner`, whose space must be the transformed one."""
-        super().__init__(space, inner)
+        super().__init__(space, inner, max_lengths)
         self.transformation = transformation
         inverse = transformation.direction_inverse(self.single_instance_space)
         if inverse is None:
@@ -58,7 +57,7 @@ class TransformedStorage(WrapperStorage):
 
     @classmethod
     def wrap(cls, space: Any, inner: SpaceStorage, own: dict[str, Any]) -> Self:
-        return cls(space, inner, _of(own))
+        return cls(space, inner, _of(own), own.get("max_lengths"))
 
     def own(self) -> dict[str, Any]:
         return {"transformation": transformation_to_json(self.transformation)}
@@ -72,7 +71,7 @@ class TransformedStorage(WrapperStorage):
 
     def _inward(self, block: Any, n: int) -> Any:
         # It may change what it gets, and what it gets may be the caller's.
-        return self.transformation.transform(self.single_instance_space, map_arrays(np.array, block))
+        return self.transformation.transform(self.single_instance_space, copied(block))
 
     def _outward(self, block: Any, n: int) -> Any:
         return self._inverse.transform(self.inner.single_instance_space, block)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
 from recollect.errors import FormatError
 from recollect.indexing import normalize
+from recollect.spaces import Layout, as_space, compile_layout
 from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.columns import sequence_names
 from recollect.storage.files import FiledStorage, check_capacity, reopen_child
 from recollect.storage.forwarding import ForwardingStorage
 from recollect.storage.live import Live, dump_storage, live_of
@@ -27,8 +29,9 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
     Concurrency: as `inner`.
     """
 
-    def __init__(self, space: Any, inner: SpaceStorage) -> None:
+    def __init__(self, space: Any, inner: SpaceStorage, max_lengths: dict[str, int] | None = None) -> None:
         SpaceStorage.__init__(self, space)
+        self._layout = compile_layout(self.single_instance_space, max_lengths)
         self._forward_to(inner)
         self.live = live_of(inner)
         if self.live is not None and self.live.root is inner:
@@ -70,17 +73,26 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
     @classmethod
     def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
                   *, inner: Any = "memory", **options: Any) -> Self:  # fmt: skip
-        own = cls._taken(options)
+        own, below = cls._divided(space, options)
         made = find_storage(inner).create(
-            cls.inner_space(space, own), capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
-            **options,
-        )  # fmt: skip
+            below, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing, **options
+        )
         return cls.wrap(space, made, own)
 
     @classmethod
-    def _taken(cls, options: dict[str, Any]) -> dict[str, Any]:
-        """Take this storage's own keywords out of those given."""
-        return {name: options.pop(name) for name in cls.positional if name in options}
+    def _divided(cls, space: Any, options: dict[str, Any]) -> tuple[dict[str, Any], Any]:
+        """Take this storage's own keywords out of those given; return them and the inner space.
+
+        `max_lengths` are of both: each takes those of its own Sequences, and what nobody knows the inner refuses.
+        """
+        own = {name: options.pop(name) for name in cls.positional if name in options}
+        inner = cls.inner_space(space, own)
+        most = options.pop("max_lengths", None) or {}
+        outside, inside = sequence_names(as_space(space)), sequence_names(as_space(inner))
+        lengths = {k: n for k, n in most.items() if k in outside}
+        below = {k: n for k, n in most.items() if k in inside or k not in outside}
+        options |= {"max_lengths": below} if below else {}
+        return own | ({"max_lengths": lengths} if lengths else {}), inner
 
     @classmethod
     def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, *, inner: Any = "memory",
@@ -90,10 +102,10 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
             raise ValueError(
                 f"inner: {inner_cls.__name__} keeps no files; leave out cache_path and use dumps(path)"
             )
-        own = cls._taken(options)
+        own, below = cls._divided(space, options)
         check_capacity(inner_cls, capacity)
         inner_cls.need()
-        made = inner_cls.under(live, prefix, cls.inner_space(space, own), capacity, **options)
+        made = inner_cls.under(live, prefix, below, capacity, **options)
         return cls.wrap(space, made, own)
 
     @classmethod
@@ -108,7 +120,7 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
     def _read_own(cls, where: Path, saved: dict[str, Any]) -> dict[str, Any]:
         try:
             saved["children"][INNER]["name"]
-            return cls.own_from(saved["options"])
+            return cls.own_from(saved["options"]) | _lengths(saved["options"].get("max_lengths"))
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             if isinstance(error, FormatError):
                 raise
@@ -131,7 +143,10 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
 
     def describe(self) -> dict[str, Any]:
         inner = self.inner.describe() if self.live is not None else _by_name(self.inner)
-        return {"name": self.short_name, "options": self.own(), "children": {INNER: inner}}
+        return {"name": self.short_name, "options": self._saved(), "children": {INNER: inner}}
+
+    def _saved(self) -> dict[str, Any]:
+        return self.own() | _lengths(self.layout.max_lengths)
 
     def save_parts(self, path: Path) -> None:
         self.inner.dumps(path / INNER)
@@ -143,6 +158,10 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         dump_storage(self, path)
 
     # -- rows
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
 
     def get(self, index: Any) -> Any:
         try:
@@ -171,13 +190,17 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
     def __reduce__(self) -> Any:
         if self.live is not None or not self.is_multiprocessing_safe:
             return super().__reduce__()
-        return _rewrap, (type(self), self.single_instance_space, self.inner, self.own())
+        return _rewrap, (type(self), self.single_instance_space, self.inner, self._saved())
 
 
 def _rewrap(
     cls: type[WrapperStorage], space: Any, inner: SpaceStorage, saved: dict[str, Any]
 ) -> WrapperStorage:
-    return cls.wrap(space, inner, cls.own_from(saved))
+    return cls.wrap(space, inner, cls.own_from(saved) | _lengths(saved.get("max_lengths")))
+
+
+def _lengths(most: Mapping[str, int] | None) -> dict[str, Any]:
+    return {"max_lengths": dict(most)} if most else {}
 
 
 def _by_name(inner: SpaceStorage) -> dict[str, Any]:
