@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import pickle
 from typing import Any
 
 import numpy as np
 import pytest
 from tests.batch.make import batch, block, numbers, sample
 
+import recollect as rc
 from recollect.batch import ToBackendOrDeviceBatch
 from recollect.sampling import IndexStream
 from recollect.testing.batches import ListBatch
@@ -77,6 +79,18 @@ class TestOutwards:
         assert view[jax.numpy.array([2, 0])]["x"].tolist() == [[2, 2], [0, 0]]
         view.append({"x": jax.numpy.array([9.0, 9.0])})
         assert source[-1]["x"].tolist() == [9, 9]
+
+
+@pytest.mark.parametrize("backend", ["torch", "jax"])
+def test_a_view_is_sent_to_other_processes_with_its_device(backend: str) -> None:
+    pytest.importorskip(backend)
+    space = {"x": ((2,), "float32")}
+    with rc.ReplayBuffer.create("shared", space, capacity=4, multiprocessing=True) as buffer:
+        buffer.append({"x": np.ones(2, np.float32)})
+        view = ToBackendOrDeviceBatch(buffer, backend)
+        other = pickle.loads(pickle.dumps(view))
+        assert other.device == view.device and type(other[0]["x"]) is type(view[0]["x"])
+        other.batch.close()
 
 
 class TestInwards:

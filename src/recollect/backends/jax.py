@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from dataclasses import dataclass
 from typing import Any
 
@@ -76,3 +77,15 @@ class JaxBackend:
     def to_device(self, x: Any, device: Any) -> Any:
         """Return the array on `device`."""
         return jax.device_put(x, self.as_device(device))
+
+
+def _reduced(device: Any) -> Any:
+    return _device, (device.platform, jax.devices(device.platform).index(device))
+
+
+def _device(platform: str, number: int) -> Any:
+    return jax.devices(platform)[number]
+
+
+# jax does not say how a device is pickled, and whatever is read on one goes to worker processes.
+copyreg.pickle(jax.Device, _reduced)

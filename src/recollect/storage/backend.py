@@ -112,4 +112,4 @@ class ToBackendOrDeviceStorage(ForwardingStorage):
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:
             return super().__reduce__()
-        return type(self), (self.inner, self._backend.name, str(self._device))
+        return type(self), (self.inner, self._backend, self._device)
