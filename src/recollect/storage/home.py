@@ -20,7 +20,6 @@ from recollect.storage.dump import (
     MANIFEST,
     STORAGE,
     TEMPORARY,
-    About,
     file_crc,
     last_commit,
     make_directory,
@@ -28,6 +27,8 @@ from recollect.storage.dump import (
     sync_directory,
     write_manifest,
 )
+
+About = dict[str, Any]
 
 
 class Home:
@@ -213,9 +214,21 @@ def _locked(path: Path) -> int:
     except BlockingIOError:
         os.close(fd)
         raise LaneBusyError(
-            f"{path}: must have one writer, got a second; open it with read_only=True, or close the other"
+            f"{path}: must have one writer, got a second beside {_writer(path)}; open it with read_only=True, "
+            "or close the other"
         ) from None
     except BaseException:
         os.close(fd)
         raise
     return fd
+
+
+def _writer(path: Path) -> str:
+    """Who holds the lock of a directory, as far as the system tells."""
+    inode = str(path.stat().st_ino)
+    with suppress(OSError):
+        for line in Path("/proc/locks").read_text().splitlines():
+            fields = line.split()  # 1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF
+            if fields[1] == "FLOCK" and fields[5].rsplit(":")[-1] == inode:
+                return f"process {fields[4]}"
+    return "another process"
