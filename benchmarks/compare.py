@@ -69,10 +69,9 @@ def available_nbytes() -> float:
 
 def join(names: Sequence[str], env: Path, stack: ExitStack, results: Results) -> list[Participant]:
     """Start those who can take part."""
-    joined: list[Participant] = []
+    joined = []
     for name in names:
-        host = next((p for p in joined if p.name == ENTRIES[name].host), None)
-        participant = stack.enter_context(Participant(name, env, host))
+        participant = stack.enter_context(Participant(name, env))
         try:
             results.versions[name] = participant.ask("hello")["version"]
             joined.append(participant)

@@ -1,8 +1,7 @@
 """Who takes part: ours, the peers, and the baselines, each behind the same few methods.
 
 An adapter is one class in one module. Its package is imported in that module only, and each runs in a process
-of its own, so peers cannot disturb one another's imports, threads or memory. Only the baselines in C are guests
-in Recollect's process: they read and write the very rows of its buffer.
+of its own, so peers cannot disturb one another's imports, threads or memory.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ Role = Literal["ours", "peer", "baseline", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where an adapter is, which package it needs, what it counts as, and in whose process it runs.
+    """Where an adapter is, which package it needs, and what it counts as.
 
     A `note` is timed and printed but is not one of the peers that goals speak of, because its work differs.
     """
@@ -49,7 +48,6 @@ class Entry:
     module: str
     cls: str
     package: str | None
-    host: str | None = None
 
 
 ENTRIES: dict[str, Entry] = {
@@ -62,9 +60,9 @@ ENTRIES: dict[str, Entry] = {
         Entry("tianshou", "peer", "adapters.tianshou", "Tianshou", "tianshou"),
         Entry("flashbax", "peer", "adapters.flashbax", "Flashbax", "flashbax"),
         Entry("flashbax-scan", "note", "adapters.flashbax", "FlashbaxScan", "flashbax"),
-        Entry("memcpy", "baseline", "adapters.c", "Memcpy", None, "recollect"),
-        Entry("C packed", "baseline", "adapters.c", "CPacked", None, "recollect"),
-        Entry("C leaves", "baseline", "adapters.c", "CLeaves", None, "recollect"),
+        Entry("memcpy", "baseline", "adapters.c", "Memcpy", None),
+        Entry("C packed", "baseline", "adapters.c", "CPacked", None),
+        Entry("C leaves", "baseline", "adapters.c", "CLeaves", None),
     )
 }
 ENTRIES |= {

@@ -10,6 +10,7 @@ import pytest
 from tests.meanwhile import at_every_moment, at_moment
 from tests.replay.make import block, create
 
+from recollect.errors import ContentionError
 from recollect.replay import ReplayBuffer
 from recollect.sampling import StepSampler
 
@@ -87,3 +88,18 @@ def test_writers_that_never_pause_do_not_keep_draws_out() -> None:
         assert len(passed) > 256
         assert 0 < len(world.buffer) <= LANES * len(passed)
     np.testing.assert_array_equal(drawn["y"][:, 0], drawn["x"])
+
+
+def test_a_read_that_never_agrees_with_the_count_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    world, clock = World(), iter(np.arange(0.0, 100.0, 0.3))
+    monkeypatch.setattr("recollect.replay.buffer.time.monotonic", lambda: next(clock))
+    tries: list[None] = []
+
+    def lapped(*args: Any, **kwargs: Any) -> None:
+        tries.append(None)
+        raise IndexError("counted otherwise")
+
+    monkeypatch.setattr(world.buffer.engine, "read", lapped)
+    with pytest.raises(ContentionError, match="1 s"):
+        world.buffer[-1]
+    assert len(tries) == 4, "for 1 s, of a clock that goes on 0.3 s at every look"

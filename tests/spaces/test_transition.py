@@ -29,6 +29,7 @@ def test_the_default_keys_in_order() -> None:
     assert space["obs"] == space["next_obs"] == Task.observation_space
     assert space["action"] == Task.action_space
     assert space["reward"] == spaces.Box(-np.inf, np.inf, (), np.float32)
+    assert space["terminated"] == space["truncated"] == as_space(((), "bool"))
     assert compile_layout(space).fields[-1].dtype == bool
 
 

@@ -79,6 +79,7 @@ class TestFlattened(StorageContract):
 class TestFlattenedShared(StorageContract):
     cls = rc.FlattenedStorage
     allows_unbounded = False
+    crosses_processes = True
 
     def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
         return {"inner": "shared"}

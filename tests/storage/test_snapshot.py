@@ -80,6 +80,15 @@ def test_what_lanes_and_eviction_are_called(tmp_path: Path) -> None:
     assert manifest_of(tmp_path / "lowest")["evict"] == {"by": "lowest", "key": "id"}
 
 
+def test_a_ring_that_is_not_full_is_dumped_as_far_as_it_goes(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create("memory", SPACE, capacity=1000) as buffer:
+        buffer.extend(block(0, 3))
+        buffer.dumps(tmp_path)
+        nbytes = buffer.storage.layout.row_nbytes
+    assert (tmp_path / "storage/rows-1.bin").stat().st_size == 3 * nbytes
+    assert (tmp_path / "storage/stamps-1.bin").stat().st_size == 3 * 8
+
+
 def test_a_storage_on_its_own_is_no_buffer(tmp_path: Path) -> None:
     with rc.MemoryStorage.create(SPACE, capacity=4) as storage:
         storage.set([0, 1], block(7, 2))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 from gymnasium import spaces
 
 import recollect as rc
+from recollect.backends.numpy import NumpyBackend
 from recollect.errors import ClosedError, FormatError, ReadOnlyError
 from recollect.indexing import normalize
 from recollect.spaces import as_space, first_difference, space_from_json, space_to_json
@@ -26,10 +28,12 @@ class TestMemory(StorageContract):
 class TestShared(StorageContract):
     cls = rc.SharedMemoryStorage
     allows_unbounded = False
+    crosses_processes = True
 
 
 class TestMemmap(StorageContract):
     cls = rc.MemmapStorage
+    crosses_processes = True
 
     def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
         return {"cache_path": tmp_path}
@@ -64,8 +68,61 @@ def test_every_read_is_of_the_backend(backend: str) -> None:
             assert type(read).__module__.startswith(backend), type(read)
 
 
+def test_reads_are_on_the_device_and_a_handle_keeps_it() -> None:
+    pytest.importorskip("torch")
+    where: Any = {"inner": "shared", "backend": "torch", "device": "meta"}
+    with ToBackendOrDeviceStorage.create({"x": ((2,), "float32")}, capacity=3, **where) as storage:
+        assert storage.get(0)["x"].device == storage.device == storage.get_flattened([0]).device
+        assert storage.device.type == "meta"
+        with pickle.loads(pickle.dumps(storage)) as other:
+            assert other.device == storage.device
+
+
+class OwnBackend(NumpyBackend):
+    """A backend of yours."""
+
+    @property
+    def name(self) -> str:
+        return "own"
+
+
+@pytest.mark.parametrize("backend", ["jax", OwnBackend()], ids=["jax", "own"])
+def test_a_handle_keeps_any_backend(backend: Any) -> None:
+    if backend == "jax":
+        pytest.importorskip("jax")
+    where: Any = {"inner": "shared", "backend": backend}
+    with (
+        ToBackendOrDeviceStorage.create({"x": ((2,), "float32")}, capacity=3, **where) as storage,
+        pickle.loads(pickle.dumps(storage)) as other,
+    ):
+        assert (other.backend.name, other.device) == (storage.backend.name, storage.device)
+        assert type(other.get(0)["x"]) is type(storage.get(0)["x"])
+
+
+def test_a_twin_outlives_the_storage_it_was_made_of() -> None:
+    with rc.SharedMemoryStorage.create({"x": ((), "int64")}, capacity=3) as storage:
+        storage.set(0, {"x": 7})
+        with pickle.loads(pickle.dumps(storage)) as twin:
+            storage.close()
+            with pytest.raises(ClosedError):
+                storage.get(0)
+            with pytest.raises(ClosedError):
+                storage.set(0, {"x": 1})
+            assert twin.get(0)["x"] == 7
+
+
+def test_segments_of_a_ring_are_told_by_row() -> None:
+    with rc.MemoryStorage.create({"x": ((), "int64")}, capacity=4) as storage:
+        for n in range(6):
+            storage.append({"x": n})
+            if n % 3 == 2:
+                storage.mark_segment_end()
+        assert storage.get_segments() == [(0, 2), (2, 3), (3, 4)], "the last is in rows 3, 0 and 1"
+
+
 class TestSharedAsTorch(OverTorch):
     allows_unbounded = False
+    crosses_processes = True
 
     def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
         return {"backend": "torch", "inner": "shared"}

@@ -79,12 +79,7 @@ class PyLatest {
             throw nb::value_error("Latest: words and slots must lie in a writable mapping");
         latest_ = std::make_shared<Latest>(std::move(m), words_at, closed_at, data_at, slot_nbytes);
     }
-    // Another object over the same memory, counts and lock, which is closed for itself.
-    PyLatest share() const { return *this; }
-    void close() {
-        const auto gone = std::move(latest_);
-        if (gone) gone->wake();  // threads that wait in this object
-    }
+    void close() { latest_.reset(); }
     uint64_t version() const { return open()->version(); }
 
     uint64_t publish(nb::list arrays, nb::list offsets, nb::list sizes) {
@@ -114,7 +109,7 @@ class PyLatest {
         const double end = monotonic_s() + timeout_s;
         bool newer;
         { nb::gil_scoped_release unlocked; newer = timeout_s > 0 ? latest->spin(version) : latest->version() > version; }
-        while (!newer && latest_) {
+        while (!newer) {
             const double left = end - monotonic_s();
             if (left <= 0) break;
             { nb::gil_scoped_release unlocked; newer = latest->wait_slice(version, left); }
@@ -122,7 +117,7 @@ class PyLatest {
             if (!newer) check_peer(*latest, owner);
         }
         if (latest->version() > version) return true;
-        open();
+        if (latest->is_closed()) raise_closed();
         return false;
     }
     void release() { open()->release(); }
@@ -134,9 +129,10 @@ class PyLatest {
     }
 
   private:
+    [[noreturn]] static void raise_closed() { raise("ClosedError", "this object was closed by its owner; create it again"); }
     std::shared_ptr<Latest> open() const {
         if (!latest_) raise("ClosedError", "this object was closed; open or create it again");
-        if (latest_->is_closed()) raise("ClosedError", "this object was closed by its owner; create it again");
+        if (latest_->is_closed()) raise_closed();
         return latest_;
     }
     // Nobody will ever publish: the writer is dead, or there is none and the owner is.
@@ -158,7 +154,6 @@ void recollect::bind_latest(nb::module_& m) {
     nb::class_<PyLatest>(m, "Latest")
         .def(nb::init<std::shared_ptr<Mapping>, size_t, size_t, size_t, size_t>(), nb::arg("mapping"), nb::arg("words_at"),
              nb::arg("closed_at"), nb::arg("data_at"), nb::arg("slot_nbytes"))
-        .def("share", &PyLatest::share)
         .def("close", &PyLatest::close)
         .def("version", &PyLatest::version)
         .def("publish", &PyLatest::publish, nb::arg("arrays"), nb::arg("offsets"), nb::arg("sizes"))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
-import logging
 import os
 import sys
 import weakref
@@ -32,7 +31,6 @@ __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
 START_METHODS = ("spawn", "forkserver")
 RESTARTS = ("never", "on_death")
 _Resource = TypeVar("_Resource")
-_log = logging.getLogger("recollect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,14 +304,6 @@ class AsyncRunner(ABC):
                 errors[0].add_note(f"and while closing: {other!r}")
             raise errors[0]
 
-    def _end_interrupted(self) -> None:
-        try:
-            self.on_interrupt()
-        except Exception:  # the interrupt goes on, and so does the end of the collectors
-            _log.exception("interrupted, and what was to be saved was not")
-        finally:
-            self.close()
-
     def __enter__(self) -> Self:
         self._check_open()
         return self
@@ -401,7 +391,10 @@ def _guarded(learn: Callable[..., Any]) -> Callable[..., Any]:
             return learn(self, *args, **kwargs)
         except KeyboardInterrupt:
             if not self._is_closed:  # an overridden learn may have called this one
-                self._end_interrupted()
+                try:
+                    self.on_interrupt()
+                finally:
+                    self.close()
             raise
 
     return guarded

@@ -66,6 +66,7 @@ class StorageContract:
     can_append = True  # has a cursor of its own
     keeps_segments = True  # says where they are
     refuses_after_close = True
+    crosses_processes = False  # a new one can be sent to another process
 
     # -- how to make one
 
@@ -149,11 +150,12 @@ class StorageContract:
 
     # -- what it is
 
-    def test_says_what_it_is(self, storage: SpaceStorage) -> None:
+    def test_says_what_it_is(self, storage: SpaceStorage, tmp_path: Path) -> None:
         assert storage.short_name
         assert storage.single_file_ext is None or storage.single_file_ext.startswith(".")
-        assert storage.cache_filename is None or isinstance(storage.cache_filename, str)
-        assert isinstance(storage.is_multiprocessing_safe, bool)
+        place = self.create_arguments(tmp_path / "storage-0").get("cache_path")
+        assert storage.cache_filename == (None if place is None else str(place))
+        assert storage.is_multiprocessing_safe is self.crosses_processes
         assert storage.is_mutable is True
         assert storage.single_instance_space == self.space
         assert len(storage) == CAPACITY
@@ -331,7 +333,12 @@ class StorageContract:
         with pytest.raises(SchemaError):
             storage.append({"obs": 1})
         assert storage.pending_segment_length == 0
-        assert storage.capacity is not None or len(storage) == 3
+        if storage.capacity is None:
+            assert len(storage) == 3
+            return
+        for n in range(3, CAPACITY + 2):  # and round the end
+            storage.append(self.row(n))
+        assert self.numbers(storage.get(...)) == [CAPACITY, CAPACITY + 1, *range(2, CAPACITY)]
 
     def test_segments(self, make: Make) -> None:
         storage = make()
@@ -348,12 +355,40 @@ class StorageContract:
         storage.mark_segment_end()
         storage.mark_segment_end()  # none is open: nothing happens
         assert not storage.has_open_segment and storage.get_segments() == [(0, 2)]
+        with pytest.raises(ValueError, match="row 2"):
+            storage.mark_segment_start(0)
         storage.mark_segment_start(2)
         storage.append(self.row(2))
+        storage.mark_segment_start(3)  # ends the open one
+        assert not storage.has_open_segment and storage.get_segments() == [(0, 2), (2, 3)]
+
+    def test_a_segment_is_aborted_and_cleared(self, make: Make) -> None:
+        if not (self.can_append and self.keeps_segments):
+            pytest.skip("this kind keeps no segments")
+        storage = make()
+        storage.append(self.row(0))
         storage.mark_segment_end()
-        assert storage.get_segments() == [(0, 2), (2, 3)]
+        storage.append(self.row(1))
+        storage.abort_segment()
+        assert not storage.has_open_segment and storage.pending_segment_length == 0
+        # Rows that could be seen stay, and so does the segment that they are.
+        assert storage.get_segments() == ([(0, 1)] if self.ends_segments else [(0, 1), (1, 2)])
+        storage.append(self.row(2))
         storage.clear()
         assert storage.get_segments() == [] and not storage.has_open_segment
+        assert storage.pending_segment_length == 0 and len(storage) == (storage.capacity or 0)
+        storage.append(self.row(3))
+        storage.mark_segment_end()
+        assert self.numbers(storage.get(0)) == 3 and storage.get_segments() == [(0, 1)]
+
+    def test_what_was_cleared_does_not_come_back(self, storage: SpaceStorage) -> None:
+        storage.flush()
+        storage.clear()
+        if storage.capacity is None:
+            assert len(storage) == 0
+        self.add(storage, range(20, 20 + CAPACITY))
+        storage.flush()
+        assert self.numbers(storage.get(...)) == [*range(20, 20 + CAPACITY)]
 
     # -- disk
 
@@ -448,6 +483,9 @@ class StorageContract:
         storage = make()
         with storage as same:
             assert same is storage
+        if self.refuses_after_close:
+            with pytest.raises(ClosedError):
+                storage.get(0)
         storage.close()
         if self.refuses_after_close:
             with pytest.raises(ClosedError):
