@@ -69,9 +69,10 @@ def available_nbytes() -> float:
 
 def join(names: Sequence[str], env: Path, stack: ExitStack, results: Results) -> list[Participant]:
     """Start those who can take part."""
-    joined = []
+    joined: list[Participant] = []
     for name in names:
-        participant = stack.enter_context(Participant(name, env))
+        host = next((p for p in joined if p.name == ENTRIES[name].host), None)
+        participant = stack.enter_context(Participant(name, env, host))
         try:
             results.versions[name] = participant.ask("hello")["version"]
             joined.append(participant)

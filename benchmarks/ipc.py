@@ -3,8 +3,9 @@
 `python benchmarks/ipc.py [--quick] [--check] [--json FILE]`
 
 In each round everybody has one short turn, in an order that changes; figures are medians over the rounds, with
-quartiles. The reference copies between memory of the same kind (shared, 4 KB pages) and as cold: writes go round three
-slots, or round a ring larger than any cache, and so does its memcpy. The C gather reads the very rows that are sampled.
+quartiles. The references work on the same memory: memcpy writes into the three slots of the weights, and round the ring
+of the transitions, as we do, and the C gather reads the very rows that are sampled. Other memory of the same kind may
+be a quarter faster or slower, by where it happens to lie.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ import numpy as np
 
 import recollect as rc
 from adapters.c import CLeaves, address, compiled
-from recollect.memory import shared
 from works import Leaf, Work
 
 Turn = Callable[[int], float]
@@ -78,12 +78,10 @@ def looped(call: Callable[[], Any]) -> Turn:
     return turn
 
 
-def shared_block(nbytes: int) -> Any:
-    """Memory as segments have it, all of it touched."""
-    segment = shared.create("bench", None, 64, nbytes, "bench")
-    view = segment.mapping.view(segment.data_at, nbytes)
-    view[:] = 1
-    return view
+def slots_of(sync: rc.ipc.SharedWeightSync, nbytes: int) -> Any:
+    """The memory of the weights themselves."""
+    segment: Any = sync._box._segment
+    return segment.mapping.view(segment.data_at, nbytes)
 
 
 class Memcpy:
@@ -118,7 +116,7 @@ def weights(memcpy: Memcpy, use_torch: bool) -> tuple[dict[str, Turn], list[Call
     sync = rc.ipc.SharedWeightSync.from_state_dict(state)
     nbytes = sync.stats().param_nbytes
     stride = -(-nbytes // 4096) * 4096
-    slots, private = shared_block(3 * stride), np.ones(nbytes, np.uint8)
+    slots, private = slots_of(sync, 3 * stride), np.ones(nbytes, np.uint8)
     places = np.arange(3) * stride
     zero = np.zeros(3, np.int64)
     kind = "torch" if use_torch else "numpy"
@@ -172,14 +170,14 @@ def transitions(memcpy: Memcpy, work: Work) -> tuple[dict[str, Turn], list[Calla
         more = {"terminal_mask": block[4], "terminal_next_obs": block[3]} if terminal else {}
         buf.add(*block, **more)
 
-    # The same bytes from a pool as large to the places of a ring of the same kind.
+    # The same bytes from a pool as large to the places of the same ring.
     nbytes, n = ADD * buf.row_nbytes, work.rows // ADD
-    ring, source = shared_block(work.rows * buf.row_nbytes), np.ones(8 * nbytes, np.uint8)
+    g, segment = buf._rows.geometry, buf._open()
+    ring, source = segment.mapping.view(g.rows_at, work.rows * g.row_nbytes), np.ones(8 * nbytes, np.uint8)
     to, places = np.arange(n) * nbytes, np.arange(n) % 8 * nbytes
     gather = CLeaves()
     gather.lib, gather.at = compiled(work), ctypes.c_size_t(0)
-    g, segment = buf._rows.geometry, buf._open()
-    gather.rows = segment.mapping.view(g.rows_at, work.rows * g.row_nbytes).view(work.row_dtype)
+    gather.rows = ring.view(work.row_dtype)
     turns = {
         "add": looped(partial(add, False)),
         "add terminal": looped(partial(add, True)),

@@ -29,15 +29,22 @@ def python_for(entry: Entry, env: Path) -> Path:
 
 
 class Participant:
-    """A worker process. Ownership: ends it in `close()`; it also ends by itself when the pipe closes."""
+    """A worker process, or a guest in that of another participant.
 
-    def __init__(self, name: str, env: Path) -> None:
+    Ownership: ends the process in `close()`; it also ends by itself when the pipe closes.
+    """
+
+    process: subprocess.Popen[str]
+
+    def __init__(self, name: str, env: Path, host: Participant | None = None) -> None:
         self.name, self.entry, self.env = name, ENTRIES[name], env
-        self.process = self.start()
+        self.host = host or self
+        if host is None:
+            self.process = self.start()
 
     def start(self) -> subprocess.Popen[str]:
         return subprocess.Popen(
-            [str(python_for(self.entry, self.env)), str(WORKER), self.name],
+            [str(python_for(self.entry, self.env)), str(WORKER)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -47,32 +54,34 @@ class Participant:
 
     def revive(self) -> None:
         """Start again if it crashed: a crash costs one work, not all that follow."""
-        if self.process.poll() is not None:
+        if self.host.process.poll() is not None:
             self.close()
-            self.process = self.start()
+            self.host.process = self.host.start()
 
     def ask(self, do: str, **details: Any) -> dict[str, Any]:
         """Send one request and wait for its reply; raises Skipped."""
-        assert self.process.stdin is not None and self.process.stdout is not None
+        process = self.host.process
+        assert process.stdin is not None and process.stdout is not None
         try:
-            print(json.dumps({"do": do, **details}), file=self.process.stdin, flush=True)
-            ready, _, _ = select.select([self.process.stdout], [], [], DEADLINE_S)
-            line = self.process.stdout.readline() if ready else ""
+            print(json.dumps({"who": self.name, "do": do, **details}), file=process.stdin, flush=True)
+            ready, _, _ = select.select([process.stdout], [], [], DEADLINE_S)
+            line = process.stdout.readline() if ready else ""
         except (BrokenPipeError, ValueError):  # it is gone, or was closed after an earlier failure
             line = ""
         if not line:
             self.close()
-            raise Skipped(f"no answer to {do!r} (exit status {self.process.returncode})")
+            raise Skipped(f"no answer to {do!r} (exit status {process.returncode})")
         reply: dict[str, Any] = json.loads(line)
         if "skip" in reply:
             raise Skipped(reply["skip"])
         return reply
 
     def close(self) -> None:
-        if self.process.poll() is None:
-            self.process.kill()
-        self.process.wait()
-        for pipe in (self.process.stdin, self.process.stdout):
+        process = self.host.process
+        if process.poll() is None:
+            process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
             if pipe is not None and not pipe.closed:
                 pipe.close()
 

@@ -28,7 +28,7 @@ import numpy as np
 
 import recollect as rc
 from adapters.c import CPacked, address, compiled
-from ipc import ACTION, ADD, LEAVES, OBS, Figure, Turn, looped, measure, plain, ratio, shared_block
+from ipc import ACTION, ADD, LEAVES, OBS, Figure, Turn, looped, measure, plain, ratio
 from recollect import _core
 from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline, packing
 from recollect.ipc.replay_pipelines.slots import PackSlots
@@ -121,7 +121,7 @@ def ticks(buf: Any, n: int) -> Group:
 
 
 def packs(buf: Any, n: int) -> Group:
-    """Packing into one slot against a C gather into one block of shared memory."""
+    """Packing into one slot against a C gather into the same slot."""
     work = Work("pipeline", "draw", n, buf.capacity, LEAVES)
     slots, seed = PackSlots(n, buf.row_nbytes), iter(range(1 << 62))
     slots.slot(0)[:] = 1
@@ -129,7 +129,7 @@ def packs(buf: Any, n: int) -> Group:
     gather.lib, gather.at = compiled(work), ctypes.c_size_t(0)
     g = buf._rows.geometry
     gather.rows = buf._open().mapping.view(g.rows_at, work.rows * g.row_nbytes).view(work.row_dtype)
-    index, out = gather.random_rows(), shared_block(n * buf.row_nbytes)
+    index, out = gather.random_rows(), slots.slot(0)
 
     def in_c(calls: int) -> float:
         where = address(gather.rows), address(index), ctypes.c_size_t(index.size), ctypes.byref(gather.at)

@@ -21,6 +21,9 @@ print(json.dumps([spent, sorted(loaded - set(sys.stdlib_module_names))]))
 """
 
 EVERY_NAME = "import recollect\nfor name in recollect.__all__: getattr(recollect, name)"
+EVERY_IPC_MODULE = """import importlib, pkgutil, recollect.ipc
+for _, name, _ in pkgutil.walk_packages(recollect.ipc.__path__, "recollect.ipc."):
+    if not name.endswith("_torch"): importlib.import_module(name)"""  # that one is loaded when a device asks for it
 HARD = "import numpy, gymnasium, msgspec"
 
 
@@ -46,7 +49,11 @@ def test_import_is_cheap(statement: str, limit: float, tmp_path: Path) -> None:
     assert min(fresh(statement, **compiled)[0] for _ in range(5)) < limit
 
 
-@pytest.mark.parametrize("statement", ["import recollect", EVERY_NAME], ids=["package", "every name"])
+@pytest.mark.parametrize(
+    "statement",
+    ["import recollect", EVERY_NAME, EVERY_IPC_MODULE],
+    ids=["package", "every name", "every module of ipc"],
+)
 def test_import_loads_only_the_hard_dependencies(statement: str) -> None:
     _, theirs = fresh(HARD)
     _, ours = fresh(statement)

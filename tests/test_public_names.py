@@ -60,6 +60,28 @@ def test_every_error_is_public() -> None:
     assert ours <= set(PUBLIC)
 
 
+BUILT_IN = {
+    ValueError: "SchemaError MissingLeafError DtypeError AttachError EnvContractError FormatError FrameError",
+    KeyError: "MissingLeafError",
+    TypeError: "DtypeError ReadOnlyError",
+    RuntimeError: "EmptyError ClosedError LaneBusyError WrongTickError PrepareError ContentionError CollectorError "
+    "PeerDiedError CollectorDiedError WorkerDiedError WorkerError RemoteError SegmentOpenError",
+    TimeoutError: "DeadlineError",
+    MemoryError: "BudgetError",
+    ImportError: "MissingExtraError",
+    PermissionError: "AuthError",
+    recollect.SchemaError: "MissingLeafError DtypeError",
+    recollect.PeerDiedError: "CollectorDiedError WorkerDiedError",
+}
+
+
+@pytest.mark.parametrize("base", BUILT_IN, ids=lambda base: base.__name__)
+def test_errors_are_also_what_callers_expect(base: type[Exception]) -> None:
+    for name in BUILT_IN[base].split():
+        error = getattr(recollect, name)
+        assert issubclass(error, base) and issubclass(error, recollect.RecollectError), name
+
+
 @pytest.mark.parametrize("name", ["datasets", "ipc", "learners", "observe", "remote", "rollout", "testing"])
 def test_packages_are_reached_by_attribute(name: str) -> None:
     assert getattr(recollect, name).__name__ == f"recollect.{name}"

@@ -1,7 +1,8 @@
 """Who takes part: ours, the peers, and the baselines, each behind the same few methods.
 
 An adapter is one class in one module. Its package is imported in that module only, and each runs in a process
-of its own, so peers cannot disturb one another's imports, threads or memory.
+of its own, so peers cannot disturb one another's imports, threads or memory. Only the baselines in C are guests
+in Recollect's process: they read and write the very rows of its buffer.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ Role = Literal["ours", "peer", "baseline", "note"]
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """Where an adapter is, which package it needs, and what it counts as.
+    """Where an adapter is, which package it needs, what it counts as, and in whose process it runs.
 
     A `note` is timed and printed but is not one of the peers that goals speak of, because its work differs.
     """
@@ -48,6 +49,7 @@ class Entry:
     module: str
     cls: str
     package: str | None
+    host: str | None = None
 
 
 ENTRIES: dict[str, Entry] = {
@@ -60,9 +62,9 @@ ENTRIES: dict[str, Entry] = {
         Entry("tianshou", "peer", "adapters.tianshou", "Tianshou", "tianshou"),
         Entry("flashbax", "peer", "adapters.flashbax", "Flashbax", "flashbax"),
         Entry("flashbax-scan", "note", "adapters.flashbax", "FlashbaxScan", "flashbax"),
-        Entry("memcpy", "baseline", "adapters.c", "Memcpy", None),
-        Entry("C packed", "baseline", "adapters.c", "CPacked", None),
-        Entry("C leaves", "baseline", "adapters.c", "CLeaves", None),
+        Entry("memcpy", "baseline", "adapters.c", "Memcpy", None, "recollect"),
+        Entry("C packed", "baseline", "adapters.c", "CPacked", None, "recollect"),
+        Entry("C leaves", "baseline", "adapters.c", "CLeaves", None, "recollect"),
     )
 }
 ENTRIES |= {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any, cast
 
@@ -12,6 +13,20 @@ from adapters import Turn, turn_of, turn_over
 from prioritized import ALPHA, BETA, first_priorities, new_priorities
 from works import Block, Work, one, pool
 
+newest: list[weakref.ref[Recollect]] = []
+
+
+def open_rows() -> np.ndarray[Any, Any]:
+    """The packed rows of the buffer that is open now, as bytes: the memory itself."""
+    adapter = newest[0]()
+    assert adapter is not None
+    segment = adapter.buffer.storage.rows._segment
+    geometry = segment.geometry
+    view: np.ndarray[Any, Any] = segment.mapping.view(
+        geometry.rows_at, geometry.capacity * geometry.row_nbytes
+    )
+    return view
+
 
 class Recollect:
     """Plain use: no `out=`, no views, every check on, each batch the caller's own."""
@@ -21,6 +36,7 @@ class Recollect:
     def create(self, work: Work) -> None:
         space = {leaf.name: (leaf.shape, leaf.dtype) for leaf in work.leaves}
         self.buffer = rc.ReplayBuffer.create(rc.MemoryStorage, space, capacity=work.rows)
+        newest[:] = [weakref.ref(self)]
 
     def fill(self, blocks: Iterable[tuple[int, Block]]) -> None:
         for _, block in blocks:

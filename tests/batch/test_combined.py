@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import pickle
 import threading
+from contextlib import nullcontext
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -13,8 +15,11 @@ from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.batch.make import Counting, batch, block, numbers, sample
+from tests.process.actor import Actor
+from tests.replay import make as _registers_test_list  # noqa: F401
 
 from recollect.batch import (
+    BatchBase,
     CastTransformation,
     CombinedBatch,
     FrameStackedBatch,
@@ -22,7 +27,10 @@ from recollect.batch import (
     TransformedBatch,
 )
 from recollect.batch import combined as combined_module
-from recollect.errors import ReadOnlyError, SchemaError, SegmentOpenError
+from recollect.errors import LaneBusyError, ReadOnlyError, SchemaError, SegmentOpenError
+from recollect.indexing import normalize
+from recollect.replay import ReplayBuffer
+from recollect.spaces import as_space
 from recollect.testing.batch_contract import equal
 from recollect.testing.batches import ListBatch
 
@@ -206,6 +214,31 @@ class Picky(ListBatch):
             raise SegmentOpenError("no")
 
 
+class OnlyGrows(BatchBase):
+    """A batch of the user's own that has no writer but `append`."""
+
+    def __init__(self) -> None:
+        super().__init__(as_space(((), "int64")))
+
+    def __len__(self) -> int:
+        return 1
+
+    def get_at(self, idx: Any) -> Any:
+        return np.arange(1)[normalize(idx, 1)]
+
+    def append(self, value: Any) -> None:
+        raise NotImplementedError
+
+
+TRACKED: dict[str, Any] = {"capacity": 4, "maintain_segment_metadata": True}
+REFUSING = [  # kind, how it is made, what removal of the newest raises, what writing NaN raises
+    ("memory", TRACKED, SegmentOpenError, None),
+    ("test-list", TRACKED, SegmentOpenError, None),
+    ("parquet", {}, ReadOnlyError, ReadOnlyError),
+    ("memory", {"capacity": 4, "evict": "lowest", "evict_key": "x"}, None, SchemaError),
+]
+
+
 class TestWrites:
     def test_set_at_in_all_members(self) -> None:
         a, b = batch(2), batch(2, start=10)
@@ -241,6 +274,59 @@ class TestWrites:
         both.remove_at([2, 3, 0])
         assert a[:].tolist() == [1]
         assert b[:].tolist() == [1, 2]
+
+    @pytest.mark.parametrize(("kind", "kwargs", "removal", "write"), REFUSING)
+    def test_a_buffer_that_refuses_refuses_before_others_change(
+        self, kind: str, kwargs: dict[str, Any], removal: Any, write: Any, tmp_path: Path
+    ) -> None:
+        space = {"x": ((), "float32")}
+        a = ListBatch(space, [{"x": np.float32(i)} for i in range(2)])
+        path = tmp_path if kind == "parquet" else None
+        with ReplayBuffer.create(kind, space, cache_path=path, **kwargs) as b:
+            b.extend({"x": np.zeros(2, np.float32)})
+            b.append({"x": 1.0})  # opens a segment, where they are tracked
+            both = CombinedBatch([a, b])
+            with pytest.raises(removal) if removal else nullcontext():
+                both.remove_at([0, -1] if removal else [])
+            with pytest.raises(write) if write else nullcontext():
+                both[[0, 2] if write else []] = {"x": np.array([7, np.nan] if write else [], np.float32)}
+            assert a[:]["x"].tolist() == [0, 1] and len(b) == 3
+            if kind != "parquet":
+                both[[0, -1]] = {"x": np.array([7, 8], np.float32)}
+                both.remove_at([1, 2])
+                assert a[:]["x"].tolist() == [7] and b[:]["x"].tolist() == [0, 8]
+
+    def test_a_member_without_this_writer_refuses_before_others_change(self) -> None:
+        a = numbers(2)
+        both = CombinedBatch([a, OnlyGrows()])
+        assert both.is_mutable
+        with pytest.raises(ReadOnlyError):
+            both.remove_at([0, 2])
+        with pytest.raises(ReadOnlyError):
+            both[[0, 2]] = [7, 8]
+        assert a[:].tolist() == [0, 1]
+
+    def test_a_lane_of_another_process_is_refused_before_others_change(self) -> None:
+        a, b = (
+            numbers(2),
+            ReplayBuffer.create("shared", ((), "int64"), capacity=8, num_lanes=2, multiprocessing=True),
+        )
+        with b:
+            actor = Actor(append=b.append)
+            try:
+                actor.do("append", 5)
+                with b.on_lane(1) as own:
+                    own.append(6)
+                    both = CombinedBatch([a, b])
+                    for refused in (lambda: both.remove_at([0, 2]), lambda: both.set_at([0, 2], [7, 8])):
+                        with pytest.raises(LaneBusyError, match=str(actor.pid)):
+                            refused()
+                    assert a[:].tolist() == [0, 1]
+                    both[[0, 3]] = [7, 8]
+                    both.remove_at([0, 3])
+                    assert a[:].tolist() == [1] and b[:].tolist() == [5]
+            finally:
+                actor.kill()
 
     def test_checks_reach_members_of_members(self) -> None:
         a, inner = numbers(2), CombinedBatch([numbers(1), Picky(((), "int64"), range(2))])

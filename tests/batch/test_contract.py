@@ -34,6 +34,36 @@ def labelled(n: int, **kwargs: Any) -> ListBatch:
     return batch(n, metadata=metadata, metadata_space=space, **kwargs)
 
 
+class Handed(ListBatch):
+    """Remembers what its last read returned."""
+
+    last: Any = None
+
+    def get_at(self, idx: Any) -> Any:
+        self.last = super().get_at(idx)
+        return self.last
+
+
+ADD_NO_COPY: dict[str, Any] = {
+    "slice": lambda b: b.get_slice([2, 0, 1]),
+    "live": lambda b: b.get_slice(...),
+    "column": lambda b: b.get_column(["obs", "pos"]),
+    "same backend": ToBackendOrDeviceBatch,
+    "sampler": lambda b: StepSampler(b, 2, seed=0),
+}
+
+
+@pytest.mark.parametrize("name", ADD_NO_COPY)
+def test_a_read_through_a_view_is_the_one_copy_of_its_source(name: str) -> None:
+    source = Handed(SPACE, [sample(i) for i in range(3)])
+    view = ADD_NO_COPY[name](source)
+    reads = [lambda: view[[0, 1]], lambda: view.get_at_with_metadata([0, 1])[0], lambda: view[1]]
+    for read in [*reads, view.sample] if name == "sampler" else reads:
+        found = read()
+        pos, given = found if name == "column" else found["obs"]["pos"], source.last["obs"]["pos"]
+        assert np.shares_memory(pos, given)
+
+
 class TestListBatch(BatchContract):
     @pytest.fixture(params=[None, [], "two"])
     def make_batch(self, request: pytest.FixtureRequest) -> Make:

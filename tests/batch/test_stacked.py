@@ -321,6 +321,8 @@ class TestFill:
         assert filled.tolist() == [[0, 2, 2, 2, 4], [7, 7, 7, 7, 7]]
         assert filled.dtype == np.uint8
         assert data.tolist() == np.arange(10).reshape(2, 5).tolist()
+        whole = stack.fill_data_with_stack_mask(None, data, np.ones((2, 5), bool))
+        assert whole.tolist() == data.tolist() and not np.shares_memory(whole, data)
 
     def test_of_nested_data(self) -> None:
         stack = SliceStackedBatch(batch(9), [-1, 0])

@@ -107,6 +107,7 @@ def test_a_run_ends_with_its_summary_as_json(tmp_path: Path, capsys: pytest.Capt
     )
     summary = json.loads(capsys.readouterr().out)
     assert summary["status"] == "completed" and summary["completed_iterations"] == 12
+    assert summary["trace_path"] == str(tmp_path / "t.json")
     assert summary["total_env_steps"] > 0 and (tmp_path / "model_12" / "manifest.json").exists()
     assert [p for p in tmp_path.iterdir() if p.name.startswith("events.out.tfevents")]
     trace = json.loads((tmp_path / "t.json").read_text())["traceEvents"]
@@ -115,5 +116,6 @@ def test_a_run_ends_with_its_summary_as_json(tmp_path: Path, capsys: pytest.Capt
         "weight_sync/write",
         "weight_sync/read",
         "ring/read_wait",
+        "ring/write_wait",
         "collector/env_step",
     } <= {e["name"] for e in trace}

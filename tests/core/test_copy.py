@@ -387,3 +387,52 @@ def test_arrays_are_copied_whole() -> None:
             _core.copy_arrays([wrong], [np.zeros(1, np.uint8)])
     with pytest.raises(ValueError, match="as many"):
         _core.copy_arrays([], sources)
+
+
+@given(st.integers(1, 12), st.integers(0, 30), st.data())
+def test_patched_samples_have_the_other_values_and_no_others_do(
+    capacity: int, n: int, data: st.DataObject
+) -> None:
+    sizes = [3, 40, 5]
+    codec, rows = byte_codec(sizes, plan=False), make_rows(48, capacity)
+    block, other = random_blocks(sizes, n, 0), random_blocks(sizes, n, 1)
+    chosen = sorted(data.draw(st.sets(st.integers(0, n - 1))) if n else ())
+    rows.write(codec, block, n, patches=(index_of(*chosen), [(2, other[2]), (1, other[1])]))
+    expected = [array.copy() for array in block]
+    for k in (1, 2):
+        expected[k][chosen] = other[k][chosen]
+    kept = min(n, capacity)
+    found = rows.read(codec, np.arange(kept))
+    for got, want in zip(found, expected, strict=True):
+        np.testing.assert_array_equal(got, want[n - kept :])
+
+
+PATCHES = {
+    "no pair": (index_of(0),),
+    "out of range": (index_of(4), []),
+    "below zero": (index_of(-1), []),
+    "not ascending": (index_of(1, 0), []),
+    "twice the same": (index_of(1, 1), []),
+    "another dtype": (np.zeros(1, np.int32), []),
+    "no such field": (index_of(0), [(2, np.zeros((4, 3), np.uint8))]),
+    "too few values": (index_of(0), [(0, np.zeros((3, 3), np.uint8))]),
+}
+
+
+@pytest.mark.parametrize("patches", PATCHES.values(), ids=list(PATCHES))
+def test_patches_that_do_not_fit_are_refused_and_nothing_is_written(patches: Any) -> None:
+    codec, rows = byte_codec([3, 5], plan=False), make_rows(8, 10)
+    with pytest.raises((TypeError, ValueError, IndexError)):
+        rows.write(codec, random_blocks([3, 5], 4, 0), 4, patches=patches)
+    assert rows.count() == 0
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float64"])
+def test_the_first_value_that_is_not_right_is_found(dtype: str) -> None:
+    values = np.array([0.0, -0.0, 1e30, -1.0, np.inf, np.nan], dtype)
+    assert [_core.first_not_finite(values[:n]) for n in (0, 4, 5)] == [-1, -1, 4]
+    assert _core.first_not_finite(values[5:]) == 0
+    assert [_core.first_below_zero(values[:n]) for n in (0, 3, 6)] == [-1, -1, 3]
+    for wrong in (values[::2], values.reshape(2, 3), np.zeros(2, "float16"), [0.0]):
+        with pytest.raises(TypeError, match="contiguous 1-D"):
+            _core.first_not_finite(wrong)

@@ -33,6 +33,7 @@ class Told(rc.ipc.AsyncRunner):
         return self.work(self)
 
     def on_interrupt(self) -> None:
+        self._check_open()  # there is still everything to save
         self.saved += 1
 
 
@@ -90,6 +91,12 @@ def is_gone(pid: int) -> bool:
     return _core.process_word(pid) == 0
 
 
+def sleeps_in(thread: threading.Thread, function: str) -> bool:
+    """Whether what a thread now does is called by `function`, or is it."""
+    frame = sys._current_frames().get(thread.ident or 0)
+    return frame is not None and frame.f_code.co_name == function
+
+
 # -- collectors
 
 
@@ -140,25 +147,24 @@ def die_once(ctx: Any, say: Say, flag: str) -> None:
     step_until_stopped(ctx)
 
 
-def with_children(ctx: Any, say: Say, stubborn: bool = False) -> None:
-    """An environment with a worker process of its own, which does not end by itself."""
-    code = (
-        "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
-        if stubborn
-        else ("import signal; signal.pause()")
-    )
-    worker = subprocess.Popen([sys.executable, "-c", code])
-    say(worker.pid)
+def start_worker(say: Say) -> None:
+    """A worker process of an environment, which does not end by itself."""
+    say(subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]).pid)
+
+
+def with_children(ctx: Any, say: Say) -> None:
+    start_worker(say)
     say(os.getpid())
     step_until_stopped(ctx)
 
 
 def never_return(ctx: Any, say: Say) -> None:
-    """Lane 0 in native code that never lets go of the GIL, lane 1 deaf to everything."""
+    """Lane 0, with a worker, in native code that never lets go of the GIL, lane 1 deaf to everything."""
     import ctypes
 
     if ctx.lane == 1:
         ignore_everything(ctx, say)
+    start_worker(say)
     say(os.getpid())
     ctypes.PyDLL(None).pause()
 
@@ -233,12 +239,20 @@ def _fail() -> None:
     raise ImportError("this cannot be loaded")
 
 
-def be_learner(collector: str, orphan_grace_s: float = 5.0) -> None:
-    """The main of a learner that a test kills: prints what its collectors say, then does nothing."""
+def be_learner(collector: str, orphan_grace_s: float, forks: bool = False) -> None:
+    """The main of a learner that a test kills: prints what its collectors say, then does nothing.
+
+    With `forks` it first prints the pid of a fork that holds all it has, among that the pipes to its collectors.
+    """
     with runner(num_collectors=2, start_method="spawn") as learner:
         learner.orphan_grace_s = orphan_grace_s
         say = learner.own(Say.create(2))
         learner.start_collectors(globals()[collector], {"say": say})
+        if forks:
+            forked = os.fork()
+            if not forked:
+                signal.pause()
+            print(forked, flush=True)
         while True:
             print(say.hear(600.0), flush=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import multiprocessing
 import os
@@ -13,16 +14,18 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
-from typing import Any
+from typing import Any, cast
 
+import gymnasium
 import numpy as np
 import pytest
 from tests.ipc import crews
-from tests.ipc.crews import Say, is_gone, runner, wait_until
+from tests.ipc.crews import Say, is_gone, runner, sleeps_in, wait_until
 from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect.ipc import collector as collector_module
+from recollect.ipc import control as control_module
 from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
 from recollect.ipc.control import Control, Counters
@@ -67,6 +70,21 @@ class TestStarting:
             return num_envs, sim_backend, overrides
 
         assert EnvSpec(factory, {"b": 1}, "mujoco").make(3) == (3, "mujoco", {"b": 1})
+
+    def test_a_gymnasium_id_gets_the_overrides(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(gymnasium, "make_vec", lambda *args, **kwargs: (args, kwargs))
+        made = collector_module.EnvSpec("CartPole-v1", {"render_mode": "rgb_array"}, "mujoco").make(3)
+        assert made == (("CartPole-v1",), {"num_envs": 3, "render_mode": "rgb_array"})
+
+    def test_the_defaults_and_that_learn_is_for_subclasses(self) -> None:
+        given = inspect.signature(rc.ipc.AsyncRunner.__init__).parameters.values()
+        assert {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY} == {
+            "device": None, "collector_device": None, "sim_backend": "mujoco", "num_envs": 4096, "num_collectors": 1,
+            "restart": "never", "max_restarts": 3, "start_method": "spawn", "collector_threads": 1, "seed": 0,
+            "deadline": 60.0,
+        }  # fmt: skip
+        with pytest.raises(TypeError, match="abstract method '?learn"):
+            rc.ipc.AsyncRunner("CartPole-v1", {}, {}, device="cpu")  # type: ignore[abstract]
 
     def test_seeds_differ_by_lane_and_by_restart(self) -> None:
         seeds = {lane_seed(s, lane, r) for s in range(3) for lane in range(8) for r in range(4)}
@@ -119,7 +137,7 @@ class TestStarting:
 
 class TestDeath:
     @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSEGV])
-    def test_a_signal_is_named(self, number: signal.Signals) -> None:
+    def test_a_signal_is_named(self, number: signal.Signals, caplog: pytest.LogCaptureFixture) -> None:
         with runner() as it:
             it.start_collectors(crews.die_by, {"number": number})
             with pytest.raises(rc.CollectorDiedError, match=number.name) as caught:
@@ -129,6 +147,7 @@ class TestDeath:
             assert number.name in error.report and error.__cause__ is None
             with pytest.raises(rc.CollectorDiedError):  # it stays dead
                 it.check_collectors()
+        assert not caplog.records  # who was told need not read it again
 
     def test_its_own_exception_is_the_cause(self) -> None:
         with runner() as it:
@@ -234,6 +253,20 @@ class TestRestart:
             assert int(ring.take(30.0).values["n"]) == 1  # the writer that claimed first is dead
             assert it.stats().restarts == 1
 
+    @pytest.mark.parametrize("kind", ["ring", "replay"])
+    def test_rows_in_an_owned_resource_are_a_start_too(self, kind: str) -> None:
+        with runner(num_collectors=2) as it:
+            if kind == "ring":
+                lane = it.own(Ring.create(crews.SLOT, 2, 2)).on_lane(1)
+                lane.claim()["n"][...] = 1
+                lane.commit(1)
+            else:
+                lane = it.own(rc.ipc.ReplayBuffer(8, 1, 1, "numpy", num_lanes=2)).on_lane(1)
+                one, no = np.ones((1, 1), "float32"), np.zeros(1, bool)
+                lane.add(one, one, one[:, 0], one, no, no)
+            assert (it._has_rows(0), it._has_rows(1)) == (False, True)
+            lane.close()
+
 
 class TestStuck:
     def test_one_that_makes_no_progress_is_named_with_its_phase(self) -> None:
@@ -241,7 +274,9 @@ class TestStuck:
             say = it.own(Say.create())
             it.start_collectors(crews.get_stuck, {"say": say})
             pid = say.hear()
-            with pytest.raises(rc.DeadlineError, match=r"collector 0: .*within 1 s.*last beat.*'env_step'"):
+            with pytest.raises(
+                rc.DeadlineError, match=r"within 1 s.* beat was [1-9]\d*\.\d s ago in phase 'env_step'"
+            ):
                 look(it)
             os.kill(pid, signal.SIGKILL)
 
@@ -383,7 +418,9 @@ class TestClose:
             with pytest.raises(rc.ClosedError):
                 call()  # type: ignore[operator]
 
-    def test_one_blocked_on_a_full_ring_is_woken(self) -> None:
+    def test_one_blocked_on_a_full_ring_is_woken_which_is_no_death(
+        self, caplog: pytest.LogCaptureFixture
+    ) -> None:
         with runner() as it:
             ring = it.own(Ring.create(crews.SLOT, 2))
             it.start_collectors(crews.fill_ring, {"ring": ring})
@@ -391,6 +428,16 @@ class TestClose:
             start = Stopwatch()
             it.close()
             assert start.s < 2
+            assert it.stats().deaths == 0 and not caplog.records
+
+    def test_in_a_fork_of_the_learner_it_ends_nothing(self) -> None:
+        with runner() as it:
+            thing = it.own(Say.create())
+            it._pid += 1  # as a fork sees it
+            it.close()
+            it._pid -= 1
+            it.check_collectors()
+            assert thing.ring.available() == 0
 
     def test_one_that_waits_for_weights_is_woken_and_is_not_stuck(self) -> None:
         with runner(deadline=1.0) as it:
@@ -419,9 +466,10 @@ class TestClose:
         it = runner()
         for name in "abc":
             it.own(Thing(name))
+        it._crew = Thing("collectors")  # type: ignore[assignment]
         with pytest.raises(OSError, match="disk full"):
             it.close()
-        assert order == ["c", "b", "a"]
+        assert order == ["collectors", "c", "b", "a"]
 
     def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(crew, "JOIN_S", 0.2)
@@ -480,10 +528,12 @@ class TestClose:
 class TestLearnerKilled:
     """Collectors stop at their next step; one that cannot is killed with its group when its grace is over."""
 
-    @pytest.mark.parametrize("collector", ["with_children", "never_return"])
-    def test_nothing_stays(self, collector: str) -> None:
+    def test_one_that_cannot_stop_is_killed_with_what_it_started(self) -> None:
         grace_s = 0.5
-        assert self.time_until_gone(collector, grace_s).s < grace_s + 1
+        assert self.time_until_gone("never_return", grace_s).s < grace_s + 1
+
+    def test_one_that_can_stops_by_itself_whoever_else_holds_the_learners_pipe(self) -> None:
+        self.time_until_gone("with_children", 600.0, forks=True)
 
     @pytest.mark.soak
     def test_nothing_stays_for_six_seconds(self) -> None:
@@ -491,18 +541,19 @@ class TestLearnerKilled:
         took = self.time_until_gone("never_return", 5.0)
         assert took.wall_s > 4.5 and took.s < 6.0
 
-    def time_until_gone(self, collector: str, grace_s: float) -> Stopwatch:
-        code = f"from tests.ipc import crews; crews.be_learner({collector!r}, {grace_s})"
+    def time_until_gone(self, collector: str, grace_s: float, forks: bool = False) -> Stopwatch:
+        code = f"from tests.ipc import crews; crews.be_learner({collector!r}, {grace_s}, {forks})"
         learner = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         assert learner.stdout is not None
-        pids = [int(learner.stdout.readline()) for _ in range(4 if collector == "with_children" else 2)]
+        forked = [int(learner.stdout.readline())] if forks else []
+        pids = [int(learner.stdout.readline()) for _ in range(4 if collector == "with_children" else 3)]
         learner.kill()
         learner.wait(20)
         learner.stdout.close()
         try:
             return wait_until(lambda: all(map(is_gone, pids)), 40.0)
         finally:
-            for pid in pids:
+            for pid in forked + pids:
                 if not is_gone(pid):
                     os.kill(pid, signal.SIGKILL)
 
@@ -518,7 +569,7 @@ class TestLearnerKilled:
         assert is_gone(int(done.stdout)) and done.stderr == ""
 
     def test_ctrl_c_in_the_terminal_reaches_the_learner_only(self) -> None:
-        code = "from tests.ipc import crews; crews.be_learner('step_until_stopped')"
+        code = "from tests.ipc import crews; crews.be_learner('step_until_stopped', 5.0)"
         learner = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
             start_new_session=True,
@@ -552,7 +603,7 @@ class TestCounters:
 
     def test_a_permit_is_taken_once(self) -> None:
         control = Control.create(1)
-        assert control.take(0, 0.0, lambda: None) is None
+        assert control.take(0, 0.0, lambda: pytest.fail("it waited")) is None
         control.grant(0, 7, 3)
         assert not control.has_taken(0)
         permit = control.take(0, 1.0, lambda: None)
@@ -561,4 +612,55 @@ class TestCounters:
         assert control.take(0, 0.0, lambda: None) is None
         control.finish(0)
         assert control.has_done(0)
+        control.close()
+
+    def test_weights_are_read_before_the_learner_sees_the_permit_taken(self) -> None:
+        control, seen = Control.create(1), list[bool]()
+        control.grant(0, 7, 3)
+        assert control.take(0, 1.0, lambda: None, lambda permit: seen.append(control.has_taken(0)))
+        assert seen == [False] and control.has_taken(0)
+        control.close()
+
+    def test_a_new_collector_of_a_lane_owes_nothing(self) -> None:
+        control = Control.create(1)
+        control.grant(0, 1, 1)
+        assert control.take(0, 1.0, lambda: None) and not control.has_done(0)
+        control.join(0)
+        assert control.has_taken(0) and control.has_done(0) and not control.is_ready(0)
+        control.close()
+
+    @pytest.mark.parametrize("who", ["collector", "learner"])
+    def test_who_waits_for_a_permit_is_woken(self, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Not when it would look again anyway."""
+        monkeypatch.setattr(control_module, "LOOK_S", 30.0)
+        control = Control.create(1)
+        if who == "learner":
+            control.grant(0, 1, 1)
+            control.take(0, 1.0, lambda: None)
+        waits = {
+            "collector": lambda: control.take(0, 30.0, lambda: None),
+            "learner": lambda: control.wait_for(lambda: control.has_done(0), lambda: None, 30.0, "permits"),
+        }
+        thread = threading.Thread(target=waits[who])
+        thread.start()
+        wait_until(lambda: sleeps_in(thread, "take" if who == "collector" else "wait_for"), 10.0)
+        if who == "collector":
+            control.grant(0, 1, 1)
+        else:
+            control.finish(0)
+        thread.join(10.0)
+        assert not thread.is_alive()
+        control.close()
+
+    def test_a_beat_is_progress_and_a_permit_is_not_waited_for_for_ever(self) -> None:
+        control, counters = Control.create(1), Counters()
+        job = collector_module.Job(0, 2, 7, "cpu", 1, 1.0, "", "", 0, cast(Any, None))
+        ctx = rc.ipc.async_runner.CollectorContext(job, cast(Any, None), control, counters)
+        assert control.times_ns(0)[0] == 0
+        ctx.beat(env_steps=1)
+        assert control.times_ns(0)[0] > 0 and counters.read().totals == {"env_steps": 1}
+        for timeout in (-1.0, float("nan"), float("inf")):
+            with pytest.raises(ValueError, match="timeout"):
+                ctx.permit(timeout)
+        counters.cleanup()
         control.close()

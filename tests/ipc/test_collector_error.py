@@ -102,6 +102,7 @@ def test_nothing_is_imported_and_no_other_object_is_called() -> None:
         "os.system",
         "builtins.print",
         "builtins.int",
+        "builtins.str",
         "no_such.Thing",
         "",
         "x",
@@ -122,6 +123,22 @@ def test_notes_and_causes_arrive() -> None:
     with pytest.raises(ValueError) as found:
         wrapped(error).reraise()
     assert "look at lane 2" in found.value.__notes__ and "inner" in str(found.value.__cause__)
+
+
+class Unlisted:
+    def __str__(self) -> str:
+        raise RuntimeError("no text")
+
+
+@pytest.mark.parametrize("notes", [None, 3, [Unlisted()]])
+def test_notes_that_cannot_be_printed_stop_no_report(notes: Any) -> None:
+    error = ValueError("outer")
+    error.__notes__ = notes
+    conn, event = Recorder(), threading.Event()
+    with pytest.raises(ValueError) as found, collector_error_guard(conn, None, event, "lane 2"):
+        raise error
+    assert found.value is error and event.is_set()
+    assert conn.sent[0].message == "outer" and "cannot be printed" in conn.sent[0].notes[0]
 
 
 def test_made_outside_of_except() -> None:
@@ -284,6 +301,10 @@ def test_the_kernels_count_of_kills(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     (tmp_path / "cgroup").write_text("0::/job\n")
     assert ce._oom_kills(tmp_path, tmp_path / "cgroup") == 2
     assert ce._oom_kills(tmp_path, tmp_path / "none") is None
+    (tmp_path / "memory" / "job").mkdir(parents=True)  # a cgroup of the first kind
+    (tmp_path / "memory" / "job" / "memory.oom_control").write_text("under_oom 0\noom_kill 4\n")
+    (tmp_path / "cgroup").write_text("5:memory:/job\n")
+    assert ce._oom_kills(tmp_path, tmp_path / "cgroup") == 4
     monkeypatch.setattr(ce, "_oom_kills", lambda: 2)
     assert "2 kills for memory" in format_collector_death(-signal.SIGKILL, None)
 

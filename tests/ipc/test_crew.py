@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 from dataclasses import FrozenInstanceError, fields, is_dataclass
-from typing import Any
+from time import monotonic_ns
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 import numpy as np
 import pytest
@@ -40,11 +42,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return found
 
 
-def dying_crew(max_restarts: int) -> tuple[Crew, Any]:
+def dying_crew(max_restarts: int, has_rows: bool = True) -> tuple[Crew, Any]:
     """A crew whose one collector has just been killed; `_bury` decides what follows."""
     made = Crew(
         1, make_job=lambda *_: pytest.fail("started"), restart="on_death", max_restarts=max_restarts,
-        start_method="spawn", deadline=60.0, has_rows=lambda lane: True,
+        start_method="spawn", deadline=60.0, has_rows=lambda lane: has_rows,
     )  # fmt: skip
     made._ended = lambda m: Death(m.lane, -signal.SIGKILL, None)  # type: ignore[method-assign]
     return made, made.members[0]
@@ -104,6 +106,141 @@ class TestDelays:
         assert bury(made, member, clock) == 1.0
         made.close()
 
+    def test_one_killed_before_its_first_row_is_started_again(self, clock: Clock) -> None:
+        """Only an exception of its own would come again."""
+        made, member = dying_crew(max_restarts=1, has_rows=False)
+        assert bury(made, member, clock) == 0.5
+        made.close()
+
+
+class Still:
+    """A process that nobody started and that never ends."""
+
+    pid, exitcode = 0, -signal.SIGKILL
+    fails_at = 0
+    masks: ClassVar[list[set[signal.Signals]]] = []
+
+    def __init__(self, **kwargs: Any) -> None: ...
+
+    def start(self) -> None:
+        self.masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
+        if len(self.masks) == self.fails_at:
+            raise OSError("no more processes")
+
+    def join(self, timeout: float) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Noted(Lingering):
+    """Notes how long the end of a process was waited for."""
+
+    def __init__(self, events: list[Any], interrupts: int = 0) -> None:
+        self.events, self.interrupts = events, interrupts
+
+    def wait(self, timeout_s: float) -> bool:
+        if timeout_s:
+            self.events.append(timeout_s)
+            if len(self.events) == self.interrupts:
+                raise KeyboardInterrupt
+        return False
+
+    def close(self) -> None: ...
+
+
+class StillCrew:
+    """A crew of processes that do nothing, and what it does to end them."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, n: int = 1, **process: Any) -> None:
+        self.events: list[Any] = []
+        self.process = type("OneStill", (Still,), {"masks": [], **process})
+        self.crew = Crew(
+            n, make_job=lambda *_: (cast(Any, None), []), restart="on_death", max_restarts=9, start_method="spawn",
+            deadline=60.0, has_rows=lambda lane: True,
+        )  # fmt: skip
+        real = self.crew._context
+        self.crew._context = SimpleNamespace(
+            Pipe=real.Pipe, Process=self.process, get_start_method=lambda: "spawn"
+        )
+        monkeypatch.setattr(crew, "Ending", lambda process: Noted(self.events, getattr(process, "hurry", 0)))
+        monkeypatch.setattr(crew, "kill_group", lambda pid, number: self.events.append(number))
+
+
+class TestEnding:
+    def test_ten_seconds_then_sigterm_then_five_then_sigkill(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch)
+        still.crew.start()
+        still.crew.close()
+        # the last one is for what it may have started
+        assert still.events == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0, signal.SIGKILL]
+
+    def test_ctrl_c_meanwhile_hurries_and_is_raised(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, hurry=1)
+        still.crew.start()
+        with pytest.raises(KeyboardInterrupt):
+            still.crew.close()
+        assert still.events == [10.0, signal.SIGTERM, signal.SIGKILL, 5.0, signal.SIGKILL]
+        assert not any(m.is_running for m in still.crew.members)
+
+    def test_if_one_cannot_be_started_none_is_left(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, n=2, fails_at=2)
+        with pytest.raises(OSError, match="no more processes"):
+            still.crew.start()
+        assert signal.SIGKILL in still.events and not still.crew.members[0].is_running
+
+    @pytest.mark.parametrize("leads", [True, False])
+    def test_signals_go_to_the_group(self, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless it does not lead one yet: that would be the learner's."""
+        sent: list[Any] = []
+        monkeypatch.setattr(os, "getpgid", lambda pid: pid if leads else pid - 1)
+        for name in ("kill", "killpg"):
+            monkeypatch.setattr(os, name, lambda pid, number, name=name: sent.append((name, pid, number)))
+        crew.kill_group(7, signal.SIGTERM)
+        assert sent == [("killpg" if leads else "kill", 7, signal.SIGTERM)]
+
+
+def test_ctrl_c_is_held_back_while_a_collector_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is in the learner's group until it leads one of its own."""
+    still = StillCrew(monkeypatch)
+    still.crew.start()
+    assert [signal.SIGINT in mask for mask in still.process.masks] == [True]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    still.crew.close()
+
+
+def test_a_restarted_collector_has_ten_times_the_deadline_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = StillCrew(monkeypatch)
+    (member,) = still.crew.members
+    member.counters.add({"env_steps": 5})  # in an earlier life
+    now = monotonic_ns()
+    monkeypatch.setattr(crew, "monotonic_ns", lambda: now)
+    still.crew.start()
+    now += 599 * 10**9
+    still.crew.check()
+    now += 2 * 10**9
+    with pytest.raises(rc.DeadlineError, match="within 600 s"):
+        still.crew.check()
+    still.crew.close()
+
+
+def test_a_lane_that_died_with_its_permit_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
+    still = StillCrew(monkeypatch, n=2)
+    still.crew.start()
+    still.crew.grant(1, 1)
+    control, dead = still.crew.control, still.crew.members[0]
+    assert control.take(1, 1.0, lambda: None)
+    control.finish(1)
+    assert not still.crew.all_live(control.has_done)
+    still.crew._bury(dead)
+    assert still.crew.all_live(control.has_done)
+    still.crew.close()
+
 
 def tell_threads(ctx: Any, say: Say) -> None:
     import torch
@@ -130,6 +267,32 @@ class TestCores:
         for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
             monkeypatch.setattr(module, "is_available", lambda name=name: name in there)
         assert async_runner.best_device() == first
+
+    def test_without_a_word_it_is_the_first_for_the_learner_and_the_cpu_for_collectors(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(async_runner, "best_device", lambda: "xpu")
+        it = runner(device=None)
+        assert (it.device, it.collector_device) == ("xpu", "cpu")
+
+    def test_what_a_collector_is_started_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        made: list[Any] = []
+
+        class NoCrew:
+            def __init__(self, n: int, *, make_job: Any, **kwargs: Any) -> None:
+                named = SimpleNamespace(name="handle")
+                made.append(make_job(1, 0, named, named)[0])
+
+            def start(self) -> None: ...
+
+            def close(self) -> None: ...
+
+        monkeypatch.setattr(async_runner, "Crew", NoCrew)
+        with runner(num_collectors=2, collector_device="numpy", collector_threads=3, deadline=7.0) as it:
+            it.start_collectors(crews.raise_at_once, {})
+        (job,) = made
+        assert (job.lane, job.num_envs, job.seed) == (1, 2, async_runner.lane_seed(0, 1, 0))
+        assert (job.device, job.threads, job.deadline, job.orphan_grace_s) == ("numpy", 3, 7.0, 5.0)
 
 
 def say_lane_and_make_workers(ctx: Any, parts: Any) -> None:

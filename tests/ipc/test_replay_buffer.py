@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.meanwhile import at_every_moment
 from tests.process.killing import in_child, killed_at, steps
 
 import recollect as rc
@@ -119,6 +121,13 @@ class Machine(RuleBasedStateMachine):
 TestMachine = Machine.TestCase
 
 
+def test_stats_are_a_frozen_record() -> None:
+    with make() as buf:
+        for stats in (buf.stats(), buf.stats().lanes[0]):
+            with pytest.raises(AttributeError):
+                stats.size = 1  # type: ignore[misc, union-attr]
+
+
 # -- the row
 
 
@@ -169,6 +178,8 @@ def test_accepted_and_changing_nothing() -> None:
 
 BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "flag value": ({"dones": np.float32([0, 2, 0, 0])}, rc.SchemaError, "dones: must be 0 or 1, got 2.0 in row 1"),
+    "flag between": ({"dones": np.float32([0, 0, 0.5, 0])}, rc.SchemaError, "dones: must be 0 or 1, got 0.5 in row 2"),
+    "flag below": ({"dones": np.array([0, 0, 0, -1])}, rc.SchemaError, "dones: must be 0 or 1, got -1 in row 3"),
     "flag nan": ({"dones": np.float32([0, np.nan, 0, 0])}, rc.SchemaError, "dones: must be 0 or 1"),
     "truncated, not done": ({"truncated": np.array([False, True, False, False])}, rc.SchemaError, "row 1 truncated"),
     "flag shape": ({"dones": np.zeros((4, 1), bool)}, rc.SchemaError, r"dones: shape must be \(4,\)"),
@@ -232,6 +243,40 @@ def test_rewards_may_narrow_and_others_with_cast() -> None:
         with pytest.raises(rc.DtypeError, match="another kind"):
             buf.add(**(rows(range(3)) | {"obs": np.zeros((3, O), int)}))
         assert held(buf) == [0, 1, 2]
+        for n, again in enumerate((buf.on_lane(0), pickle.loads(pickle.dumps(buf))), 3):
+            again.add(**(rows([n]) | {"obs": np.full((1, O), n, "f8")}))
+            again.close()
+        assert held(buf) == [0, 1, 2, 3, 4]
+
+
+def test_a_cast_of_integers_that_do_not_fit_is_refused() -> None:
+    with make(cast=True, dtypes={"actions": "int8"}) as buf:
+        actions = np.array([[1, 2], [3, 300]])
+        with pytest.raises(rc.SchemaError, match="actions: values must fit int8, got int64"):
+            buf.add(**(rows(range(2)) | {"actions": actions}))
+        assert buf.ptr == 0
+        buf.add(**(rows(range(2)) | {"actions": actions % 100}))
+        assert buf._ring[...]["actions"].tolist() == [[1, 2], [3, 0]]
+
+
+def test_threads_that_add_terminal_rows_do_not_share_their_copies() -> None:
+    """The rows are written without the GIL, so what one thread has patched must be its own until they are."""
+    with make(critic_dim=C) as buf:
+        made: list[dict[str, Any]] = []
+
+        def patch(first: int) -> None:
+            block = rows(range(first, first + 4), True)
+            names = [*KEYS, "critic", "next_critic"]
+            terminal = {k: block[k] + 0.5 for k in ("next_obs", "next_critic")}
+            _, arrays = buf._checker.block({k: block[k] for k in names}, np.ones(4, bool), terminal)
+            made.append(dict(zip(names, arrays)))
+
+        for first in (0, 10):
+            thread = threading.Thread(target=patch, args=(first,))
+            thread.start()
+            thread.join()
+        for k in ("next_obs", "next_critic"):
+            assert [float(block[k][0, 0]) for block in made] == [1.5, 11.5]
 
 
 def test_tensors_and_strided_arrays() -> None:
@@ -339,6 +384,30 @@ def test_bad_draws() -> None:
         for out in ({}, buf.sample(3), {**buf.sample(4), "x": np.zeros(4)}):
             with pytest.raises(ValueError, match="out"):
                 buf.sample(4, out=out)
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+def test_a_refused_draw_does_not_move_the_generator(device: str) -> None:
+    with make(64, device, seed=1) as buf, make(64, device, seed=1) as twin:
+        with pytest.raises(rc.EmptyError):
+            buf.sample(3)
+        for b in (buf, twin):
+            b.add(**rows(range(64)))
+        for refused in ((-1, None), (True, None), (4, {})):
+            with pytest.raises(ValueError):
+                buf.sample(refused[0], out=refused[1])
+        for _ in range(2):
+            assert check(buf.sample(20)) == check(twin.sample(20))
+
+
+def test_a_reader_that_is_lapped_again_and_again_gives_up() -> None:
+    with make(4) as buf:
+        buf.add(**rows(range(4)))
+        start = time.monotonic()
+        with at_every_moment(lambda: buf.add(**rows(range(4)))), pytest.raises(rc.ContentionError):
+            buf.sample(2)
+        assert time.monotonic() - start >= 0.9
+        check(buf.sample(2))
 
 
 def test_out_is_filled() -> None:
@@ -499,8 +568,8 @@ def test_closing() -> None:
     check(batch)
     for b in (buf, other):
         for call in (lambda: b.ptr, lambda: b.size, lambda: b.sample(1), lambda: b.add(**rows([1])), b.stats,  # noqa: B023
-                     lambda: b.on_lane(0), b.release_lane, lambda: b.dumps("x"), lambda: pickle.dumps(b) if b is buf  # noqa: B023
-                     else b.ptr):  # noqa: B023  # fmt: skip
+                     lambda: b.on_lane(0), b.release_lane, lambda: b.dumps("x"), lambda: pickle.dumps(b),  # noqa: B023
+                     lambda: b.name, lambda: b.nbytes):  # noqa: B023  # fmt: skip
             with pytest.raises(rc.ClosedError):
                 call()
     other.close()
@@ -522,6 +591,9 @@ def test_dumps_and_load_from(tmp_path: Path) -> None:
         again.add(**rows([7], True))
         with pickle.loads(pickle.dumps(again)) as other:
             assert held(other) == [7, 2, 3, 4, 5]
+            again.cleanup()  # who loads it is its owner
+            with pytest.raises(rc.ClosedError):
+                other.size
     with rc.ReplayBuffer.create("memory", {"x": ((), "float32")}, capacity=4) as plain:
         plain.append({"x": 1.0})
         plain.dumps(tmp_path / "p")

@@ -7,7 +7,7 @@ import pickle
 import signal
 import threading
 from collections import deque
-from time import monotonic
+from time import monotonic_ns
 from typing import Any
 
 import numpy as np
@@ -20,6 +20,7 @@ from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect.ipc.rollout_ring_buffer import RolloutRingBuffer
+from recollect.memory.ring import Ring
 
 N, T, O, A = 3, 4, 5, 2
 PLAIN = ["log_probs", "rewards", "dones", "truncated"]
@@ -74,6 +75,12 @@ class TestSlots:
                 "last_obs": (N, O), "critic": (T, N, 6), "last_critic": (N, 6), "valid": (T, N), "h": (T, N, 2, 2),
                 "final_obs": (T * N, O), "final_index": (T * N,), "final_count": (), "final_critic": (T * N, 6),
             }  # fmt: skip
+            env = ring_of(critic_dim=6, finals=True, fields={"valid": ((), "bool"), "h": ((2, 2), "int16")})
+            assert env.slot_shapes == {
+                name: (N, T, *shape[2:]) if shape[:2] == (T, N) else shape
+                for name, shape in ring.slot_shapes.items()
+            }
+            env.close()
             kinds = {name: a.dtype.name for name, a in ring.write_buffer.items()}
             assert {kinds[n] for n in ("obs", "last_obs", "final_obs")} == {"uint8"}
             assert (kinds["actions"], kinds["valid"], kinds["h"], kinds["final_index"]) == (
@@ -146,6 +153,22 @@ class TestSlots:
             with pytest.raises(rc.AttachError, match="obs: shape must be"):
                 RolloutRingBuffer(N, T, O + 1, A, create=False, shm_name_prefix=ring.name, num_lanes=2)
             assert len(set(ring.name.values())) == 1 and set(ring.name) == set(ring.slot_shapes)
+        with (
+            Ring.create({"x": ((), "int64")}, 2) as other,
+            pytest.raises(rc.AttachError, match="another ring"),
+        ):
+            ring_of(create=False, shm_name_prefix=other.name)
+
+    def test_a_lane_of_its_own(self) -> None:
+        with ring_of(num_lanes=3, lane=1) as ring:
+            write(ring, 1)
+            with ring_of(create=False, shm_name_prefix=ring.name, num_lanes=3, lane=2) as other:
+                write(other, 2)
+                for lane, number in ((1, 1), (2, 2)):
+                    assert ring.read_info.lane == lane and read(ring) == number
+            for bad in (3, -1, None, True):
+                with pytest.raises((ValueError, TypeError), match="lane"):
+                    ring.on_lane(bad)  # type: ignore[arg-type]
 
 
 class TestWriter:
@@ -213,22 +236,28 @@ class TestReader:
             ):
                 with pytest.raises(rc.EmptyError):
                     call()
-            with pytest.raises(ValueError, match="timeout"):
-                ring.wait_for_data(float("nan"))
+
+    @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
+    def test_bad_timeouts(self, timeout: float) -> None:
+        with ring_of() as ring:
+            for _ in range(2):  # the second time while a rollout is being read
+                with pytest.raises(ValueError, match="timeout"):
+                    ring.wait_for_data(timeout)
+                write(ring, 1)
+                ring.read_slot
 
     def test_the_oldest_is_kept_until_advance(self) -> None:
         with ring_of() as ring:
+            before = monotonic_ns()
             write(ring, 1)
+            after = monotonic_ns()
             slot = ring.read_slot
+            assert ring.wait_for_data(0.0) and ring.available() == 1
             write(ring, 2)
             assert ring.read_slot == slot and ring.available() == 2
-            assert ring.wait_for_data(0.0)
             info = ring.read_info
-            assert (
-                (info.lane, info.version) == (0, 1)
-                and info.sequence < 3
-                and info.committed_ns <= monotonic() * 1e9
-            )
+            assert (info.lane, info.version) == (0, 1) and info.sequence < 3
+            assert before <= info.committed_ns <= after
             assert read(ring) == 1
             assert ring.read_info.sequence > info.sequence
             assert ring.available() == 1
@@ -263,6 +292,26 @@ class TestReader:
                 assert isinstance(x, torch.Tensor if device == "cpu" else np.ndarray)
                 assert x.is_contiguous() if device == "cpu" else x.flags.c_contiguous
 
+    def test_another_device(self) -> None:
+        """Of `meta`, which nothing can be read of, but which has no memory on the host either."""
+        with ring_of() as ring:
+            write(ring, 5)
+            found = ring.read_torch("meta")
+            assert {n: tuple(x.shape) for n, x in found.items()} == ring.slot_shapes
+            assert all(x.device.type == "meta" and x.is_contiguous() for x in found.values())
+            ring.copy_read_slot_to_torch(found)
+            ring.copy_read_slot_to_torch(into := {n: torch.zeros(s) for n, s in ring.slot_shapes.items()})
+            assert number_in(into) == 5
+
+    def test_copy_into_a_tensor_whose_memory_is_not_its_value(self) -> None:
+        with ring_of() as ring:
+            write(ring, 5)
+            into = {n: torch.zeros(s) for n, s in ring.slot_shapes.items()}
+            into["obs"] = torch.zeros(ring.slot_shapes["obs"], dtype=torch.complex64).conj().imag
+            assert into["obs"].is_neg()
+            ring.copy_read_slot_to_torch(into)
+            assert number_in({n: x.resolve_neg() for n, x in into.items()}) == 5
+
     @pytest.mark.parametrize("order", ["env", "time"])
     def test_copy_into_tensors_of_any_strides(self, order: str) -> None:
         with ring_of(order=order) as ring:
@@ -290,6 +339,7 @@ class TestReader:
                 (torch.zeros(N, O + 1), ValueError),
                 (torch.zeros(N, O, dtype=torch.float64), TypeError),
                 ([1.0], ValueError),
+                (np.broadcast_to(np.float32(0), (N, O)), ValueError),
             ):
                 into: dict[str, Any] = {name: torch.zeros(shape) for name, shape in ring.slot_shapes.items()}
                 if wrong is None:
@@ -369,25 +419,43 @@ class TestPolicies:
 class TestLife:
     def test_closed(self) -> None:
         ring = ring_of()
+        other = pickle.loads(pickle.dumps(ring))
         write(ring, 1)
-        views = ring.read_numpy_views()
+        views = other.read_numpy_views()
+        other.write_buffer
         ring.cleanup()
         ring.cleanup()
         ring.close()
         assert number_in(views) == 1  # late reads give old bytes
-        for call in (
-            lambda: ring.write_buffer,
-            lambda: ring.read_slot,
-            lambda: ring.wait_for_data(0.0),
-            lambda: ring.name,
-            ring.available,
-            ring.advance_read,
-            ring.stats,
-            ring.signal_write_done,
-            ring.read_numpy_views,
-        ):
-            with pytest.raises(rc.ClosedError):
-                call()  # type: ignore[operator]
+        for r in (ring, other):
+            for call in (
+                lambda: r.write_buffer,  # noqa: B023
+                lambda: r.write_slot,  # noqa: B023
+                lambda: r.read_slot,  # noqa: B023
+                lambda: r.read_info,  # noqa: B023
+                lambda: r.wait_for_data(0.0),  # noqa: B023
+                lambda: r.name,  # noqa: B023
+                lambda: r.nbytes,  # noqa: B023
+                lambda: r.on_lane(0),  # noqa: B023
+                lambda: r.read_torch("cpu"),  # noqa: B023
+                lambda: r.copy_read_slot_to_torch({}),  # noqa: B023
+                lambda: pickle.dumps(r),  # noqa: B023
+                r.available,
+                r.advance_read,
+                r.stats,
+                r.signal_write_done,
+                r.release_lane,
+                r.read_numpy_views,
+            ):
+                with pytest.raises(rc.ClosedError):
+                    call()
+        other.close()
+
+    def test_stats_are_a_frozen_record(self) -> None:
+        with ring_of() as ring:
+            for stats in (ring.stats(), ring.stats().lanes[0]):
+                with pytest.raises(AttributeError):
+                    stats.written = 1  # type: ignore[misc]
 
     def test_a_handle_is_small_and_keeps_lane_and_order(self) -> None:
         with ring_of(num_lanes=3, order="time", finals=True) as ring:
@@ -399,6 +467,15 @@ class TestLife:
             assert again.order == "time" and ring.read_info.lane == 2
             again.close()
             ring.attach_sync_primitives(None, None)
+
+    def test_a_handle_keeps_the_deadline(self) -> None:
+        with ring_of(deadline=0.01, num_slots=2) as ring:
+            again = pickle.loads(pickle.dumps(ring))
+            for number in (1, 2):
+                write(again, number)
+            with pytest.raises(rc.DeadlineError, match=r"within 0.01 s"):
+                again.write_buffer
+            again.close()
 
 
 @pytest.mark.process

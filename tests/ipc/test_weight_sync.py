@@ -7,6 +7,7 @@ import pickle
 import subprocess
 import sys
 from collections.abc import Callable
+from copy import deepcopy
 from typing import Any
 
 import numpy as np
@@ -91,9 +92,32 @@ def test_strided_values_both_ways() -> None:
         assert torch.equal(out["t"], source["t"]) and np.array_equal(out["n"], source["n"])
 
 
-def test_version_zero_touches_nothing() -> None:
-    with SharedWeightSync({"w": (2,), "n": ((), "int64")}) as sync:
-        out = {"w": np.float32([7, 8]), "n": np.array(9)}
+def test_tensors_whose_memory_is_not_their_value() -> None:
+    z = torch.tensor([1 + 2j, 3 - 4j])
+    with SharedWeightSync.from_state_dict({"w": z.conj().imag, "z": z.conj()}) as sync:
+        out = {"w": torch.zeros(2), "z": torch.zeros(2, dtype=torch.complex64)}
+        sync.read_weights_into(out)
+        assert out["w"].tolist() == [-2, 4] and out["z"].tolist() == [1 - 2j, 3 + 4j]
+        there = torch.zeros(2, dtype=torch.complex64)
+        assert there.conj().imag.is_neg()
+        sync.read_weights_into({"w": there.conj().imag, "z": torch.zeros(2, dtype=torch.complex64).conj()})
+        assert there.imag.tolist() == [2, -4]
+
+
+@pytest.mark.parametrize(
+    "w",
+    [
+        np.float32([7, 8]),
+        np.float32([7, 0, 8])[::2],
+        torch.tensor([7.0, 0, 8])[::2],
+        torch.tensor([7.0, 8], dtype=torch.float64),
+        np.float16([7, 8]),
+    ],
+    ids=["exact", "strided array", "strided tensor", "other tensor", "other array"],
+)
+def test_version_zero_touches_nothing(w: Any) -> None:
+    with SharedWeightSync({"w": (2,), "n": ((), "int64")}, cast=True) as sync:
+        out = {"w": w, "n": np.array(9)}
         assert (sync.version, sync.read_weights_into(out)) == (0, 0)
         assert out["w"].tolist() == [7, 8] and out["n"] == 9
 
@@ -150,29 +174,42 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] =
 }
 
 
+def as_tensors(values: dict[str, Any]) -> None:
+    """Turn what can be a tensor into one."""
+    for name, x in values.items():
+        if isinstance(x, np.ndarray) and x.dtype.isnative:
+            values[name] = torch.from_numpy(x)
+
+
 def declared() -> dict[str, Any]:
     return {"w": np.ones((2, 3), "f4"), "n": np.array(1), "z": np.ones(1, "f4")}
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
 @pytest.mark.parametrize("what", WRONG)
-def test_a_refused_write_changes_nothing(what: str) -> None:
+def test_a_refused_write_changes_nothing(what: str, tensors: bool) -> None:
     change, error, text = WRONG[what]
     with SharedWeightSync.from_state_dict(declared()) as sync:
         bad = {k: np.asarray(v * 2) for k, v in declared().items()}
         change(bad)
+        if tensors:
+            as_tensors(bad)
         with pytest.raises(error, match=text):
             sync.write_weights(bad)
         out = zeros(declared())
         assert sync.read_weights_into(out) == 1 and same(out, declared())
 
 
+@pytest.mark.parametrize("tensors", [False, True], ids=["arrays", "tensors"])
 @pytest.mark.parametrize("what", WRONG)
-def test_a_refused_read_touches_nothing(what: str) -> None:
+def test_a_refused_read_touches_nothing(what: str, tensors: bool) -> None:
     change, error, text = WRONG[what]
     with SharedWeightSync.from_state_dict(declared()) as sync:
         bad = {k: np.asarray(v * 5) for k, v in declared().items()}
         change(bad)
-        before = {k: np.array(v) for k, v in bad.items()}
+        if tensors:
+            as_tensors(bad)
+        before = deepcopy(bad)
         with pytest.raises(error, match=text):
             sync.read_weights_into(bad)
         assert all(np.array_equal(before[k], bad[k]) for k in bad)
@@ -220,6 +257,30 @@ def test_excluded_names_are_neither_written_nor_read() -> None:
         sync.write_weights({"actor.w": np.zeros(2, "f4")})  # absent is as good
         with pickle.loads(pickle.dumps(sync)) as again:
             assert again.read_weights_into(mine) == 2 and mine["noise.n"] == 8
+
+
+def test_declared_names_may_be_excluded() -> None:
+    with SharedWeightSync({"w": (2,), "noise.s": (3,)}, exclude=("noise.*",)) as sync:
+        sync.write_weights({"w": np.ones(2, "f4"), "noise.s": np.ones(3, "f4")})
+        mine = {"w": np.zeros(2, "f4"), "noise.s": np.full(3, 7, "f4")}
+        assert sync.read_weights_into(mine) == 1
+        assert mine["w"].tolist() == [1, 1] and mine["noise.s"].tolist() == [7, 7, 7]
+
+
+def test_a_cast_of_integers_that_do_not_fit_is_no_read() -> None:
+    with SharedWeightSync({"w": (2,), "n": ((2,), "int64")}, cast=True) as sync:
+        sync.write_weights({"w": np.ones(2, "f4"), "n": np.array([1, 70000])})
+        for small in (np.zeros(2, np.int16), torch.zeros(2, dtype=torch.int16), np.zeros(2, np.uint8)):
+            out = {"w": np.zeros(2, "f4"), "n": small}
+            with pytest.raises(rc.SchemaError, match=r"n: values must fit u?int\d+, got int64"):
+                sync.read_weights_into(out)
+            assert out["w"].tolist() == [0, 0] and small.tolist() == [0, 0]
+        sync.write_weights({"w": np.ones(2, "f4"), "n": np.array([1, -70])})
+        with pickle.loads(pickle.dumps(sync)) as again:  # which casts too
+            assert again.read_weights_into({"w": np.zeros(2), "n": small.astype(np.int8)}) == 2
+            out["n"] = np.zeros(2, np.int16)
+            assert again.read_weights_into(out) == 2 and out["n"].tolist() == [1, -70]
+            assert out["w"].tolist() == [1, 1]
 
 
 def test_cast_within_a_kind() -> None:
@@ -349,13 +410,12 @@ def test_closing() -> None:
     sync.cleanup()
     for s in (sync, other):
         for call in (lambda: s.version, lambda: s.write_weights(declared()), lambda: s.read_weights_into(declared()),  # noqa: B023
-                     lambda: s.wait_newer(0, 0.0), s.stats):  # noqa: B023  # fmt: skip
+                     lambda: s.wait_newer(0, 0.0), s.stats, lambda: s.name, lambda: s.nbytes,  # noqa: B023
+                     lambda: pickle.dumps(s)):  # noqa: B023  # fmt: skip
             with pytest.raises(rc.ClosedError):
                 call()
     other.close()
     other.close()
-    with pytest.raises(rc.ClosedError):
-        other.name
 
 
 @pytest.mark.process

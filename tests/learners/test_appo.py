@@ -16,6 +16,7 @@ from tests.learners.worlds import reach
 
 from recollect.errors import BudgetError, CollectorDiedError, FormatError
 from recollect.ipc import memory_budget
+from recollect.learners import appo
 from recollect.learners.appo import APPORunner
 from recollect.learners.checkpoint import load_checkpoint
 
@@ -117,12 +118,13 @@ def staging(rollouts: list[tuple[int, int]], version: int = 9, lanes: int = 2, *
     return r
 
 
-def test_the_newest_rollouts_are_kept_and_the_others_counted() -> None:
+def test_the_newest_rollouts_are_kept_and_the_others_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     """Async RL trains on old rollouts unseen (miles#2030): what the pool cannot hold is skipped by the ring's count."""
+    monkeypatch.setattr(appo, "monotonic_ns", lambda: 5_000_000)
     r = staging([(0, 1), (1, 2), (0, 3), (1, 4), (0, 5)])
     assert r._stage() == 2
     assert r._ring.skipped == 3 and [x for x, _ in r._ring.copied] == [(1, 4), (0, 5)]
-    assert r._lags == [5.0, 4.0]
+    assert r._lags == [5.0, 4.0] and r._ages_ms == [5.0, 5.0]
 
 
 def test_a_dead_collector_is_told_of_while_the_others_supply_rollouts() -> None:

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from recollect.errors import DeadlineError
 from recollect.learners import collectors
@@ -83,7 +84,8 @@ def test_curves_for_tensorboard(tmp_path: Any) -> None:
     for sink in sinks:
         sink.write(10, {"reward/mean": 1.5})
         sink.close()
-    assert any(p.name.startswith("events.out.tfevents") for p in tmp_path.iterdir())
+    found = EventAccumulator(str(tmp_path)).Reload()
+    assert [(point.step, point.value) for point in found.Scalars("reward/mean")] == [(10, 1.5)]
     assert (tmp_path / "metrics.jsonl").read_text() == '{"iteration": 10, "reward/mean": 1.5}\n'
 
 

@@ -138,6 +138,18 @@ def test_an_iteration_of_appo(sync: bool) -> None:
     assert calls == [*one, *([("permit", 7, 8)] if sync else []), *one]
 
 
+def test_phases_of_the_learner_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 2_000_000, 5_000_000, 9_000_000, 10_000_000])
+    monkeypatch.setattr(run_module, "monotonic_ns", lambda: next(ticks))
+    watch = run_module.Stopwatch()
+    watch.lap("wait")
+    watch.lap("train")
+    watch.skip()
+    watch.lap("train")
+    assert watch.read(2) == {"time/learner_wait_ms": 1.0, "time/learner_train_ms": 2.0}
+    assert watch.read(1) == {}
+
+
 def test_a_line_of_metrics_has_rates_of_wall_time_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
     now, steps, lines = [100.0], [200.0], []
     monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
@@ -149,15 +161,15 @@ def test_a_line_of_metrics_has_rates_of_wall_time_since_the_last_one(monkeypatch
     )  # fmt: skip
     log, summary = run_module._MetricsLog(r, [], lambda i, values: lines.append(values)), RunSummary()  # type: ignore[arg-type]
     log._start, log._steps = now[0], steps[0]
-    for spent, made in ((8.0, 400.0), (2.0, 10.0)):
-        log.add({"critic": 1.0})
-        log.add({"critic": 2.0})
+    for spent, made, loss in ((8.0, 400.0, 1.0), (2.0, 10.0, 5.0)):
+        log.add({"critic": loss})
+        log.add({"critic": loss + 1})
         now[0] += spent
         steps[0] += made
         log.write(10, summary)
     assert [line["perf/steps_per_sec"] for line in lines] == [50.0, 5.0]
     assert [line["perf/iter_ms"] for line in lines] == [4000.0, 1000.0]
     assert [line["axis/env_steps_total"] for line in lines] == [1600.0, 1610.0]
-    assert lines[0]["loss/critic"] == 1.5 and lines[0]["lag/weight_versions"] == 3
+    assert [line["loss/critic"] for line in lines] == [1.5, 5.5] and lines[0]["lag/weight_versions"] == 3
     assert (lines[0]["collectors/alive"], lines[0]["collectors/restarts"]) == (2, 1)
     assert summary.best_mean_reward == -5.0

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from tests.learners.test_environment import ACT, NAN, Vector, result
 
+from recollect.learners import episodes
 from recollect.learners.environment import EnvDriver
 from recollect.learners.episodes import WINDOW, EpisodeBoard, Report, Tally
 from recollect.learners.metrics import JsonLines, Merged, open_sinks
@@ -70,9 +71,33 @@ def test_the_last_episodes_are_those_over_all_lanes() -> None:
     a = lane([(s, 1.0, 1.0, 0.0) for s in range(0, 2 * WINDOW, 2)])
     b = lane([(s, 5.0, 3.0, 1.0) for s in range(WINDOW + 1, 3 * WINDOW + 1, 2)])
     merged = Merged([a, None, b])
+    assert WINDOW == 100
     wanted = sorted([*a.episodes, *b.episodes])[-WINDOW:]
     assert merged.episodes == wanted
     assert merged.mean(1) == sum(e[1] for e in wanted) / WINDOW
+
+
+def test_a_lane_keeps_its_last_episodes() -> None:
+    with EpisodeBoard(1) as board:
+        tally = Tally(board, 1)
+        for k in range(WINDOW + 1):
+            tally._return[0] = k
+            tally._end(0, timed_out=False)
+        tally.publish()
+        report = board.read()[0]
+        assert report is not None and [e[1] for e in report.episodes] == [*range(1, WINDOW + 1)]
+        board.cleanup()
+
+
+def test_phases_of_a_collector_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    ticks = iter([0, 2, 5, 9])
+    monkeypatch.setattr(episodes, "monotonic_ns", lambda: next(ticks))
+    with EpisodeBoard(1) as board:
+        tally = Tally(board, 1)
+        for phase in ("env_step", "replay", "env_step"):
+            tally.lap(phase)
+        assert (tally.report.totals["env_step_ns"], tally.report.totals["replay_ns"]) == (6, 3)
+        board.cleanup()
 
 
 def test_reward_components_are_means_since_the_last_line() -> None:

@@ -5,20 +5,26 @@ from __future__ import annotations
 import json
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from tests.learners.test_metrics import lane
 from tests.learners.test_sac_learner import flat
 from tests.learners.worlds import own_learner, reach
 
 import recollect as rc
-from recollect.errors import BudgetError, CollectorDiedError, EnvContractError, FormatError
+from recollect.errors import BudgetError, ClosedError, CollectorDiedError, EnvContractError, FormatError
 from recollect.ipc import memory_budget
+from recollect.ipc.async_runner import RunnerStats
+from recollect.learners import run as run_module
 from recollect.learners.checkpoint import load_checkpoint, replay_path
+from recollect.learners.metrics import Merged
 from recollect.learners.sac import OffPolicyRunner, SACRunner
 
+ROW = {"obs": (2,), "actions": (1,), "rewards": (), "next_obs": (2,), "dones": (), "truncated": ()}
 SMALL = {"batch_size": 16, "hidden": (8,), "learning_starts": 40, "replay_buffer_n": 200}
 
 
@@ -63,6 +69,7 @@ def test_summary_tells_how_it_ended(run: Any) -> None:
     assert summary.total_env_steps >= 4 * 30 and summary.wall_time_s > 0 and summary.restarts == 0
     assert summary.final_mean_reward < 0 and summary.best_mean_reward >= summary.final_mean_reward
     assert 0 < summary.mean_episode_length <= 10
+    assert summary.misses >= 1  # nobody started the first tick
 
 
 def test_metrics_are_those_of_the_contract(run: Any) -> None:
@@ -76,6 +83,12 @@ def test_metrics_are_those_of_the_contract(run: Any) -> None:
     assert set(names) <= lines[-1].keys()
     assert lines[-1]["collectors/alive"] == 2 and lines[-1]["replay/redrawn"] == 0
     assert lines[-1]["axis/env_steps_total"] >= lines[0]["axis/env_steps_total"] + 60
+    assert all(
+        lines[-1][f"time/collector_{phase}_ms"] > 0
+        for phase in ("weight_sync", "action_select", "env_step", "replay")
+    )
+    assert 40 < lines[-1]["replay/size"] <= lines[-1]["axis/env_steps_total"]
+    assert lines[-1]["pipeline/misses"] == run[1].misses
     # in step, collectors act on the version before the one just published, or on it
     assert 0 < lines[-1]["lag/weight_versions"] <= 2
 
@@ -110,9 +123,10 @@ def test_resume_goes_on_and_the_number_of_collectors_may_change(run: Any, tmp_pa
     before = load_checkpoint(run[0] / "model_20")
     with runner(num_collectors=1, cfg={"obs_normalization": True, "updates_per_step": 2}) as r:
         r.learn(24, 0, tmp_path, resume=run[0] / "model_20")
+        total = r.last_run_summary.total_env_steps
     after = load_checkpoint(tmp_path / "model_24")
     assert after["iteration"] == 24 and after["weight_version"] == before["weight_version"] + 4
-    assert before["env_steps"] < after["env_steps"] <= before["env_steps"] + 4 * 5
+    assert before["env_steps"] < total == after["env_steps"] <= before["env_steps"] + 4 * 5
     assert after["learner"]["update_count"] == before["learner"]["update_count"] + 8
     assert [p.name for p in sorted(tmp_path.iterdir())] == ["metrics.jsonl", "model_24"]
 
@@ -162,6 +176,45 @@ def without_collectors(r: Any, iterate: Any = lambda iteration, is_last: {}) -> 
     return r
 
 
+def test_the_time_of_a_checkpoint_is_part_of_the_next_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, lines = [100.0], list[float]()
+    monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
+
+    def save(log_dir: Path, iteration: int) -> Path:
+        now[0] += 5.0
+        return log_dir
+
+    with without_collectors(runner()) as r:
+        r._save = save
+        r.learn(20, 10, tmp_path, on_metrics=lambda i, values: lines.append(values["perf/iter_ms"]))
+    assert lines == [pytest.approx(0.0, abs=1e-3), 500.0]
+
+
+def test_a_replay_that_was_not_saved_is_filled_again_before_the_first_tick() -> None:
+    with runner() as r:
+        r._make(r._look_at_env())
+        rows = {name: np.zeros((4, *shape), "float32") for name, shape in ROW.items()}
+        r._make_pipe = r.wait_permits_wanted = r.wait_permits_done = lambda: None
+        r.start_collectors = lambda fn, kwargs: None
+        r._permit = lambda: r._replay.add(**rows)
+        r._begin(21, resumed=True)
+        assert r._replay.size == 40 + 4  # and a chunk is under way
+
+
+@pytest.mark.parametrize(
+    ("config", "keyword", "wanted"),
+    [(False, None, False), (True, None, True), (True, False, False), (False, True, True)],
+)
+def test_the_replay_is_saved_if_the_configuration_or_else_learn_says_so(
+    config: bool, keyword: bool | None, wanted: bool
+) -> None:
+    with runner(cfg={"save_replay": config}) as r:
+        r._replay, r._save_replay = SimpleNamespace(dumps="dumps"), keyword
+        assert r._dump_replay() == ("dumps" if wanted else None)
+
+
 def press(iteration: int, values: Any) -> None:
     raise KeyboardInterrupt
 
@@ -173,6 +226,23 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_iteration(tmp_path: Path) 
         assert r.last_run_summary.status == "interrupted"
         assert r.last_run_summary.last_checkpoint == str(tmp_path / "model_10")
     assert load_checkpoint(tmp_path / "model_10")["iteration"] == 10
+    assert replay_path(tmp_path / "model_10") is None  # nobody asked for it
+
+
+def test_ctrl_c_closes_also_when_the_checkpoint_cannot_be_written(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    def full(*args: Any) -> None:
+        raise OSError("no space left")
+
+    r = without_collectors(runner())
+    r._save = full
+    with pytest.raises(KeyboardInterrupt):
+        r.learn(1000, 0, tmp_path, on_metrics=press)
+    with pytest.raises(ClosedError):
+        r.check_collectors()
+    assert (r.last_run_summary.status, r.last_run_summary.last_checkpoint) == ("interrupted", None)
+    assert "no space left" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -185,10 +255,13 @@ def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, 
         return {"critic": 1.0}
 
     with without_collectors(runner(), iterate) as r:
+        r._board_totals = lambda: Merged([lane([], env_steps=100.0)])
+        r.stats = lambda: RunnerStats(1, 2, 2, {}, ())
         with pytest.raises(type(raised)):
             r.learn(1000, 2, tmp_path)
         summary = r.last_run_summary
         assert (summary.status, summary.completed_iterations) == (status, 2)
+        assert (summary.total_env_steps, summary.restarts) == (100, 2)
         assert summary.last_checkpoint == str(tmp_path / "model_2") and summary.wall_time_s > 0
 
 

@@ -127,7 +127,8 @@ class Machine(RuleBasedStateMachine):
     def closed_ones_say_so(self) -> None:
         for box in self.closed[-2:] + (self.boxes if self.is_over else []):
             for call in (lambda: box.version, lambda: box.latest(empty()), lambda: box.publish(value(1)),  # noqa: B023
-                         lambda: box.wait_newer(0, 0.0), box.stats):  # noqa: B023  # fmt: skip
+                         lambda: box.wait_newer(0, 0.0), box.stats, lambda: box.name, lambda: box.nbytes,  # noqa: B023
+                         lambda: box.schema, lambda: pickle.dumps(box)):  # noqa: B023  # fmt: skip
                 with pytest.raises(rc.ClosedError):
                     call()
 
@@ -147,6 +148,16 @@ def test_sizes() -> None:
         assert box.schema == {"what": ["é"]} and box.sizes == [24, 5]
         assert box.nbytes == latest_nbytes([24, 5], {"what": ["é"]}) == 4096 + 4096 + 3 * 4096
         assert len(pickle.dumps(box)) < 300
+
+
+def test_stats_are_a_frozen_record() -> None:
+    with make() as box:
+        box.publish(value(1))
+        box.latest(empty())
+        s = box.stats()
+        assert (s.version, s.nbytes, s.writer_pid, s.reads) == (1, box.nbytes, os.getpid(), 1)
+        with pytest.raises(AttributeError):
+            s.version = 2  # type: ignore[misc]
 
 
 def test_a_value_of_nothing() -> None:
@@ -212,10 +223,11 @@ def test_a_waiter_is_woken_by_a_value() -> None:
         segment = box._open()
         while not segment.mapping.wake(256 + 5 * 64):  # it sleeps
             os.sched_yield()
-        start = time.monotonic()
+        threading.Event().wait(0.03)  # and sleeps again
+        start = Stopwatch()
         box.publish(value(3))
         thread.join(LONG)
-        assert answers == [(True, 1)] and time.monotonic() - start < 5
+        assert answers == [(True, 1)] and start.s < 0.05  # not at the next look, 100 ms after the last
 
 
 def test_a_waiter_is_woken_by_closing() -> None:
@@ -239,6 +251,32 @@ def test_a_waiter_is_woken_by_closing() -> None:
     thread.join(LONG)
     assert len(errors) == 1 and start.s < 0.09  # not at the next look, 100 ms later
     other.close()
+    del mapping
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two objects"])
+def test_a_waiter_hears_that_its_own_process_closed(shared: bool) -> None:
+    box = make(deadline=LONG)
+    other = pickle.loads(pickle.dumps(box)) if shared else None
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            box.wait_newer(0)
+        except rc.ClosedError as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    mapping = box._open().mapping
+    while not mapping.wake(256 + 5 * 64):
+        os.sched_yield()
+    box.close()
+    thread.join(5)
+    assert len(errors) == 1
+    if other is not None:
+        assert other.publish(value(1)) == 1  # that one goes on
+        other.close()
     del mapping
 
 

@@ -160,6 +160,22 @@ def test_a_descriptor_that_was_reused() -> None:
         os.close(fd)
 
 
+@pytest.mark.parametrize("more", [-4096, 4096])
+def test_a_file_of_another_size_than_its_header_says(more: int) -> None:
+    segment = make()
+    name, nbytes = Name.parse(segment.name, "thing"), segment.nbytes + more
+    fd = os.memfd_create("recollect")
+    try:
+        os.write(fd, segment.mapping.view(0, segment.nbytes).tobytes())
+        os.ftruncate(fd, nbytes)
+        shared._attached.clear()
+        with pytest.raises(rc.AttachError, match=f"size must be {segment.nbytes}, found {nbytes}"):
+            shared.attach(str(replace(name, fd=fd)), "thing", WORDS)
+    finally:
+        os.close(fd)
+        segment.release()
+
+
 def test_marking_closed_is_seen_and_wakes() -> None:
     segment = make()
 

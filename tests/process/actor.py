@@ -16,6 +16,7 @@ class Actor:
         self.pipe, theirs = Pipe()
         self.pid = os.fork()
         if self.pid == 0:
+            self.pipe.close()  # so that it ends with its parent
             try:
                 self._obey(theirs, work)
             finally:

@@ -10,8 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process.killing import in_child, killed_at, steps
+from tests.replay import make as _registers_test_list  # noqa: F401
 
 import recollect as rc
+from recollect.memory.rows import Rows
 from recollect.storage import dump
 
 pytestmark = pytest.mark.process
@@ -160,48 +162,104 @@ def test_dump_after_a_writer_was_killed_in_place(tmp_path: Path) -> None:
     assert step > 6
 
 
-def test_every_file_is_synced_before_the_rename_and_the_names_after(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Power loss: what the manifest names is on disk before the rename that commits it; the rename itself after."""
-    log: list[tuple[str, str]] = []
-    real_fsync, real_replace, real_unlink = os.fsync, os.replace, Path.unlink
+Log = list[tuple[str, str]]
+
+
+@pytest.fixture
+def log(monkeypatch: pytest.MonkeyPatch) -> Log:
+    """What is synced (in word only, which is quicker), renamed and deleted, in order."""
+    found: Log = []
+    real_replace, real_unlink = os.replace, Path.unlink
 
     def fsync(fd: int) -> None:
-        log.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
-        real_fsync(fd)
+        found.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
 
     def replace(a: Any, b: Any) -> None:
-        log.append(("rename", str(b)))
+        found.append(("rename", str(b)))
         real_replace(a, b)
 
     def unlink(self: Path, missing_ok: bool = False) -> None:
-        log.append(("unlink", str(self)))
+        found.append(("unlink", str(self)))
         real_unlink(self, missing_ok=missing_ok)
+
+    def sync(self: Rows) -> None:
+        found.append(("sync", str(self.path)))
 
     monkeypatch.setattr(dump.os, "fsync", fsync)
     monkeypatch.setattr(dump.os, "replace", replace)
     monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(Rows, "sync", sync)
+    return found
+
+
+def check_order(log: Log, path: Path, new: set[str]) -> None:
+    """Power loss: what the manifest names is on disk before the rename that commits it; the rename itself after."""
+    renamed = log.index(("rename", str(path / "manifest.json")))
+    before, after = log[:renamed], log[renamed + 1 :]
+    for name in {*new, ".manifest.json.tmp"}:
+        assert ("sync", str(path / name)) in before, name
+    for name in new:  # its name too, in every directory that leads to it
+        named = before[before.index(("sync", str(path / name))) :]
+        for directory in (d for d in Path(name).parents if d != Path(".")):
+            assert ("sync", str(path / directory)) in named, directory
+    assert after[0] == ("sync", str(path))
+    assert all(call[0] == "unlink" for call in after[1:])
+    assert not any(call[0] == "unlink" for call in before)
+
+
+def test_every_file_is_synced_before_the_rename_and_the_names_after(tmp_path: Path, log: Log) -> None:
     path = tmp_path / "a" / "dump"
     with make("memory", tmp_path, 0) as buffer:
-        buffer.dumps(path)
-        first = list(log)
+        for commit in (1, 2):
+            log.clear()
+            buffer.dumps(path)
+            check_order(log, path, {f"storage/rows-{commit}.bin", f"storage/stamps-{commit}.bin"})
+            if commit == 1:  # new directories too
+                assert {str(tmp_path), str(tmp_path / "a"), str(path)} <= {p for _, p in log}
+
+
+FILED = ["parquet", "hdf5", "image", "dict", "test-list"]
+FRAMES = {"id": ((), "int64"), "frame": ((2, 2), "uint8")}
+
+
+def filed(kind: str, path: Path) -> Any:
+    """A buffer over files, and one sample for it."""
+    if kind == "image":
+        return rc.ReplayBuffer.create(kind, FRAMES["frame"], cache_path=path), np.zeros((2, 2), np.uint8)
+    if kind == "dict":
+        parts = {"frame": rc.ImageStorage, "*": rc.ParquetStorage}
+        sample = {"id": 1, "frame": np.zeros((2, 2), np.uint8)}
+        return rc.ReplayBuffer.create(kind, FRAMES, parts, cache_path=path), sample
+    where = {"capacity": 4} if kind == "test-list" else {"cache_path": path}
+    return rc.ReplayBuffer.create(kind, SPACE, **where), {"id": 1, "words": np.zeros(3)}
+
+
+@pytest.mark.parametrize("kind", FILED)
+def test_every_file_of_other_storages_is_synced_before_the_rename(
+    kind: str, tmp_path: Path, log: Log
+) -> None:
+    live, path = tmp_path / "live", tmp_path / "dump"
+    buffer, sample = filed(kind, live)
+    with buffer:
+        for place in (path, path) if kind == "test-list" else (live, live, path, path):
+            was = files_under(place)
+            buffer.append(sample)
+            log.clear()
+            buffer.dumps(place)
+            new = files_under(place) - was - {"manifest.json"}
+            assert new
+            here = [call for call in log if Path(call[1]).is_relative_to(place)]  # not the live files' commit
+            check_order(here, place, new)
+
+
+@pytest.mark.parametrize("dumps", [lambda b, path: b.dumps(path), lambda b, path: b.storage.dumps(path)])
+def test_a_live_memmap_is_synced_by_dumps_before_the_rename(dumps: Any, tmp_path: Path, log: Log) -> None:
+    with make("memmap", tmp_path, 0) as buffer:
+        path = tmp_path / "live-0"
+        (name,) = files_under(path) - {"manifest.json"}
         log.clear()
-        buffer.dumps(path)
-    for calls, commit in ((first, 1), (log, 2)):
-        renamed = calls.index(("rename", str(path / "manifest.json")))
-        before, after = calls[:renamed], calls[renamed + 1 :]
-        for name in (
-            f"storage/rows-{commit}.bin",
-            f"storage/stamps-{commit}.bin",
-            "storage",
-            ".manifest.json.tmp",
-        ):
-            assert ("sync", str(path / name)) in before, name
-        assert after[0] == ("sync", str(path))
-        assert all(call[0] == "unlink" for call in after[1:])
-        assert not any(call[0] == "unlink" for call in before)
-    assert {str(tmp_path), str(tmp_path / "a"), str(path)} <= {p for _, p in first}  # new directories too
+        dumps(buffer, path)
+        check_order(log, path, {name})
 
 
 def test_dump_of_a_forked_childs_inheritance_is_whole(tmp_path: Path) -> None:

@@ -172,6 +172,38 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
         in_child(lambda: attach_wrong(handle_of(buffer)))
 
 
+@pytest.mark.parametrize(
+    ("at", "data", "text"),
+    [
+        (0, b"RECOLSHM", "must begin with b'RECOLROW', got b'RECOLSHM'"),
+        (8, b"\x09", "version"),
+        (80, b"\xff\xff", "checksum"),
+    ],
+)
+def test_a_damaged_header_is_refused(at: int, data: bytes, text: str, tmp_path: Path) -> None:
+    with make("shared", tmp_path) as buffer:
+        handle = handle_of(buffer)
+        rows: Any = buffer.storage
+        rows.rows.header.view(at, len(data))[:] = np.frombuffer(data, np.uint8)
+        segments._attached.clear()
+        with pytest.raises(rc.AttachError, match=text):
+            segments.attach(handle)
+
+
+def test_a_memory_that_was_cut_is_refused(tmp_path: Path) -> None:
+    with make("shared", tmp_path) as buffer:
+        handle = handle_of(buffer)
+        fd = os.memfd_create("recollect")
+        try:
+            for nbytes in (100, 4096):
+                os.pwrite(fd, os.pread(handle.fd, nbytes, 0), 0)
+                segments._attached.clear()
+                with pytest.raises(rc.AttachError, match=f"got {nbytes}.*truncated"):
+                    segments.attach(replace(handle, fd=fd))
+        finally:
+            os.close(fd)
+
+
 def test_file_that_was_replaced(tmp_path: Path) -> None:
     with make("memmap", tmp_path) as buffer:
         handle = pickle.dumps(buffer)

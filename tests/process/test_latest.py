@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.process.actor import Actor
 from tests.process.killing import in_child, killed_at, steps
 from tests.timing import Stopwatch
 
@@ -138,6 +139,24 @@ def test_closing_lets_another_write() -> None:
 
         box.release_lane()
         in_child(work)
+
+
+def test_a_process_that_closed_and_lives_on_is_no_writer() -> None:
+    with make() as box:
+        child = Actor(publish=lambda n: box.publish(value(n)), end=box.close)
+        child.do("publish", 1)
+        with pytest.raises(rc.LaneBusyError, match=str(child.pid)):
+            box.publish(value(2))
+        child.do("end")
+        assert box.publish(value(2)) == 2 and read(box) == (2, 2)
+        child.kill()
+
+
+def test_in_another_process_cleanup_is_close() -> None:
+    with make() as box:
+        in_child(box.cleanup)
+        box.publish(value(1))
+        assert read(box) == (1, 1)
 
 
 def test_a_waiter_hears_of_the_writers_death() -> None:

@@ -92,6 +92,20 @@ def test_a_collector_packs(setting: Any) -> None:
     collector.kill()
 
 
+def test_serving_without_a_timeout_never_waits(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    buf, pack = setting
+    monkeypatch.setattr(packing, "_sleep", lambda *args: pytest.fail("waited"))
+    assert serve_pack_requests(buf, *pack) == 0
+
+
+def test_a_packing_collector_leaves_the_headroom_asked_for(setting: Any) -> None:
+    buf, pack = setting
+    add(buf, 24)  # now it is full
+    pack[2].ask(7, 20, 0, 0)
+    assert serve_pack_requests(buf, *pack) == 1
+    assert pack[2].result().snapshot_size == 44
+
+
 def test_a_waiting_collector_is_woken_by_the_request(setting: Any) -> None:
     buf, pack = setting
     collector = Collector(buf, *pack)
@@ -209,6 +223,20 @@ def test_rows_that_no_live_collector_will_add_are_a_peer_died_error_within_a_sec
             pipe.wait_ready()
         assert start.s < 1.0
         taken(pipe, 0)  # with what is there
+
+
+def test_where_somebody_watches_dead_collectors_are_his_affair(setting: Any) -> None:
+    """A runner may start them again."""
+    buf, pack = setting
+    collector = Collector(buf, *pack)
+    collector.do("add", 1)
+    with pipeline(buf) as pipe:
+        pipe.watch(lambda: True)
+        pipe.start_prepare(0, N, buf.ptr + 1)
+        collector.kill()
+        assert not pipe.wait_until_ready(0, N, timeout=0.4)
+        add(buf, 1)
+        taken(pipe, 0)
 
 
 def test_what_goes_wrong_in_the_collector_is_raised_in_the_learner(setting: Any) -> None:

@@ -21,6 +21,7 @@ from tests.process.killing import in_child
 from tests.timing import Stopwatch
 
 import recollect as rc
+from recollect.memory import ring as rings
 from recollect.memory import shared
 from recollect.memory.ring import Ring
 
@@ -163,6 +164,18 @@ class TestRoles:
             child.kill()
             put(ring, 2)
 
+    def test_closing_gives_them_up(self) -> None:
+        with Ring.create(SLOT, 2) as ring, ring.on_lane(0) as lane:
+            child = Actor(
+                put=lambda n: put(ring, n), take=lambda: int(ring.take().values["n"]), end=ring.close
+            )
+            child.do("put", 1)
+            assert child.do("take") == 1
+            child.do("end")  # the process lives on
+            put(lane, 2)
+            assert [get(ring), get(ring)] == [1, 2]  # also what it took and did not release
+            child.kill()
+
     def test_a_zombie_is_dead(self) -> None:
         with Ring.create(SLOT, 2) as ring:
             child = writer_of(ring)
@@ -258,6 +271,19 @@ class TestWaits:
             assert child.answer()[1] - sent < 0.05  # not at the next look, 100 ms later
             child.kill()
 
+    def test_wakes_a_writer(self) -> None:
+        with Ring.create(SLOT, 2) as ring:
+            child = writer_of(ring)
+            for n in (1, 2):
+                child.do("put", n)
+            child.tell("put", 3)
+            threading.Event().wait(0.05)  # well asleep
+            start = Stopwatch()
+            assert get(ring) == 1
+            child.answer()
+            assert start.s < 0.04  # not at the next look, 100 ms after the last
+            child.kill()
+
     def test_signals_are_seen(self) -> None:
         def stop(*_: object) -> None:
             raise KeyboardInterrupt
@@ -313,23 +339,37 @@ class TestTheEnd:
             put(ring, 1)
             assert get(ring) == 1
 
-    def test_waiter_in_another_thread(self) -> None:
+    @pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two objects"])
+    @pytest.mark.parametrize("call", ["take", "wait", "claim"])
+    def test_waiter_in_another_thread(self, call: str, shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if not shared:
+            monkeypatch.setattr(rings, "LOOK_S", 20.0)  # it is woken, and does not find out at its next look
         ring = Ring.create(SLOT, 2)
+        other = ring.on_lane(0) if shared else None
+        put(ring, 1)
+        get(ring)
+        for n in (1, 2) if call == "claim" else ():
+            put(ring, n)
         errors: list[BaseException] = []
 
         def wait() -> None:
             try:
-                ring.take(30.0)
+                getattr(ring, call)(30.0)
             except rc.ClosedError as error:
                 errors.append(error)
 
         thread = threading.Thread(target=wait)
         thread.start()
-        while not ring.native.reader():
-            os.sched_yield()
+        threading.Event().wait(0.03)  # well asleep
+        start = Stopwatch()
         ring.close()
         thread.join(5)
         assert len(errors) == 1
+        assert start.s < 0.5
+        if other is not None:
+            put(other, 3) if call != "claim" else other.skip()  # the other one goes on
+            assert other.available() == 1
+            other.cleanup()
 
     def test_views_outlive_it(self) -> None:
         ring = Ring.create(SLOT, 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -63,6 +64,35 @@ def test_adopts_an_unbounded_storage(kind: str) -> None:
         buffer.extend(block([6, 7]))
         buffer.remove_at(0)
         assert numbers(buffer) == [1, 2, 3, 4, 5, 6, 7] and buffer.offset == 0
+
+
+def test_untracked_has_no_open_segment_though_the_storage_keeps_them(tmp_path: Path) -> None:
+    given = MemoryStorage.create(SPACE, capacity=8, num_lanes=2)
+    with ReplayBuffer(given, "storage") as buffer:
+        for value in range(2):
+            buffer.append(sample(value))
+        with buffer.on_lane(1) as lane:
+            lane.append(sample(2))
+        buffer.extend_lanes(block([3, 4]), [0, 1])
+        assert buffer.open_segment is None and buffer.get_segments() is None
+        buffer.extend(block([5]))
+        buffer.remove_at([-1, -2, 0])
+        assert numbers(buffer) == [1, 3, 5]
+        given.append(sample(6))  # opens a segment of the storage's, not of the buffer's
+        buffer.dumps(tmp_path)
+    assert ReplayBuffer.get_length_from_path(tmp_path) == 4
+
+
+def test_a_storages_open_segment_ends_when_it_is_adopted() -> None:
+    given = MemoryStorage.create(SPACE, capacity=6)
+    given.append(sample(0))
+    given.append(sample(1))
+    with ReplayBuffer(
+        given, "storage", 2, maintain_segment_metadata=True, physical_segments=[(0, 2)]
+    ) as buffer:
+        assert buffer.open_segment is None and buffer.get_segments() == [(0, 2)]
+        buffer.append(sample(2))
+        assert buffer.open_segment == (2, 3) and buffer.get_segments() == [(0, 2)]
 
 
 def test_segments_in_a_lane_go_round_the_lane() -> None:

@@ -12,7 +12,7 @@ import pytest
 from gymnasium import spaces
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.replay.make import ROW_KINDS, SPACE, block, create, sample
+from tests.replay.make import ROW_KINDS, SPACE, ListStorage, block, create, sample
 from tests.replay.model import Model, Sample
 
 from recollect.batch import Location
@@ -201,9 +201,13 @@ class Machine(RuleBasedStateMachine):
             return
         before = {s: s.place for s in everything}
         sizes = [len(lane) for lane in self.model.lanes]
+        storage = self.buffer.inner_storage
+        written = storage.n_written if isinstance(storage, ListStorage) else 0
         self.buffer.remove_at(gone)
         self.model.remove(set(gone))
         moved = self.adopt_places(before)
+        if isinstance(storage, ListStorage):
+            assert storage.n_written - written == sum(moved), "one pass"
         first = 0
         for k, size in enumerate(sizes):
             mine = [i - first for i in gone if first <= i < first + size]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import tracemalloc
+from collections.abc import Callable
 from dataclasses import FrozenInstanceError
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ from tests.replay.make import KINDS, ROW_KINDS, block, create, numbers, sample
 from recollect.batch import Location
 from recollect.errors import SchemaError
 from recollect.replay import ReplayBuffer
+from recollect.sampling import IndexStream, StepSampler
 
 EVERY = pytest.mark.parametrize("kind", KINDS)
 
@@ -108,6 +111,47 @@ def test_a_storage_without_rows_has_no_packed_ones() -> None:
             buffer.get_packed_at(0)
         with pytest.raises(ValueError, match="no lanes"):
             buffer.on_lane(0)
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_a_column_is_read_without_the_rest_of_the_rows(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path) as buffer:
+        buffer.extend(block([1, 2, 3]))
+        engine: Any = buffer.engine
+        engine.codec = None  # nothing can read whole rows
+        column = buffer.get_column("x")
+        assert column[...].tolist() == [1, 2, 3] and column[-1] == 3
+        assert set(StepSampler(column, 50, seed=0).sample().tolist()) == {1, 2, 3}
+        assert set(buffer.draw_column_at(("x",), IndexStream(0), 50).tolist()) == {1, 2, 3}
+        assert buffer.get_located(buffer.locate([2]), ("x",))[0].tolist() == [3]  # type: ignore[index]
+
+
+def allocated(call: Callable[[], Any]) -> int:
+    """The most bytes that a call holds at a time."""
+    tracemalloc.start()
+    try:
+        call()
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@pytest.mark.parametrize("kind", ["memory", "test-list"])
+def test_a_call_costs_what_it_adds_or_returns_not_what_is_there(kind: str, tmp_path: Path) -> None:
+    """To go through all samples or all segments would take a hundred kilobytes and more."""
+    n, some = 4_000, 30_000
+    with create(kind, directory=tmp_path, capacity=2 * n, maintain_segment_metadata=True) as buffer:
+        values = block(list(range(n)))
+        buffer.extend(values, ends=np.ones(n, bool))
+        assert allocated(lambda: buffer.get_segments()) > some
+        one, more = sample(1), block([1])
+        for call in (lambda: buffer.append(one), buffer.mark_segment_end, lambda: buffer.extend(more)):
+            assert allocated(call) < some
+            assert allocated(lambda: buffer[[0]]) < some
+        buffer.clear()
+        buffer.extend(values)
+        assert allocated(lambda: buffer.get_segments()) < some
+        assert buffer.get_segments() == [(0, n)]
 
 
 @EVERY

@@ -564,6 +564,31 @@ class TestDeaths:
                 list(sampler.epoch_iter())
             assert sampler.stats().pids == ()
 
+    @pytest.mark.parametrize("ends", ["manual_seed", "load_state_dict", "close"])
+    def test_an_error_in_what_nobody_wants_any_more(self, ends: str) -> None:
+        with buffer(50) as b:
+            plain = rc.StepSampler(b, 1, seed=0)
+            if ends == "close":  # of an epoch
+                second = ids(plain.epoch_iter())[1][0]
+            else:
+                plain._stream.key, plain._stream.counter = key_of(0, 0), 1 << 32
+                second = int(plain.sample_index()[0])
+            sampler = sampler_of(rc.TransformedBatch(b, Random(fails_at=second)), 1, 1)
+            epoch: Any = sampler.epoch_iter_with_metadata()
+            next(epoch) if ends == "close" else sampler.sample()
+            (pid,) = pids(sampler)
+            until(lambda: not _exists(pid))
+            calls: dict[str, Callable[[], None]] = {
+                "manual_seed": lambda: sampler.manual_seed(0),
+                "load_state_dict": lambda: sampler.load_state_dict(sampler.state_dict()),
+                "close": epoch.close,
+            }
+            with pytest.raises(rc.WorkerError, match="ArithmeticError"):
+                calls[ends]()
+            assert sampler.stats().pids == ()
+            with pytest.raises(rc.ClosedError):
+                sampler.sample()
+
     def test_a_worker_that_cannot_begin(self, monkeypatch: pytest.MonkeyPatch) -> None:
         def prepare(*_: Any) -> None:
             raise OSError("no way")

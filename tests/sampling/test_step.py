@@ -89,6 +89,20 @@ class TestSample:
         source.extend([1, 2, 3])
         assert set(sampler.sample().tolist()) == {0, 1, 2, 3}
 
+    def test_over_what_exists_now_in_every_form(self) -> None:
+        source = numbers(1)
+        sampler, without = StepSampler(source, 50, seed=0), StepSampler(source, 1, seed=0, replace=False)
+        forms: list[Callable[[], Any]] = [
+            sampler.sample_index,
+            sampler.sample_flat,
+            lambda: sampler.sample_with_metadata()[0],
+            lambda: sampler.sample_flat_with_metadata()[0],
+            lambda: np.concatenate([without.sample() for _ in range(50)]),
+        ]
+        assert [set(form().ravel().tolist()) for form in forms] == [{0}] * 5
+        source.extend([1, 2, 3])
+        assert [set(form().ravel().tolist()) for form in forms] == [{0, 1, 2, 3}] * 5
+
     def test_making_one_reads_nothing(self) -> None:
         source = Counting(((), "int64"), range(3))
         StepSampler(source, 2, seed=0)
@@ -223,6 +237,10 @@ class TestArguments:
             assert sampler.sample_index().tolist() == IndexStream(9).indices(40, 6).tolist()
         anchors = StepSampler(views[2], 6, seed=9).sample()[:, -1]
         assert anchors.tolist() == StepSampler(views[1], 6, seed=9).sample().tolist()
+        moved = StepSampler(views[1], 6, seed=9, device="cpu")
+        assert moved.sample().tolist() == anchors.tolist()
+        away = StepSampler(views[1], 6, seed=9, device="meta")
+        assert away.sample_index().tolist() == anchors.tolist()  # of the source's samples 0 to 39
 
     def test_only_batches(self) -> None:
         sampler = StepSampler(numbers(1), 1)

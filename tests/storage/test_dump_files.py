@@ -16,7 +16,7 @@ import pytest
 import recollect as rc
 from recollect._core import crc32c
 from recollect.memory import limits
-from recollect.storage import dump
+from recollect.storage import dump, row_dump
 
 SPACE = {"id": ((), "int64"), "obs": ((4,), "float32")}
 KINDS = ["memory", "shared", "memmap"]
@@ -233,6 +233,15 @@ def test_foreign_manifest(dumped: Path, text: str) -> None:
     assert not rc.ReplayBuffer.is_loadable_from(dumped)
 
 
+def test_asking_a_path_reads_no_rows(dumped: Path) -> None:
+    for file in (dumped / "storage").iterdir():
+        file.unlink()
+    assert rc.ReplayBuffer.is_loadable_from(dumped)
+    assert rc.ReplayBuffer.get_length_from_path(dumped) == 8
+    assert rc.ReplayBuffer.get_capacity_from_path(dumped) == 8
+    assert rc.ReplayBuffer.get_space_from_path(dumped) == rc.as_space(SPACE)
+
+
 def test_no_dump_is_none(tmp_path: Path) -> None:
     assert rc.ReplayBuffer.get_length_from_path(tmp_path) is None
     assert rc.ReplayBuffer.get_capacity_from_path(tmp_path) is None
@@ -332,6 +341,27 @@ def test_replaced_under_a_reader(dumped: Path, tmp_path: Path, monkeypatch: pyte
             rc.ReplayBuffer.load_from(dumped)
         monkeypatch.undo()
         rc.ReplayBuffer.load_from(dumped, verify=True).close()
+
+
+@pytest.mark.parametrize("target", ["memory", "memmap"])
+@pytest.mark.parametrize("step", ["_check_windows", "_set_stamps", "_set_orders"])
+def test_replaced_while_a_reader_opens_its_files(
+    step: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, lowest = getattr(row_dump, step), {"evict": "lowest", "evict_key": "id"}
+    with rc.ReplayBuffer.create("memory", SPACE, capacity=8, **lowest) as buffer:  # it has all kinds of files
+        buffer.extend(block(0, 4))
+        buffer.dumps(tmp_path)
+
+        def replaced(*args: Any) -> Any:
+            buffer.dumps(tmp_path)
+            return real(*args)
+
+        monkeypatch.setattr(row_dump, step, replaced)
+        with pytest.raises(rc.FormatError, match="load again"):
+            rc.ReplayBuffer.load_from(tmp_path, storage=target)
+        monkeypatch.undo()
+        rc.ReplayBuffer.load_from(tmp_path, storage=target, verify=True).close()
 
 
 def test_open_reader_keeps_its_rows_when_the_dump_is_replaced(dumped: Path, tmp_path: Path) -> None:

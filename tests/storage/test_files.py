@@ -305,19 +305,41 @@ def test_append_only_storages_say_how_to_change(kind: str, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dumps_elsewhere_reuse_unchanged_files(kind: str, tmp_path: Path) -> None:
-    with make(kind, tmp_path / "live", maintain_segment_metadata=True) as buffer:
+    def files() -> dict[Path, tuple[int, int]]:
+        found = [f for f in (tmp_path / "dump" / "storage").rglob("*") if f.is_file()]
+        return {f: (f.stat().st_ino, f.stat().st_mtime_ns) for f in found}
+
+    options = {"piece_size": 2} if kind == "parquet" else {}
+    with make(kind, tmp_path / "live", maintain_segment_metadata=True, **options) as buffer:
         buffer.extend(block(kind, 0, 4))
         buffer.dumps(tmp_path / "dump")
-        before = {f: f.stat().st_ino for f in (tmp_path / "dump").rglob("*") if f.is_file()}
+        before = files()
         buffer.extend(block(kind, 4, 3))
         buffer.dumps(tmp_path / "dump")
         assert committed(tmp_path / "dump") == [*range(7)] == committed(tmp_path / "live")
-        after = {f: f.stat().st_ino for f in (tmp_path / "dump").rglob("*") if f.is_file()}
-        if kind == "video":
-            assert before.items() & after.items(), "the first segment's file"
+        # The first segment's file, its rows' files, its pieces; hdf5 has one file, which changed.
+        n_reused = {"video": 1, "image": 4, "parquet": 2, "hdf5": 0}[kind]
+        assert len(before.items() & files().items()) == n_reused
     with rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=False) as again:
         again.extend(block(kind, 7, 1))
         assert again.get_segments() == [(0, 4), (4, 7), (7, 8)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_dump_over_anothers_leaves_its_files_as_they_are_until_the_commit(
+    kind: str, tmp_path: Path
+) -> None:
+    for number in range(2):  # the names are the same, what they hold is not
+        with make(kind, tmp_path / f"live-{number}", maintain_segment_metadata=True) as buffer:
+            buffer.extend(block(kind, 10 * number, 2 + 2 * number))
+            buffer.extend(block(kind, 10 * number + 2, 2 - 2 * number))  # none: one commit less
+            buffer.dumps(tmp_path / "dump")
+        assert committed(tmp_path / "dump") == [*range(10 * number, 10 * number + 4)]
+        file = data_file(tmp_path / "dump", kind)
+        if number == 0:
+            os.link(file, tmp_path / "link")
+            content = file.read_bytes()
+    assert (tmp_path / "link").read_bytes() == content != file.read_bytes()
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -377,6 +399,15 @@ def test_parquet_is_read_by_others_and_only_the_columns_asked_for(tmp_path: Path
     table = pyarrow.parquet.read_table(data_file(tmp_path, "parquet"))
     assert table.column("id").to_pylist() == [*range(5)]
     assert table.column("words").to_pylist()[2] == [2.0, -4.0, 1.0]
+    with rc.ReplayBuffer.load_from(tmp_path) as loaded:
+        assert loaded.get_column("words")[2].tolist() == [2.0, -4.0, 1.0]
+        storage: Any = loaded.storage
+        assert list(storage._caches) == [("words",)]
+
+
+def test_hdf5_reads_only_the_columns_asked_for(tmp_path: Path) -> None:
+    with make("hdf5", tmp_path) as buffer:
+        buffer.extend(rows(0, 5))
     with rc.ReplayBuffer.load_from(tmp_path) as loaded:
         assert loaded.get_column("words")[2].tolist() == [2.0, -4.0, 1.0]
         storage: Any = loaded.storage

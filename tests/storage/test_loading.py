@@ -224,6 +224,19 @@ def test_a_live_memmap_goes_on_where_it_was(capacity: int | None, tmp_path: Path
             assert ids(loaded[-3:]) == [15, 16, 17]
 
 
+def test_a_row_dump_that_is_loaded_as_a_memmap_to_write_goes_on_there(tmp_path: Path) -> None:
+    with make("memory", tmp_path) as buffer:
+        buffer.dumps(tmp_path)
+    with rc.ReplayBuffer.load_from(tmp_path, storage="memmap", read_only=False) as live:
+        live.extend(block(15, 2))
+        was = contents(live)
+    assert manifest_of(tmp_path)["live"] is True
+    assert files_under(tmp_path) == {"manifest.json", "storage", "storage/live-1.bin"}
+    for kind in (None, "memory"):
+        with rc.ReplayBuffer.load_from(tmp_path, storage=kind) as loaded:
+            assert contents(loaded) == was and ids(loaded[-2:]) == [15, 16]
+
+
 def test_dumps_of_the_storage_of_a_live_buffer_leaves_it_a_buffer(tmp_path: Path) -> None:
     with make("memmap", tmp_path) as buffer:
         was = contents(buffer)

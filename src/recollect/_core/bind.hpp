@@ -8,6 +8,7 @@
 namespace recollect {
 
 std::shared_ptr<Memory> memory_of(nb::handle rows);  // of a Rows object, as long as it is open
+std::shared_ptr<Memory> memory_of(nb::handle rows, const Codec& codec);  // the same, with a codec that fits it
 
 void bind_mapping(nb::module_& m);
 void bind_rows(nb::module_& m);
@@ -23,5 +24,6 @@ void bind_payload(nb::module_& m);
 void bind_latest(nb::module_& m);
 void bind_prioritized(nb::module_& m);
 void bind_windows(nb::module_& m);
+void bind_values(nb::module_& m);
 
 }  // namespace recollect

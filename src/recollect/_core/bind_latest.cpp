@@ -79,7 +79,12 @@ class PyLatest {
             throw nb::value_error("Latest: words and slots must lie in a writable mapping");
         latest_ = std::make_shared<Latest>(std::move(m), words_at, closed_at, data_at, slot_nbytes);
     }
-    void close() { latest_.reset(); }
+    // Another object over the same memory, counts and lock, which is closed for itself.
+    PyLatest share() const { return *this; }
+    void close() {
+        const auto gone = std::move(latest_);
+        if (gone) gone->wake();  // threads that wait in this object
+    }
     uint64_t version() const { return open()->version(); }
 
     uint64_t publish(nb::list arrays, nb::list offsets, nb::list sizes) {
@@ -109,7 +114,7 @@ class PyLatest {
         const double end = monotonic_s() + timeout_s;
         bool newer;
         { nb::gil_scoped_release unlocked; newer = timeout_s > 0 ? latest->spin(version) : latest->version() > version; }
-        while (!newer) {
+        while (!newer && latest_) {
             const double left = end - monotonic_s();
             if (left <= 0) break;
             { nb::gil_scoped_release unlocked; newer = latest->wait_slice(version, left); }
@@ -117,7 +122,7 @@ class PyLatest {
             if (!newer) check_peer(*latest, owner);
         }
         if (latest->version() > version) return true;
-        if (latest->is_closed()) raise_closed();
+        open();
         return false;
     }
     void release() { open()->release(); }
@@ -129,10 +134,9 @@ class PyLatest {
     }
 
   private:
-    [[noreturn]] static void raise_closed() { raise("ClosedError", "this object was closed by its owner; create it again"); }
     std::shared_ptr<Latest> open() const {
         if (!latest_) raise("ClosedError", "this object was closed; open or create it again");
-        if (latest_->is_closed()) raise_closed();
+        if (latest_->is_closed()) raise("ClosedError", "this object was closed by its owner; create it again");
         return latest_;
     }
     // Nobody will ever publish: the writer is dead, or there is none and the owner is.
@@ -154,6 +158,7 @@ void recollect::bind_latest(nb::module_& m) {
     nb::class_<PyLatest>(m, "Latest")
         .def(nb::init<std::shared_ptr<Mapping>, size_t, size_t, size_t, size_t>(), nb::arg("mapping"), nb::arg("words_at"),
              nb::arg("closed_at"), nb::arg("data_at"), nb::arg("slot_nbytes"))
+        .def("share", &PyLatest::share)
         .def("close", &PyLatest::close)
         .def("version", &PyLatest::version)
         .def("publish", &PyLatest::publish, nb::arg("arrays"), nb::arg("offsets"), nb::arg("sizes"))

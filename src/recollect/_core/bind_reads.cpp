@@ -75,36 +75,24 @@ nb::object read(const Rows& self, const Codec& codec, nb::handle index, bool sin
     return out.is_none() ? codec.build(arrays, single) : out;
 }
 
-// The next n draws of a stream, uniform with replacement; None when there is nothing to draw from. While the batch is
-// made, which needs no memory, the first of its rows are already on their way, and after it the first of the next.
+// The next n draws of a stream, uniform with replacement; None when there is nothing to draw from.
 nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, nb::object out) {
     auto m = self.memory(codec);
-    const uint64_t key = stream.key, counter = stream.counter;
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
-    nb::object batch = out;
-    Ahead ahead(*m, stream, n, codec.extent());
-    ahead.ask();
-    if (out.is_none()) {
-        codec.make_arrays(npy_intp(n), arrays, leaves, [&] { ahead.ask(); });
-        ahead.ask();
-        batch = codec.build(arrays, false);
-    } else {
-        prepare(codec, npy_intp(n), out, arrays, leaves);
-    }
-    ahead.ask();
+    prepare(codec, npy_intp(n), out, arrays, leaves);
+    nb::object batch = out.is_none() ? codec.build(arrays, false) : out;
     bool empty = false;
     {
         Unlocked unlocked(n * m->row_nbytes > kHoldGil);
         Reader reader(*m);
         reader.run([&] {
             empty = reader.snapshot().total() == 0;
-            return empty || Draw(*m, reader.snapshot(), key, counter, n).run(codec, leaves.data());
+            return empty || Draw(*m, reader.snapshot(), stream.key, stream.counter, stream.counter + n, n).run(codec, leaves.data());
         });
     }
     if (empty) return nb::none();
-    stream = {key, counter + n};
-    if (out.is_none()) Ahead(*m, stream, n, codec.extent()).ask();
+    stream.counter += n;
     return batch;
 }
 

@@ -1,5 +1,6 @@
 // Bindings of Ring. Outcomes below zero are turned into errors by recollect.memory.ring.
 #include <nanobind/nanobind.h>
+#include <nanobind/stl/pair.h>
 #include <nanobind/stl/shared_ptr.h>
 #include <nanobind/stl/vector.h>
 
@@ -107,7 +108,45 @@ class BoundRing {
         return found;
     }
 
+    // Draws into slot after slot of lane k, of draw number j what the stream (key, j << 32) gives, until there is
+    // something else to do: a request in `asked`, no slot for `timeout_s`, the end. The number to go on with, and whether
+    // there was nothing to draw from (the slot then stays claimed).
+    std::pair<int64_t, bool> draw_ahead(size_t k, double timeout_s, const BoundRing& asked, const Blocks& blocks, nb::handle rows,
+                                        const Codec& codec, uint64_t key, int64_t run, int64_t number) {
+        lane(k);
+        check(blocks, codec);
+        const auto m = memory_of(rows, codec);
+        for (;; ++number) {
+            if (PyErr_CheckSignals()) throw nb::python_error();
+            Unlocked unlocked(true);
+            const int64_t s = asked.ring().count(0, kReady) ? kTimeout : ring_->claim(k, timeout_s);
+            if (s < 0 || asked.ring().count(0, kReady)) return {number, false};
+            if (!draw_into(size_t(s), blocks, *m, codec, key, uint64_t(number))) return {number, true};
+            const int64_t info[kInfoWords] = {run, 0, int64_t(blocks.most), number};
+            ring_->commit(k, info);
+        }
+    }
+
   private:
+    void check(const Blocks& blocks, const Codec& codec) const {
+        if (blocks.slot_nbytes > slot_nbytes_) throw nb::value_error("blocks: reach past the end of the slot");
+        if (blocks.codec.size() != codec.size()) throw nb::value_error("codec: must have the fields of the blocks");
+        for (size_t i = 0; i < codec.size(); ++i)
+            if (blocks.codec.spans()[i].nbytes != codec.spans()[i].nbytes) throw nb::value_error("codec: must have the fields of the blocks");
+    }
+
+    bool draw_into(size_t s, const Blocks& blocks, Memory& m, const Codec& codec, uint64_t key, uint64_t number) const {
+        PerLeaf<byte*> leaves(codec.size());
+        for (size_t i = 0; i < codec.size(); ++i) leaves[i] = slots_ + s * slot_nbytes_ + blocks.offsets[i];
+        bool empty = false;
+        Reader reader(m);
+        reader.run([&] {
+            empty = reader.snapshot().total() == 0;
+            return empty || Draw(m, reader.snapshot(), key, number << 32, (number + 1) << 32, blocks.most).run(codec, leaves.data());
+        });
+        return !empty;
+    }
+
     nb::object batch(size_t s, const Slot& it, const Blocks& data, nb::object metadata, nb::object out) const {
         nb::tuple words = nb::make_tuple(it.info[2], it.info[3], it.info[4], it.info[5]);
         const size_t n = size_t(std::max<int64_t>(it.info[2], 0));
@@ -153,6 +192,8 @@ void bind_ring(nb::module_& m) {
              nb::arg("timeout_s"))
         .def("fetch", &BoundRing::fetch, nb::arg("lane"), nb::arg("timeout_s"), nb::arg("run"), nb::arg("data"), nb::arg("metadata").none(),
              nb::arg("out") = nb::none())
+        .def("draw_ahead", &BoundRing::draw_ahead, nb::arg("lane"), nb::arg("timeout_s"), nb::arg("asked"), nb::arg("blocks"),
+             nb::arg("rows"), nb::arg("codec"), nb::arg("key"), nb::arg("run"), nb::arg("number"))
         .def("about", &BoundRing::about, nb::arg("slot"))
         .def("release_lane", [](BoundRing& s, size_t k) { s.ring().release_lane(s.lane(k)); }, nb::arg("lane"))
         .def("release_reader", [](BoundRing& s) { s.ring().release_reader(); })

@@ -7,6 +7,7 @@
 namespace recollect {
 
 std::shared_ptr<Memory> memory_of(nb::handle rows) { return nb::cast<const Rows&>(rows).memory(); }
+std::shared_ptr<Memory> memory_of(nb::handle rows, const Codec& codec) { return nb::cast<const Rows&>(rows).memory(codec); }
 
 namespace {
 

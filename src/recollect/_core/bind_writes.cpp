@@ -17,13 +17,13 @@ const bool* flags_of(nb::object ends, size_t n) {
 }
 
 void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, size_t n, int64_t lane, nb::object ends,
-                  bool keep_open) {
+                  bool keep_open, const Patches* patches = nullptr) {
     const Ends e{flags_of(ends, n), keep_open};
     if (n == 0) return;
     const size_t k = lane_for(m, lane);
     Locked lock(m.lock(k));
     Unlocked unlocked(n * m.row_nbytes > kHoldGil);
-    Writer(m, k).write(leaves, n, codec, e);
+    Writer(m, k, patches).write(leaves, n, codec, e);
 }
 
 // Which samples of a batch of `size`; null for all, in order.
@@ -66,11 +66,32 @@ int64_t extend(const Rows& self, const Codec& codec, nb::handle batch, int64_t l
     return n;
 }
 
-void write(const Rows& self, const Codec& codec, nb::list arrays, size_t n, int64_t lane, nb::object ends, bool keep_open) {
+// `patches`: (samples, [(field, array)]) or None. Where a sample is named, ascending, those arrays count instead.
+Patches patches_of(nb::object patches, const Codec& codec, size_t n) {
+    if (patches.is_none()) return {};
+    nb::tuple pair = tuple_of(patches, 2, "patches");
+    auto [samples, count] = arrays::view<int64_t>(pair[0], "patches");
+    for (size_t i = 0; i < count; ++i) {
+        check_index(samples[i], n);
+        if (i && samples[i] <= samples[i - 1]) throw nb::value_error("patches: samples must be ascending");
+    }
+    Patches found{samples, count, {}};
+    for (nb::handle item : nb::cast<nb::list>(pair[1])) {
+        nb::tuple leaf = tuple_of(item, 2, "patches");
+        const size_t k = nb::cast<size_t>(leaf[0]);
+        const byte* values = codec.take_field(k, nb::object(leaf[1]), npy_intp(n));
+        found.leaves.push_back({codec.spans()[k], values});
+    }
+    return found;
+}
+
+void write(const Rows& self, const Codec& codec, nb::list arrays, size_t n, int64_t lane, nb::object ends, bool keep_open,
+           nb::object patches) {
     auto m = self.writable(codec);
     std::vector<const byte*> leaves(codec.size());
     codec.take_fields(arrays, npy_intp(n), leaves.data());
-    write_leaves(*m, codec, leaves.data(), n, lane, ends, keep_open);
+    const Patches found = patches_of(patches, codec, n);
+    write_leaves(*m, codec, leaves.data(), n, lane, ends, keep_open, &found);
 }
 
 // Sample i of a batch of field arrays to lane lanes[i]; `ends` (or None) tells whose segment ends with it.
@@ -184,7 +205,7 @@ void bind_writes(nb::class_<Rows>& rows) {
         .def("extend", &extend, nb::arg("codec"), nb::arg("batch").none(), nb::arg("lane") = -1, nb::arg("ends") = nb::none(),
              nb::arg("keep_open") = false)
         .def("write", &write, nb::arg("codec"), nb::arg("arrays"), nb::arg("n"), nb::arg("lane") = -1,
-             nb::arg("ends") = nb::none(), nb::arg("keep_open") = false)
+             nb::arg("ends") = nb::none(), nb::arg("keep_open") = false, nb::arg("patches") = nb::none())
         .def("write_lanes", &write_fields_to_lanes, nb::arg("codec"), nb::arg("arrays"), nb::arg("lanes"), nb::arg("ends") = nb::none())
         .def("extend_lanes", &extend_lanes, nb::arg("codec"), nb::arg("batch").none(), nb::arg("lanes"),
              nb::arg("ends") = nb::none(), nb::arg("rows") = nb::none())

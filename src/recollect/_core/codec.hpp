@@ -117,17 +117,15 @@ class Codec {
     // Arrays per field, as recollect.spaces encodes them. They come from our own code: a misfit is a bug there.
     void take_fields(nb::list arrays, npy_intp n, const byte** into) const {
         if (nb::len(arrays) != fields_.size()) throw nb::value_error("arrays: one per field is needed");
-        for (size_t k = 0; k < fields_.size(); ++k) {
-            nb::object array = arrays[k];
-            if (!fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
-            into[k] = static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
-        }
+        for (size_t k = 0; k < fields_.size(); ++k) into[k] = take_field(k, nb::object(arrays[k]), n);
+    }
+    const byte* take_field(size_t k, nb::handle array, npy_intp n) const {
+        if (k >= fields_.size() || !fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
+        return static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
     }
 
-    // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool. `between()`
-    // is called before each: whoever waits for memory asks for a little of it there.
-    template <typename Between>
-    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves, Between between) const {
+    // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
+    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
         size_t total = 0;
         for (const Span& span : spans_) total += aligned(span.nbytes * size_t(std::max<npy_intp>(n, 1)));
         nb::object owner;
@@ -137,15 +135,10 @@ class Codec {
             owner = nb::capsule(at, [](void* block) noexcept { pool().give(block); });
         }
         for (size_t k = 0; k < fields_.size(); ++k) {
-            between();
             arrays[k] = make_array(fields_[k], n, at, owner);
             leaves[k] = static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(arrays[k].ptr())));
             if (at) at += aligned(spans_[k].nbytes * size_t(std::max<npy_intp>(n, 1)));
         }
-    }
-
-    void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
-        make_arrays(n, arrays, leaves, [] {});
     }
 
     // The nested sample or batch that these arrays are the leaves of.

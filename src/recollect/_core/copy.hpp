@@ -6,6 +6,8 @@
 // hides most of its cost.
 #pragma once
 
+#include <sched.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cstddef>
@@ -103,8 +105,14 @@ constexpr size_t kAhead = 16;    // rows between asking for memory and copying f
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
+// Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
+inline size_t usable_cores() {
+    cpu_set_t set;
+    return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
+}
+
 inline size_t thread_count(size_t nbytes) {
-    static const size_t cores = std::max(1u, std::thread::hardware_concurrency());
+    static const size_t cores = usable_cores();
     return std::clamp<size_t>(nbytes / kThreadNbytes, 1, std::min<size_t>(cores, 8));
 }
 
@@ -147,13 +155,14 @@ template <size_t kLines> inline void prefetch(const byte* at, size_t nbytes) {
 
 // Rows of up to `kLines` lines, a few at a time and leaf by leaf. Memory is asked for twice, kAhead rows before the
 // copy and again half way: the processor drops requests when too many are under way, and those would be waited for.
+// While the last are copied, those of the next `beyond` (at most kAhead) are asked for.
 template <size_t kLines, typename Row>
-void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
-                  byte* const* leaves) {
+void gather_short(Row row, size_t begin, size_t end, size_t beyond, const Extent& extent, const Span* spans,
+                  size_t n_spans, byte* const* leaves) {
     constexpr size_t kGroup = kLines <= 5 ? 4 : 2, kSoon = kAhead / 2, kBlock = 512;
-    const byte* rows[kBlock];
+    const byte* rows[kBlock + kAhead];
     for (size_t at = begin; at < end; at += kBlock) {
-        const size_t n = std::min(kBlock, end - at);
+        const size_t n = std::min(kBlock, end - at), to_ask = at + n < end ? n : n + beyond;
         size_t asked = 0;
         auto ask = [&] {
             rows[asked] = row(at + asked) + extent.offset;
@@ -173,15 +182,15 @@ void gather_short(Row row, size_t begin, size_t end, const Extent& extent, const
         while (asked < std::min(kAhead, n)) ask();
         size_t i = 0;
         for (; i + kGroup <= n; i += kGroup) {
-            if (asked + kGroup <= n) {
+            if (asked + kGroup <= to_ask) {
 #pragma GCC unroll 4
                 for (size_t j = 0; j < kGroup; ++j) ask(), prefetch<kLines>(rows[i + kSoon + j], extent.nbytes);
             } else {
-                while (asked < n) ask();
+                while (asked < to_ask) ask();
             }
             copy(i, std::integral_constant<size_t, kGroup>{});
         }
-        while (asked < n) ask();
+        while (asked < to_ask) ask();
         if (i < n) copy(i, [rest = n - i] { return rest; });
     }
 }
@@ -208,12 +217,12 @@ inline void copy_asking(byte* to, const byte* from, size_t n, Lines& lines) {
 }
 
 // Leaves of samples [begin, end) into leaves[k] + i * size of leaf k; `row(i)` is called once, in order, for where
-// the row of sample i is.
+// the row of sample i is, and may be for up to `beyond` more, which are asked for and not copied.
 template <typename Row>
 void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, const Span* spans, size_t n_spans,
-                   byte* const* leaves) {
+                   byte* const* leaves, size_t beyond = 0) {
     auto short_rows = [&]<size_t kLines>(std::integral_constant<size_t, kLines>) {
-        gather_short<kLines>(row, begin, end, extent, spans, n_spans, leaves);
+        gather_short<kLines>(row, begin, end, beyond, extent, spans, n_spans, leaves);
     };
     if (extent.nbytes == 0) return;
     if (extent.nbytes < kLong) {
@@ -231,8 +240,9 @@ void gather_leaves(Row row, size_t begin, size_t end, const Extent& extent, cons
     const byte* next = begin < end ? row(begin) : nullptr;
     for (size_t i = begin; i < end; ++i) {
         const byte* at = next;
-        if (i + 1 < end) next = row(i + 1);
-        Lines lines(next + extent.offset, i + 1 < end ? extent.nbytes : 0);
+        const bool asks = i + 1 < end + beyond;
+        if (asks) next = row(i + 1);
+        Lines lines(next + extent.offset, asks ? extent.nbytes : 0);
         for (size_t k = 0; k < n_spans; ++k)
             copy_asking(leaves[k] + i * spans[k].nbytes, at + spans[k].offset, spans[k].nbytes, lines);
     }

@@ -52,4 +52,5 @@ NB_MODULE(_native, m) {
     bind_latest(m);
     bind_prioritized(m);
     bind_windows(m);
+    bind_values(m);
 }

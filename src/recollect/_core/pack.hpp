@@ -55,7 +55,7 @@ inline uint64_t pack(Memory& m, Taken& taken, uint64_t headroom, uint64_t key, s
         if (!first) redrawn += n;
         first = false;
         if (s.total() == 0) return true;
-        Draw draw(m, s, key, 0, n);
+        Draw draw(m, s, key, 0, n, n);
         const bool whole = draw.run(codec, &out);
         redrawn += whole ? draw.redrawn() : 0;
         return whole;

@@ -77,6 +77,20 @@ _CALLED_HERE = {
 }
 
 
+class _CalledOtherwise:
+    """What a name of most other buffers gives: the AttributeError of a missing one that tells what to use.
+
+    (A `__getattr__` of the batch would do, but makes each of its attributes slower to read.)
+    """
+
+    def __init__(self, name: str, here: str) -> None:
+        self._name, self._here = name, here
+
+    def __get__(self, batch: Any, kind: type) -> Any:
+        text = f"{kind.__name__}: has no {self._name}(); use {self._here}"
+        raise AttributeError(text, name=self._name, obj=kind if batch is None else batch)
+
+
 class BatchBase(ABC):
     """The contract of every indexable collection of samples; views and samplers work over any of them.
 
@@ -137,17 +151,8 @@ class BatchBase(ABC):
             raise TypeError(f"{cls.__name__}: must define get_at or get_flattened_at, got neither; add one")
         return super().__new__(cls)
 
-    if not TYPE_CHECKING:  # a type checker that saw __getattr__ would let any misspelt name pass
-
-        def __getattr__(self, name: str) -> Any:
-            """Tell what is called otherwise here than in most buffers; an AttributeError all the same."""
-            if name not in _CALLED_HERE:
-                return object.__getattribute__(
-                    self, name
-                )  # raises what it raised, a property's own error too
-            raise AttributeError(
-                f"{type(self).__name__}: has no {name}(); use {_CALLED_HERE[name]}", name=name, obj=self
-            )
+    if not TYPE_CHECKING:  # a type checker that saw them would take them for attributes
+        vars().update({name: _CalledOtherwise(name, here) for name, here in _CALLED_HERE.items()})
 
     def __init__(self, single_space: Any, single_metadata_space: Any = None) -> None:
         """Set the space of one sample and of its metadata (a Dict, or None); short forms are accepted."""
@@ -332,7 +337,7 @@ class BatchBase(ABC):
         self.extend(block)
 
     def _check_set_at(self, idx: Any, value: Any) -> None:
-        if not self.is_mutable:
+        if not (self.is_mutable and _gives(type(self), "set_at")):
             raise self._read_only("set_at")
         index = normalize(idx, len(self))
         if isinstance(index, int):

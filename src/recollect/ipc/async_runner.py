@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import functools
 import importlib.util
+import logging
 import os
 import sys
 import weakref
@@ -31,6 +32,7 @@ __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
 START_METHODS = ("spawn", "forkserver")
 RESTARTS = ("never", "on_death")
 _Resource = TypeVar("_Resource")
+_log = logging.getLogger("recollect")
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,6 +306,14 @@ class AsyncRunner(ABC):
                 errors[0].add_note(f"and while closing: {other!r}")
             raise errors[0]
 
+    def _end_interrupted(self) -> None:
+        try:
+            self.on_interrupt()
+        except Exception:  # the interrupt goes on, and so does the end of the collectors
+            _log.exception("interrupted, and what was to be saved was not")
+        finally:
+            self.close()
+
     def __enter__(self) -> Self:
         self._check_open()
         return self
@@ -391,10 +401,7 @@ def _guarded(learn: Callable[..., Any]) -> Callable[..., Any]:
             return learn(self, *args, **kwargs)
         except KeyboardInterrupt:
             if not self._is_closed:  # an overridden learn may have called this one
-                try:
-                    self.on_interrupt()
-                finally:
-                    self.close()
+                self._end_interrupted()
             raise
 
     return guarded

@@ -55,7 +55,7 @@ class ExceptionWrapper:
         self.where = str(where)
         self.type_name = f"{kind.__module__}.{kind.__qualname__}"
         self.message = _message_of(error)
-        self.notes = [str(note) for note in getattr(error, "__notes__", ())]
+        self.notes = _notes_of(error)
         try:
             self.traceback_text = "".join(traceback.format_exception(error))
         except Exception:  # a __str__ of the user's may raise
@@ -243,6 +243,13 @@ def _message_of(error: BaseException) -> str:
         return str(error)
     except Exception:
         return f"<{type(error).__name__} that cannot be printed>"
+
+
+def _notes_of(error: BaseException) -> list[str]:
+    try:
+        return [str(note) for note in getattr(error, "__notes__", ())]
+    except Exception:  # anything may have been put there
+        return ["<notes that cannot be printed>"]
 
 
 def _cut(text: str, limit: int) -> str:

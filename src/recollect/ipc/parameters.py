@@ -145,13 +145,13 @@ def is_on_device(x: Any) -> bool:
 def tensor_dtype_name(x: Any) -> str | None:
     """Return the dtype's name of a real tensor, None for anything else."""
     found: Any = getattr(x, "dtype", None)
-    name = _tensor_dtypes.get(found)
+    name = tensor_dtypes.get(found)
     if name is None and type(found).__module__ == "torch" and not found.is_complex:
-        name = _tensor_dtypes[found] = str(found)[6:]
+        name = tensor_dtypes[found] = str(found)[6:]
     return name
 
 
-_tensor_dtypes: dict[Any, str] = {}  # asking torch for a name costs more than copying a small parameter
+tensor_dtypes: dict[Any, str] = {}  # asking torch for a name costs more than copying a small parameter
 
 
 def check(p: Parameter, x: Any, cast: bool) -> bool:
@@ -186,6 +186,12 @@ def as_declared(p: Parameter, x: Any) -> Any:
     if not kept:
         raise SchemaError(f"{p.name}: values must fit {p.dtype}, got {x.dtype} values out of its range")
     return made
+
+
+def check_fits(p: Parameter, bits: Array, x: Any) -> None:
+    """Raise SchemaError if integers of the parameter would not survive a cast to the dtype of `x`."""
+    if _kind(p.dtype) == "i":
+        as_declared(Parameter(p.name, p.shape, dtype_name(x.dtype, p.name)), bits)
 
 
 def _dtype_for_cast(p: Parameter) -> np.dtype[Any]:

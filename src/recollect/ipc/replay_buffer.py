@@ -128,10 +128,11 @@ class ReplayBuffer(SharedBufferBase):
     @property
     def name(self) -> str:
         """The handle as text; `ReplayBuffer.attach(name, device)` in any process of the same user."""
-        g, nonce = self._rows.geometry, self._open().nonce.hex()
+        self._native()
+        g, nonce = self._rows.geometry, self._segment.nonce.hex()
         numbers = (
             os.getpid(),
-            self._open().fd,
+            self._segment.fd,
             self.capacity,
             g.n_lanes,
             self.obs_dim,
@@ -205,13 +206,14 @@ class ReplayBuffer(SharedBufferBase):
             "truncated": truncated, "critic": critic, "next_critic": next_critic,
         }  # fmt: skip
         try:
-            n, arrays = self._checker.block(
+            n, arrays, patches = self._checker.block(
                 leaves, terminal_mask, {"next_obs": terminal_next_obs, "next_critic": terminal_next_critic}
             )
         except SchemaError:
             native.reject(len(obs) if np.ndim(obs) else 1)
             raise
-        native.write(self._codec, arrays, n, -1 if self._lane is None else self._lane)
+        lane = -1 if self._lane is None else self._lane
+        native.write(self._codec, arrays, n, lane, None, False, patches)
 
     def on_lane(self, number: int) -> ReplayBuffer:
         """Return the handle for collector `number`: the same rows, writing to that lane (claimed at its first add)."""
@@ -242,7 +244,16 @@ class ReplayBuffer(SharedBufferBase):
         `seed` makes this one draw repeatable; otherwise the buffer's own generator goes on. `out` is a batch to fill.
         """
         n = _checked_batch_size(batch_size)
-        stream = self._draw_from(n, seed)
+        if seed is not None:
+            return self._sample(IndexStream(seed), n, out)
+        stream = self._reserved(n)
+        try:
+            return self._sample(stream, n, out)
+        except BaseException:
+            self._give_back(n, stream.counter)
+            raise
+
+    def _sample(self, stream: IndexStream, n: int, out: Any) -> dict[str, Any]:
         if self.device == NUMPY:
             data: dict[str, Any] = self._drawn(self._native().draw(self._codec, stream, n, out))
             return data
@@ -253,14 +264,18 @@ class ReplayBuffer(SharedBufferBase):
         batch = fields_of(torch.from_numpy(block, self.device), self.layout)
         return batch if out is None else _fill(out, batch)
 
-    def _draw_from(self, n: int, seed: int | None) -> IndexStream:
+    def _reserved(self, n: int) -> IndexStream:
         """A stream for one draw: other threads may draw meanwhile."""
-        if seed is not None:
-            return IndexStream(seed)
         with self._lock:
             stream = copy(self._stream)
             self._stream.counter += n
         return stream
+
+    def _give_back(self, n: int, start: int) -> None:
+        """Let the next draw be what the one from `start`, which was refused, would have been."""
+        with self._lock:
+            if self._stream.counter == start + n:  # else another thread has drawn meanwhile
+                self._stream.counter = start
 
     def _drawn(self, data: Any) -> Any:
         if data is None:

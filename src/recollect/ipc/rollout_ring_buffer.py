@@ -196,7 +196,7 @@ class RolloutRingBuffer:
 
     def wait_for_data(self, timeout: float | None = 60.0) -> bool:
         """Wait for a rollout to read; False when the time is over, PeerDiedError if all who wrote are dead."""
-        return self._is_reading() or self._ring.wait(timeout)
+        return self._ring.wait(timeout)
 
     @property
     def read_slot(self) -> int:

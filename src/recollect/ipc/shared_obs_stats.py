@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import _core
 from recollect.errors import DtypeError, SchemaError
 from recollect.ipc.mailbox import Mailbox
 from recollect.ipc.shared_buffer import check_count
@@ -146,21 +147,26 @@ class _Block:
         head = _HEAD.pack(mean.dtype.name.encode(), mean.ndim, *sizes)
         self.bytes[: _HEAD.size] = np.frombuffer(head, np.uint8)
         self.pair = self.bytes[_HEAD_NBYTES:].view(mean.dtype).reshape(2, *mean.shape)
-        self.std, self.flat = self.pair[1, ...], self.pair.reshape(-1)
-        self.zeros = np.zeros_like(self.flat) if mean.dtype in (np.float32, np.float64) else None
+        self.flat, self.std = self.pair.reshape(-1), self.pair[1, ...].reshape(-1)
+        self.is_native = mean.dtype in (np.float32, np.float64)
 
     def filled(self, mean: Array, std: Array) -> Array:
         """The slot for this pair; SchemaError if its values cannot be statistics."""
         self.pair[0], self.pair[1] = mean, std
-        # A product with zeros is 0 if all are finite and NaN if not, in one pass.
-        with np.errstate(invalid="ignore"):
-            is_finite = np.isfinite(self.flat).all() if self.zeros is None else self.flat.dot(self.zeros) == 0
-        if not is_finite:
-            label, x = ("std", std) if np.isfinite(mean).all() else ("mean", mean)
-            raise SchemaError(f"{label}: values must be finite, got {_first(x, ~np.isfinite(x))}")
-        if self.std.size and np.minimum.reduce(self.std, axis=None) < 0:
-            raise SchemaError(f"std: values must be at least 0, got {_first(std, std < 0)}")
+        if self.is_native:
+            are_right = _core.first_not_finite(self.flat) < 0 and _core.first_below_zero(self.std) < 0
+        else:
+            are_right = np.isfinite(self.flat).all() and not (self.std < 0).any()
+        if not are_right:
+            self._refuse(mean, std)
         return self.bytes
+
+    @staticmethod
+    def _refuse(mean: Array, std: Array) -> None:
+        for label, x in (("mean", mean), ("std", std)):
+            if not np.isfinite(x).all():
+                raise SchemaError(f"{label}: values must be finite, got {_first(x, ~np.isfinite(x))}")
+        raise SchemaError(f"std: values must be at least 0, got {_first(std, std < 0)}")
 
 
 def _bits(x: Array) -> Array:

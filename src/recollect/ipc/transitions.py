@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,6 +14,8 @@ from recollect.spaces.arrays import as_numpy
 from recollect.spaces.dtypes import dtype_from, dtype_kind, dtype_name
 
 Array = np.ndarray[Any, Any]
+Patches = tuple[Array, list[tuple[int, Array]]]
+"""Some rows of a block, and by number of field the values that they have instead."""
 FLAGS = ("dones", "truncated")
 _FIELDS = ("obs", "next_obs", "actions", "rewards", *FLAGS, "critic", "next_critic")
 
@@ -76,20 +77,19 @@ def _tensor_field(column: Any, f: Any) -> Any:
 class Checker:
     """Turns what a caller adds into one exact contiguous array per field, or says which leaf is wrong.
 
-    Ownership: the arrays may alias what came, or memory that the next block of this thread takes again; they are
-    written before `add` returns.
+    Ownership: the arrays may alias what came; they are written before `add` returns.
     """
 
     def __init__(self, layout: Layout, cast: bool) -> None:
         self._fields = {f.name: f for f in layout.fields}
         self._cast = cast
         self._has_critic = "critic" in self._fields
-        self._kept = threading.local()  # threads may add at the same time
+        self._numbers = {name: k for k, name in enumerate(self._fields)}
 
     def block(
         self, leaves: Mapping[str, Any], mask: Any, terminal: Mapping[str, Any]
-    ) -> tuple[int, list[Array]]:
-        """Return n and the arrays in row order, terminal rows already in place."""
+    ) -> tuple[int, list[Array], Patches | None]:
+        """Return n, the arrays in row order, and what terminal rows have instead."""
         n = self._length(leaves["obs"])
         made = {}
         for name in self._fields:
@@ -109,8 +109,7 @@ class Checker:
             raise SchemaError(
                 f"truncated: must be done as well, got row {at} truncated and not done; dones = both"
             )
-        self._patch(made, mask, terminal, n)
-        return n, list(made.values())
+        return n, list(made.values()), self._patches(mask, terminal, n)
 
     @staticmethod
     def _length(obs: Any) -> int:
@@ -162,13 +161,13 @@ class Checker:
                 raise SchemaError(f"{name}: must be 0 or 1, got {array[at]} in row {at}")
         return np.ascontiguousarray(array, dtype)
 
-    def _patch(self, made: dict[str, Array], mask: Any, terminal: Mapping[str, Any], n: int) -> None:
-        """Put the true last observations in their places; the caller's arrays stay as they are."""
+    def _patches(self, mask: Any, terminal: Mapping[str, Any], n: int) -> Patches | None:
+        """The rows with a true last observation, and for each field that has one its values, of all rows."""
         given = {name: x for name, x in terminal.items() if x is not None}
         if mask is None:
             if given:
                 raise SchemaError(f"terminal_{next(iter(given))}: needs a terminal_mask, got None")
-            return
+            return None
         flags = as_numpy(mask) if hasattr(mask, "shape") else np.asarray(mask)
         if flags.dtype != bool or flags.shape != (n,):
             raise SchemaError(
@@ -177,21 +176,11 @@ class Checker:
         if "next_critic" in given and not self._has_critic:
             raise SchemaError("terminal_next_critic: must be None where critic_dim is 0")
         checked = {name: self._leaf(name, f"terminal_{name}", x, n) for name, x in given.items()}
-        if not flags.any():
-            return
         rows = np.flatnonzero(flags)
-        for name in ("next_obs", "next_critic") if self._has_critic else ("next_obs",):
+        if not len(rows):
+            return None
+        names = ("next_obs", "next_critic") if self._has_critic else ("next_obs",)
+        for name in names:
             if name not in checked:
                 raise SchemaError(f"terminal_{name}: is needed where terminal_mask is set, got None")
-            patched = self._scratch(name, made[name])
-            patched[rows] = checked[name][rows]
-            made[name] = patched
-
-    def _scratch(self, name: str, array: Array) -> Array:
-        """A copy of `array` in memory kept for it: fresh memory costs a page fault for every 4 KB."""
-        kept: Array | None = getattr(self._kept, name, None)
-        if kept is None or len(kept) < len(array):
-            kept = np.empty(array.shape, array.dtype)
-            setattr(self._kept, name, kept)
-        np.copyto(kept[: len(array)], array)
-        return kept[: len(array)]
+        return rows, [(self._numbers[name], checked[name]) for name in names]

@@ -139,17 +139,23 @@ class SharedWeightSync(Mailbox):
             with suppress(BufferError, ValueError):  # strided, or it may not be written
                 return self._box.latest(ready)
         values = self._checked(state_dict)
+        casts = any(cast for _, cast in values)  # a cast may be refused, and until then nothing is touched
         targets: list[Array] = []
-        for p, (x, cast) in zip(self._params, values):
+        pending: list[Any] = []  # what cannot be filled in place
+        for p, (x, _) in zip(self._params, values):
             if not params.is_tensor(x) and not (isinstance(x, np.ndarray) and x.flags.writeable):
                 raise SchemaError(
                     f"{p.name}: must be writable in place, got {type(x).__name__}; pass an array"
                 )
-            found = None if cast else params.target_array(p, x)
+            found = None if casts else params.target_array(p, x)
             targets.append(np.empty(p.shape, p.numpy_dtype) if found is None else found)
+            pending.append(x if found is None else None)
         version = self._box.latest(targets)
         if version:
-            _from_host(self._params, targets, values)
+            for p, bits, (x, cast) in zip(self._params, targets, values):
+                if cast:
+                    params.check_fits(p, bits, x)
+            _from_host(self._params, targets, pending)
         return version
 
     def _ready(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
@@ -161,6 +167,7 @@ class SharedWeightSync(Mailbox):
         if len(state_dict) != len(self._params):
             self._check_names(state_dict)
         ready: list[Any] = []
+        known = params.tensor_dtypes
         for name, shape, dtype, tensor_dtype in self._usual:
             x: Any = state_dict.get(name)
             if type(x) is np.ndarray:
@@ -168,7 +175,7 @@ class SharedWeightSync(Mailbox):
                     return None
                 ready.append(x)
             elif (
-                params.tensor_dtype_name(x) == tensor_dtype
+                (known.get(getattr(x, "dtype", None)) or params.tensor_dtype_name(x)) == tensor_dtype
                 and x.shape == shape
                 and x.is_cpu
                 and x.is_contiguous()
@@ -234,15 +241,13 @@ def _to_host(declared: Sequence[Parameter], values: Sequence[Any]) -> list[Array
     return found
 
 
-def _from_host(
-    declared: Sequence[Parameter], targets: Sequence[Array], values: Sequence[tuple[Any, bool]]
-) -> None:
-    """Bring what could not be filled in place to where it belongs; one transfer per device and dtype."""
+def _from_host(declared: Sequence[Parameter], targets: Sequence[Array], pending: Sequence[Any]) -> None:
+    """Bring values to where they belong, if that is not None; one transfer per device and dtype."""
     groups: dict[Any, list[int]] = {}
-    for i, (p, (x, cast)) in enumerate(zip(declared, values)):
+    for i, (p, x) in enumerate(zip(declared, pending)):
         if params.is_on_device(x):
             groups.setdefault((x.device, p.dtype), []).append(i)
-        elif cast or params.target_array(p, x) is None:
+        elif x is not None:
             params.copy_into(p, targets[i], x)
     for (device, dtype), members in groups.items():
         import torch
@@ -251,6 +256,6 @@ def _from_host(
         if dtype != str(block.dtype)[6:]:
             block = block.view(getattr(torch, dtype))
         block = block.to(device)
-        sizes = [values[i][0].numel() for i in members]
+        sizes = [pending[i].numel() for i in members]
         for i, part in zip(members, block.split(sizes)):
-            values[i][0].detach().copy_(part.view(values[i][0].shape))
+            pending[i].detach().copy_(part.view(pending[i].shape))

@@ -141,15 +141,12 @@ class ReferenceRunner(AsyncRunner):
             summary.status = "completed"
         except KeyboardInterrupt:
             summary.status = "interrupted"
-            self.on_interrupt()
-            self.close()
             raise
         except CollectorDiedError:
             summary.status = "collector_died"
             raise
         finally:
             summary.wall_time_s = monotonic() - start
-            self._checkpoint = None
 
     def _record(self, summary: RunSummary, trace: str | Path | TraceRecorder | None) -> None:
         if trace is None:

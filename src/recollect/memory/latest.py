@@ -55,7 +55,7 @@ class Latest:
 
     def __init__(self, segment: SharedSegment, deadline: float = 60.0) -> None:
         self._segment: SharedSegment | None = segment.hold(_make_core)
-        self._native: Any = segment.core
+        self._native: Any = segment.core.share()
         self.deadline = checked_timeout(deadline, deadline)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
@@ -127,7 +127,7 @@ class Latest:
     def wait_newer(self, version: int, timeout: float | None = None) -> bool:
         """Wait for a version above `version`; False when `timeout` seconds (None: the deadline) passed.
 
-        PeerDiedError within a second of the writer's death, ClosedError as soon as the owner closes.
+        PeerDiedError within a second of the writer's death, ClosedError as soon as the owner closes, or this object is.
         """
         seconds = checked_timeout(timeout, self.deadline)
         end = monotonic() + seconds
@@ -157,7 +157,9 @@ class Latest:
     def close(self) -> None:
         """Detach this object; may be called twice."""
         if self._segment is not None:
-            segment, self._segment, self._native = self._segment, None, Closed()
+            segment, self._segment = self._segment, None
+            native, self._native = self._native, Closed()
+            native.close()  # whoever waits in this object hears of it
             segment.release()
 
     def cleanup(self) -> None:
@@ -169,6 +171,8 @@ class Latest:
     def _open(self) -> SharedSegment:
         if self._segment is None:
             raise ClosedError("this object was closed; open or create it again")
+        if self._segment.is_closed:
+            raise ClosedError("this object was closed by its owner; create it again")
         return self._segment
 
     def __enter__(self) -> Self:

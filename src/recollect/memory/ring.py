@@ -226,9 +226,11 @@ class Ring:
         self._release(True)
 
     def wait(self, timeout: float | None = None, lane: int | None = None) -> bool:
-        """Wait until there is a value to take; False when the time is over. Takes nothing."""
+        """Wait until `take` would have a value, as it has while one is taken; False when the time is over."""
         self._open()
         end = self._seconds(timeout)
+        if self.native.reading() >= 0:
+            return True
         outcome = self._waited(partial(self.native.wait_ready, -1 if lane is None else lane), end)
         if outcome == TIMEOUT:
             return False
@@ -324,17 +326,18 @@ class Ring:
         return self.deadline if timeout is None else checked_seconds(timeout, "timeout")
 
     def _waited(self, wait: Callable[[float], int], seconds: float) -> int:
-        """The outcome of a native wait; with somebody to look after things, in slices."""
-        if self._watch is None:
-            return wait(seconds)
-        self._watch.by_the_way()
+        """The outcome of a native wait in slices: in between somebody looks after things, or has closed this object."""
+        if self._watch is not None:
+            self._watch.by_the_way()
         end = monotonic() + seconds
         while True:
             left = end - monotonic()
             outcome = wait(min(LOOK_S, max(0.0, left)))
             if outcome not in (TIMEOUT, PEER_DIED):
                 return outcome
-            goes_on = self._watch.look()
+            if self._segment is None:
+                return CLOSED
+            goes_on = self._watch is not None and self._watch.look()
             if left <= LOOK_S or (outcome == PEER_DIED and not goes_on):
                 return outcome
 

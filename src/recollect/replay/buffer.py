@@ -364,9 +364,18 @@ class ReplayBuffer(BatchBase):
         return data if self._outward is None else self._outward(data)
 
     def bound_draw(self) -> Callable[[Any, int], Any]:
-        is_plain = self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
-        draw: Callable[[Any, int], Any] = self._draw_rows if is_plain else self.draw_at
+        draw: Callable[[Any, int], Any] = self._draw_rows if self._draws_rows() else self.draw_at
         return draw
+
+    def drawn_rows(self) -> tuple[Any, Any] | None:
+        """Return the core's rows and codec if a draw is nothing but a gather of those, else None."""
+        engine = self.engine
+        if not self._draws_rows() or not isinstance(engine, RowsEngine) or not engine.layout.is_fixed:
+            return None
+        return engine.native, engine.codec
+
+    def _draws_rows(self) -> bool:
+        return self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
 
     def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
         engine = self.engine
@@ -523,6 +532,14 @@ class ReplayBuffer(BatchBase):
         """Remove samples at any fill level; the others keep their order."""
         self._check_mutable("remove_at")
         self.engine.remove(positions(idx, self.engine.count()))
+
+    def _check_set_at(self, idx: Any, value: Any) -> None:
+        self._check_mutable("set_at")
+        self.engine.check_overwrite(normalize(idx, self.engine.count()), value)
+
+    def _check_remove_at(self, idx: Any) -> None:
+        self._check_mutable("remove_at")
+        self.engine.check_remove(positions(idx, self.engine.count()))
 
     def clear(self) -> None:
         """Drop everything; counted as removed."""

@@ -6,6 +6,7 @@ storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -44,6 +45,8 @@ class Engine(Protocol):
     def extend_part(self, value: Any, closes: bool) -> None: ...
     def overwrite(self, index: int | Ints, value: Any) -> None: ...
     def remove(self, index: Ints) -> None: ...
+    def check_overwrite(self, index: int | Ints, value: Any) -> None: ...
+    def check_remove(self, index: Ints) -> None: ...
     def clear(self) -> None: ...
     def end_segment(self) -> None: ...
     def open_segment(self) -> tuple[int, int] | None: ...
@@ -62,7 +65,9 @@ class RowsEngine:
         self.storage, self.tracked, self.lane = storage, tracked, lane
         self.native, self.codec, self.layout = storage.rows.native, storage.codec, storage.layout
         self._is_fixed = self.layout.is_fixed
-        self._append = self.native.append
+        # Without segments a row must not open one, even where the storage keeps them: it is written as a block.
+        self._leaves_open = tracked or not storage.rows.geometry.tagged
+        self._append = self.native.append if self._leaves_open else _write_as_block
         self._copying = False
 
     @property
@@ -91,8 +96,7 @@ class RowsEngine:
         for number, (first, length) in enumerate(whole):
             self.native.set_tags(first, length, number * lanes + 1, 0)
         self.native.set_segment_counter(len(whole))
-        if active:
-            self.native.set_open(0, (len(whole) - 1) * lanes + 1)
+        self.native.set_open(0, (len(whole) - 1) * lanes + 1 if active else 0)
 
     # -- reads
 
@@ -146,7 +150,7 @@ class RowsEngine:
     def append(self, value: Any) -> None:
         if not self._append(self.codec, value, self.lane):
             arrays = [a[None] for a in self.layout.encode_one(value, self.storage.cast)]
-            self.native.write(self.codec, arrays, 1, self.lane, None, True)
+            self.native.write(self.codec, arrays, 1, self.lane, None, self._leaves_open)
 
     def extend(self, value: Any, ends: Any = None) -> None:
         self._write(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
@@ -171,6 +175,8 @@ class RowsEngine:
     def extend_lanes(self, value: Any, lanes: Ints, ends: Any = None, rows: Ints | None = None) -> None:
         """Append sample i (or `rows[i]`) to lane `lanes[i]`, in one native call; `ends` closes segments after it."""
         ends = checked_ends(ends, self.tracked)
+        if ends is None and not self._leaves_open:
+            ends = np.ones(len(lanes), bool)
         if self._is_fixed and self.native.extend_lanes(self.codec, value, lanes, ends, rows):
             return
         if rows is not None:
@@ -193,6 +199,33 @@ class RowsEngine:
 
     def remove(self, index: Ints) -> None:
         self.native.remove(np.unique(index))
+
+    def check_overwrite(self, index: int | Ints, value: Any) -> None:
+        """Raise what `overwrite` would, and change nothing."""
+        at, _ = encode_at(self.layout, index, value, self.storage.cast)
+        self._check_lanes(at)
+
+    def check_remove(self, index: Ints) -> None:
+        """Raise what `remove` would, and change nothing."""
+        for lane in self._check_lanes(index):
+            start, end, _ = self.native.open_segment(lane) or (0, 0, 0)
+            if ((index >= start) & (index < end)).any():
+                raise SegmentOpenError(
+                    "a sample of the open segment cannot be removed; call mark_segment_end() first"
+                )
+
+    def _check_lanes(self, index: Ints) -> list[int]:
+        """The lanes of these samples; LaneBusyError if one belongs to another live process."""
+        rows, *_ = self.native.locate(np.ascontiguousarray(index))
+        capacity, n_lanes = self.storage.capacity, self.storage.rows.geometry.n_lanes
+        lanes: list[int] = np.unique(rows // (capacity // n_lanes)).tolist() if capacity else [0]
+        for lane in lanes:
+            pid = self.native.owner(lane)
+            if pid not in (0, os.getpid()):
+                raise LaneBusyError(
+                    f"lane {lane} is taken: held by process {pid}; let that process change it"
+                )
+        return lanes
 
     def clear(self) -> None:
         self.native.clear()
@@ -238,6 +271,10 @@ class RowsEngine:
 
     def reject(self, n: int) -> None:
         self.native.reject(n)
+
+
+def _write_as_block(codec: Any, value: Any, lane: int) -> bool:
+    return False
 
 
 def writers(

@@ -53,6 +53,10 @@ class LowestEngine(RowsEngine):
             tree.set(rows, keys, orders)
             self._seen = self.native.windows()
 
+    def check_overwrite(self, index: int | Ints, value: Any) -> None:
+        super().check_overwrite(index, value)
+        self._keys(encode_at(self.layout, index, value, self.storage.cast)[1])
+
     def remove(self, index: Ints) -> None:
         with self._lock:
             super().remove(index)

@@ -261,34 +261,44 @@ class PlainEngine:
             oldest[1] = self._low
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
-        self._refuse_to_change("set_at")
         at = np.atleast_1d(index)
         with self._lock:
-            self._check(at)
-            if isinstance(index, int):
-                block = self.storage.checked_one(value)
-            else:
-                n, block = self.storage.checked_batch(value)
-                if n != len(at):
-                    raise SchemaError(
-                        f"value: length must equal the index's {len(at)}, got {n}; give one sample each"
-                    )
+            block = self.check_overwrite(index, value)
             self.storage.set(self._rows(self._low + at), block)
             self._renew(np.unique(self._low + at))
             self.storage.settle()
 
-    def remove(self, index: Ints) -> None:
-        self._refuse_to_change("remove_at")
-        gone = np.unique(index)
-        if not len(gone):
-            return
+    def check_overwrite(self, index: int | Ints, value: Any) -> Any:
+        """Raise what `overwrite` would, and change nothing; return the value as a block."""
+        self._refuse_to_change("set_at")
         with self._lock:
-            self._check(gone)
-            first, last = int(gone[0]), int(gone[-1])
-            if self._open and last + self._low >= self._segments[-1][1]:
+            self._check(index)
+        if isinstance(index, int):
+            return self.storage.checked_one(value)
+        n, block = self.storage.checked_batch(value)
+        if n != len(index):
+            raise SchemaError(
+                f"value: length must equal the index's {len(index)}, got {n}; give one sample each"
+            )
+        return block
+
+    def check_remove(self, index: Ints) -> None:
+        """Raise what `remove` would, and change nothing."""
+        self._refuse_to_change("remove_at")
+        with self._lock:
+            self._check(index)
+            if self._open and int(index.max(initial=-1)) + self._low >= self._segments[-1][1]:
                 raise SegmentOpenError(
                     "a sample of the open segment cannot be removed; call mark_segment_end() first"
                 )
+
+    def remove(self, index: Ints) -> None:
+        gone = np.unique(index)
+        with self._lock:
+            self.check_remove(gone)
+            if not len(gone):
+                return
+            first, last = int(gone[0]), int(gone[-1])
             # The newer move down, or in a ring the older up, whichever are fewer.
             up = self.storage.capacity is not None and last + 1 < self.count() - first
             keep = np.setdiff1d(np.arange(0, last + 1) if up else np.arange(first, self.count()), gone)

@@ -115,6 +115,10 @@ class BatchSampler(View):
         self._limiter = limiter_of(data)
         self.batch = data if device is None else ToBackendOrDeviceBatch(data, None, device)
 
+    def _drawn_rows(self) -> tuple[Any, Any] | None:
+        """Return the core's rows and codec if a batch is nothing but uniform draws of whole rows, else None."""
+        return None
+
     @property
     def sampled_space(self) -> Space[Any]:
         """The space of one batch."""

@@ -154,6 +154,15 @@ class MultiprocessingSampler(BatchSampler):
             self._end = weakref.finalize(self, self._pool.close)
         return self._pool
 
+    def _abandon(self) -> None:
+        """Let the workers rest; that one of them raised is noticed here too."""
+        if self._pool is not None:
+            try:
+                self._pool.abandon()
+            except WorkerError:
+                self.close()
+                raise
+
     def close(self) -> None:
         """End the workers, within 2 s whatever they do. Twice does no harm; draws raise ClosedError from now on."""
         self._closed = True
@@ -239,7 +248,7 @@ class MultiprocessingSampler(BatchSampler):
         """Raise what came in place of a batch: the source was empty, or the worker raised."""
         if found[0] == EMPTY:
             self._drawing_run = -1
-            pool.abandon()
+            self._abandon()
             raise self._data._empty()
         self.close()
         raise pool._error(self._number % self.n_workers, found)
@@ -349,7 +358,7 @@ class MultiprocessingSampler(BatchSampler):
     def _end_epoch(self, epoch: Any) -> None:
         super()._end_epoch(epoch)
         if self._pool is not None and epoch.line.is_on(self._pool):  # abandoned
-            self._pool.abandon()
+            self._abandon()
 
     # Seeds and state
 
@@ -365,8 +374,7 @@ class MultiprocessingSampler(BatchSampler):
         self._number, self._drawing_run = number, -1
         self._epoch = self._resumed = self._draws = None
         self._given.clear()
-        if self._pool is not None:
-            self._pool.abandon()
+        self._abandon()
 
     def state_dict(self) -> dict[str, Any]:
         """Return plain numbers, strings and arrays; what lies ready and was not delivered does not count."""

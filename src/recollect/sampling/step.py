@@ -8,6 +8,7 @@ from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import drawn
 from recollect.batch.structure import fill
 from recollect.batch.view import as_source
+from recollect.replay import ReplayBuffer
 from recollect.sampling.base import BatchSampler
 from recollect.sampling.stream import Ints
 
@@ -86,6 +87,10 @@ class StepSampler(BatchSampler):
         finally:
             self._leave(None)
         return data
+
+    def _drawn_rows(self) -> tuple[Any, Any] | None:
+        is_plain = type(self) is StepSampler and self.replace and isinstance(self.batch, ReplayBuffer)
+        return self.batch.drawn_rows() if is_plain else None
 
     def _draw_index(self) -> Ints:
         size, n = len(self._data), self.batch_size

@@ -74,6 +74,8 @@ class Worker:
         self.views = {slot: self.out.slot_views(slot) for slot in slots}
         in_place = sampler.batch.backend.name == "numpy"
         self.blocks = {s: self.form.data.nested(v) if in_place else None for s, v in self.views.items()}
+        self.rows = sampler._drawn_rows()
+        self.slots = self.form.data.blocks(self.out)
 
     def loop(self) -> None:
         """Serve requests until the rings are closed."""
@@ -88,10 +90,12 @@ class Worker:
                 return
             if ready(0):
                 continue  # another request came while this one waited for a slot; the slot stays claimed
-            if self.request.kind == DRAW and not self.request.metadata and self.blocks[slot] is not None:
-                self._draw_on(slot)
-            else:
+            if self.request.kind != DRAW or self.request.metadata or self.blocks[slot] is None:
                 self._fill(slot)
+            elif self.rows is not None:
+                self._draw_rows(*self.rows)
+            else:
+                self._draw_on(slot)
 
     def _next_request(self) -> bool:
         """Choose what to do next, waiting for a request if there is none; False when there will be none any more."""
@@ -114,6 +118,17 @@ class Worker:
             if self.request.kind == DRAW and self.request.number == 0:
                 _seed_others(self.request.key)
         return True
+
+    def _draw_rows(self, rows: _core.Rows, codec: _core.Codec) -> None:
+        """Do what `_draw_on` does where a batch is nothing but rows of a buffer: in the core, one call for many."""
+        r = self.request
+        number, is_empty = self.native.draw_ahead(
+            self.lane, LOOK_S, self.asked.native, self.slots, rows, codec, r.key, r.run, r.number
+        )
+        self.request = Request(DRAW, r.run, r.key, number)
+        if is_empty:
+            self.native.commit(self.lane, (r.run, EMPTY, 0, number))
+            self.request = Request(REST, r.run)
 
     def _draw_on(self, slot: int) -> None:
         """Draw into slot after slot, until there is something else to do: the hot path, everything bound."""

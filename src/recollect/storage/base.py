@@ -228,9 +228,9 @@ class SpaceStorage(ABC):
         """Whether a read of damaged files raises, and never returns other values than were written."""
         return False
 
-    def more_files(self) -> list[str]:
-        """Files that this storage's own files name, not the manifest."""
-        return []
+    def more_files(self) -> dict[str, dict[str, Any]]:
+        """Files that this storage's own files name, not the manifest: their sizes and checksums by name."""
+        return {}
 
     def save_parts(self, path: Path) -> None:
         """Write the live rows below a directory of a dump."""

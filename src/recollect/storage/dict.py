@@ -154,8 +154,8 @@ class DictStorage(FiledStorage):
         for storage in self.storages:
             storage.write_out(urgency)
 
-    def more_files(self) -> list[str]:
-        return [name for storage in self.storages for name in storage.more_files()]
+    def more_files(self) -> dict[str, dict[str, Any]]:
+        return {name: about for storage in self.storages for name, about in storage.more_files().items()}
 
     def checks_reads(self) -> bool:
         return all(storage.checks_reads() for storage in self.storages)

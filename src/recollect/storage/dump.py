@@ -25,6 +25,7 @@ TEMPORARY = f".{MANIFEST}.tmp"
 FORMAT_VERSION = 1
 FIELDS = tuple("capacity commit count files lanes layout_hash live offset segments space storage".split())
 STORAGE = "storage"
+About = dict[str, Any]  # size and checksum of a file
 _PART = 1 << 22
 _KINDS: dict[str, Any] = {
     "commit": int, "live": bool, "storage": dict, "storage_path_relative": str, "layout_hash": str, "count": int,
@@ -44,10 +45,11 @@ class DumpWriter:
         self.directories = make_directory(path / STORAGE)
         _core.fault_point()
         self.commit = last_commit(path) + 1
-        self.files: dict[str, dict[str, Any]] = {}
+        self.files: dict[str, About] = {}
         self.keep: set[str] = set()  # live files, which have no entry
         self._made: list[Path] = []
         self._synced: set[Path] = set()  # directories with new names
+        self._same: set[str] = set()  # files of the last dump that no manifest names, and that stay
         self._last: dict[str, Any] | None = None  # the manifest that this commit replaces
 
     def __enter__(self) -> Self:
@@ -78,7 +80,9 @@ class DumpWriter:
 
     def adopt(self, name: str) -> None:
         """Name a file that was written by other means (and sync it)."""
-        with open(self.path / STORAGE / name, "rb+") as f:
+        base, full = self.path / STORAGE, self.path / STORAGE / name
+        self._synced.update(place for place in full.parents if place.is_relative_to(base))
+        with open(full, "rb+") as f:
             os.fsync(f.fileno())
             _core.fault_point()
             self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
@@ -90,28 +94,41 @@ class DumpWriter:
         for file in files:
             self.adopt(str(file.relative_to(self.path / STORAGE)))
 
-    def base_for(self, names: Mapping[str, dict[str, Any] | None]) -> str:
-        """The directory for files of these names: that of the last dump, if they are the same files or new there."""
+    def base_for(self, names: Mapping[str, About], more: Mapping[str, About]) -> str:
+        """The directory for files of these names: that of the last dump, if they are the same files or new there.
+
+        `more` are those that named files name: whether they are the same, only what they hold can tell.
+        """
         old = self._old()
         base = str(old.get("storage_path_relative", STORAGE))
         there = old.get("files", {})
-        new = f"{STORAGE}/part-{self.commit}"
         for name, about in names.items():
-            found = there.get(f"{base}/{name}")
-            if found not in (None, about) or (
-                about is None and found is None and (self.path / base / name).exists()
-            ):
-                return new
+            if there.get(f"{base}/{name}") not in (None, about):
+                return f"{STORAGE}/part-{self.commit}"
+        for name, about in more.items():
+            if (self.path / base / name).exists() and not self._has_synced(f"{base}/{name}", about):
+                return f"{STORAGE}/part-{self.commit}"
         return base if old else STORAGE
 
-    def copy(self, source: Path, name: str, about: dict[str, Any] | None) -> None:
+    def _has_synced(self, name: str, about: About) -> bool:
+        with open(self.path / name, "rb") as f:
+            if {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)} != about:
+                return False
+            os.fsync(f.fileno())  # a killed dump may have left it
+        self._same.add(name)
+        return True
+
+    def copy(self, source: Path, name: str, about: About, named: bool = True) -> None:
         """Take over an immutable file, unless the last dump has it; its checksum is checked on the way.
 
-        Without `about` another file names it and knows its checksum.
+        Unless `named`, it is another file that names it, not the manifest.
         """
         full = self.path / name
-        if about is not None and self._old().get("files", {}).get(name) == about and _has_size(full, about):
+        if named:
             self.files[name] = about
+        else:
+            self.keep.add(name)
+        if name in self._same or (self._old().get("files", {}).get(name) == about and _has_size(full, about)):
             return
         self.directories += make_directory(full.parent)
         self._synced.add(full.parent)
@@ -123,12 +140,8 @@ class DumpWriter:
             _core.fault_point()
             os.fsync(copy.fileno())
             found = {"bytes": os.fstat(copy.fileno()).st_size, "crc32c": file_crc(copy)}
-        if about is None:
-            self.keep.add(name)
-        elif found != about:
+        if found != about:
             raise FormatError(f"{source}: its checksum does not match; it is damaged")
-        else:
-            self.files[name] = about
 
     def _old(self) -> dict[str, Any]:
         if self._last is None:
@@ -294,7 +307,7 @@ def _size_of(path: Path, name: str) -> int:
         ) from None
 
 
-def _has_size(file: Path, about: dict[str, Any]) -> bool:
+def _has_size(file: Path, about: About) -> bool:
     try:
         return bool(file.stat().st_size == about["bytes"])
     except OSError:

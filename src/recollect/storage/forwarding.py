@@ -89,7 +89,7 @@ class ForwardingStorage(SpaceStorage):
     def checks_reads(self) -> bool:
         return self.inner.checks_reads()
 
-    def more_files(self) -> list[str]:
+    def more_files(self) -> dict[str, dict[str, Any]]:
         return self.inner.more_files()
 
     def settle(self) -> None:

@@ -20,6 +20,7 @@ from recollect.storage.dump import (
     MANIFEST,
     STORAGE,
     TEMPORARY,
+    About,
     file_crc,
     last_commit,
     make_directory,
@@ -27,8 +28,6 @@ from recollect.storage.dump import (
     sync_directory,
     write_manifest,
 )
-
-About = dict[str, Any]
 
 
 class Home:

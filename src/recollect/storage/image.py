@@ -251,9 +251,12 @@ class ImageStorage(FileStorage):
 
     # -- checks and dumps
 
-    def more_files(self) -> list[str]:
-        rows = np.flatnonzero(self._entries["generation"][: self._length])
-        return [self._name(row, int(self._entries[row]["generation"])) for row in rows.tolist()]
+    def more_files(self) -> dict[str, dict[str, Any]]:
+        found = {}
+        for row, (generation, nbytes, crc, _) in enumerate(self._entries[: self._length].tolist()):
+            if generation:
+                found[self._name(row, generation)] = {"bytes": nbytes, "crc32c": f"{crc:08x}"}
+        return found
 
     def checks_reads(self) -> bool:
         return True

@@ -82,13 +82,12 @@ class Live:
         root = self.root
         if root is None:
             raise FormatError(f"{self.home.path}: holds no storage")
-        names: dict[str, Any] = {
-            key[len(self.home.base) + 1 :]: about for key, about in self.home.files.items()
-        }
-        names |= dict.fromkeys(root.more_files())  # their sizes are in files that are named
-        base = writer.base_for(names)
-        for name, about in names.items():
-            writer.copy(self.home.path / self.home.base / name, f"{base}/{name}", about)
+        names = {key[len(self.home.base) + 1 :]: about for key, about in self.home.files.items()}
+        more = root.more_files()
+        base = writer.base_for(names, more)
+        for name, about in (names | more).items():
+            source = self.home.path / self.home.base / name
+            writer.copy(source, f"{base}/{name}", about, named=name not in more)
         return base
 
 

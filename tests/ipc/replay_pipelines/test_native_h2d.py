@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import sys
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -34,6 +37,24 @@ def test_before_torch_is_loaded_nothing_is_settled(monkeypatch: pytest.MonkeyPat
         patch.delitem(native_h2d.sys.modules, "torch")
         assert native_h2d.ensure_available() is False and "not loaded" in native_h2d.get_diagnostic()
     assert "not loaded" not in native_h2d.get_diagnostic()
+
+
+@pytest.mark.parametrize(
+    ("library", "call"), [("libcudart.so.12", "cudaMemcpyAsync"), ("libamdhip64.so.6", "hipMemcpyAsync")]
+)
+def test_the_runtime_that_torch_loaded_is_opened(
+    library: str, call: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loaded = SimpleNamespace(is_available=lambda: True, init=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=loaded))
+    maps = f"7f00-7f01 r-xp 0 08:01 5   /lib/libm.so.6\n7f02-7f03 r-xp 0 08:01 6   /a b/{library}\n"
+    monkeypatch.setattr(Path, "read_text", lambda self: maps)
+    function, opened = SimpleNamespace(), list[str]()
+    runtime = SimpleNamespace(**{call: function})
+    monkeypatch.setattr(native_h2d.ctypes, "CDLL", lambda path: opened.append(path) or runtime)
+    assert native_h2d.ensure_available() and native_h2d._found[0][0] is function
+    assert opened == [f"/a b/{library}"] and function.restype is ctypes.c_int
+    assert native_h2d.get_diagnostic() == f"{call} of {library}"
 
 
 class OnCuda:

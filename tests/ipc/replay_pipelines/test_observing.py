@@ -65,6 +65,14 @@ def test_slices_on_a_device(events: bool) -> None:
     assert {s[0] for s in recorder.spans} == ({"gpu/replay_pipeline_batch_h2d"} if events else set())
 
 
+def test_the_packers_own_wait_for_a_copy_is_a_slice() -> None:
+    recorder = Recorder()
+    fake = {"device": "fake", "transfer": FakeDevice(1)}
+    with buffer(40) as buf, pipeline(buf, trace_recorder=recorder, **fake) as pipe:
+        pipe.sample_large_batch(0, N)
+    assert "batch_h2d_wait" in names(recorder)
+
+
 def test_slices_of_a_packing_collector() -> None:
     ours, theirs = Recorder(), Recorder()
     with buffer(40) as buf:

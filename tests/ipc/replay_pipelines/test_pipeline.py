@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 import time
 from typing import Any
@@ -12,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from tests.ipc.crews import sleeps_in
 from tests.ipc.replay_pipelines.make import (
     A,
     N,
@@ -243,6 +243,17 @@ def test_rows_lost_for_want_of_headroom_are_drawn_again_and_counted() -> None:
         assert 0 < pipe.stats().redrawn < 512
 
 
+def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next() -> None:
+    with buffer(16, capacity=16) as buf, pipeline(buf) as pipe:
+        gate = _Gate(pipe)
+        pipe.start_prepare(0, N)
+        add(buf, 16)
+        gate.open()
+        assert min(ids(pipe.sample_large_batch(0, N))) >= 16
+        meta = pipe.metadata
+        assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16)
+
+
 def test_a_batch_may_be_larger_than_the_buffer() -> None:
     with buffer(2) as buf, pipeline(buf, sample_count=500) as pipe:
         assert set(ids(pipe.sample_large_batch(0, 500))) == {0, 1}
@@ -265,11 +276,15 @@ class _Gate:
 # -- the floor
 
 
-def test_a_snapshot_waits_for_its_floor_and_is_taken_as_soon_as_it_is_reached() -> None:
+def test_a_snapshot_waits_for_its_floor_and_is_taken_as_soon_as_it_is_reached(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     with buffer(10) as buf, pipeline(buf) as pipe:
         assert pipe.start_prepare(0, N, 30)
         assert not pipe.wait_until_ready(0, N, timeout=0.02)  # the tick stays pending
-        assert not pipe.batch_ready(0, N)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe, "_wait", lambda *args: pytest.fail("it waited"))
+            assert not pipe.batch_ready(0, N)
         add(buf, 19)
         assert not pipe.wait_until_ready(0, N, timeout=0.02)
         add(buf, 1)
@@ -278,6 +293,31 @@ def test_a_snapshot_waits_for_its_floor_and_is_taken_as_soon_as_it_is_reached() 
         assert pipe.metadata is not None and pipe.metadata.snapshot_ptr == 30
         assert ids(batch) == drawn_ids(pipe.metadata)
         assert pipe.stats().started == 1 and pipe.stats().failed == 0
+
+
+def test_a_snapshot_below_the_floor_is_taken_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The count of rows may be off for a moment: while a lane is changed in place."""
+    real, early = packing.wait_for_rows, iter([packing.REACHED])
+
+    def wait(*args: Any) -> int:
+        found = next(early, None)
+        return real(*args) if found is None else found
+
+    monkeypatch.setattr(packing, "wait_for_rows", wait)
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        pipe.start_prepare(0, N, 11)
+        assert not pipe.wait_until_ready(0, N, timeout=0.05)
+        add(buf, 1)
+        pipe.sample_large_batch(0, N)
+        assert pipe.metadata is not None and pipe.metadata.snapshot_ptr == 11
+
+
+def test_a_snapshot_that_waited_for_its_floor_leaves_the_headroom_too() -> None:
+    with buffer(63, capacity=64) as buf, pipeline(buf) as pipe:
+        pipe.start_prepare(0, N, 64, headroom=20)
+        add(buf, 1)
+        pipe.sample_large_batch(0, N)
+        assert pipe.metadata is not None and pipe.metadata.snapshot_size == 44
 
 
 def test_the_packer_wakes_with_the_row_it_waits_for() -> None:
@@ -414,6 +454,13 @@ def test_bad_floors_and_headrooms_are_refused(kwargs: dict[str, Any], match: str
         assert pipe.stats().started == 0
 
 
+def test_headroom_is_rows_of_a_lane() -> None:
+    with buffer(capacity=64, num_lanes=2) as buf, pipeline(buf) as pipe:
+        with pytest.raises(ValueError, match="headroom: must be below the 32 rows of a lane, got 32"):
+            pipe.start_prepare(0, N, 1, headroom=32)
+        assert pipe.start_prepare(0, N, 1, headroom=31)
+
+
 @pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf")])
 def test_endless_waits_are_refused(timeout: float) -> None:
     with buffer(4) as buf, pipeline(buf) as pipe:
@@ -451,11 +498,6 @@ def test_a_wait_that_takes_too_long_leaves_the_tick_pending(wait: str) -> None:
         gate.open()
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
         assert pipe.stats().started == 1 and pipe.stats().failed == 0
-
-
-def sleeps_in(thread: threading.Thread, function: str) -> bool:
-    frame = sys._current_frames().get(thread.ident or 0)
-    return frame is not None and frame.f_code.co_name == function
 
 
 @pytest.mark.parametrize("wait", ["sample_large_batch", "wait_until_ready", "wait_ready"])

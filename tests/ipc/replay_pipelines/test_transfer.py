@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 
-from recollect.errors import DeadlineError, PrepareError
-from recollect.ipc.replay_pipelines import TransferBackend
-from recollect.ipc.replay_pipelines.transfer import InPlaceTransfer, StreamTransfer, make_transfer
+from recollect.errors import ClosedError, DeadlineError, PrepareError
+from recollect.ipc.replay_pipelines import TransferBackend, native_h2d, transfer
+from recollect.ipc.replay_pipelines.transfer import StreamTransfer, make_transfer
 from recollect.testing import FakeDevice
 from recollect.testing.fake_device import FakeEvent, FakeRead, FakeStream, read_all
 
@@ -53,6 +53,19 @@ def run(
 @pytest.mark.parametrize("seed", SEEDS)
 def test_every_legal_order_gives_the_right_batches(seed: int, prefetch: bool) -> None:
     run(FakeDevice(seed), prefetch=prefetch)
+
+
+def test_a_fake_device_takes_its_streams_in_random_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(FakeDevice, "_run_some", nothing)
+
+    def order(seed: int) -> tuple[str, ...]:
+        device, ran = FakeDevice(seed), list[str]()
+        for stream in [device.compute, device.new_stream()] * 10:
+            device._queue(stream, lambda clock, name=stream.name: ran.append(name))  # type: ignore[misc]
+        device.finish()
+        return tuple(ran)
+
+    assert len({order(seed) for seed in range(5)}) == 5
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -167,6 +180,50 @@ def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
         assert pipe.wait_until_ready(2, N, timeout=20)
 
 
+def test_a_close_that_a_hanging_copy_stopped_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf:
+        pipe = pipeline(buf, device="fake", transfer=device, deadline=0.02)
+        pipe.sample_large_batch(0, N)
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeEvent, "query", lambda self: False)
+            with pytest.raises(DeadlineError, match="slot 0: its copy must finish"):
+                pipe.close()
+        assert device._host  # the device may still be reading it
+        pipe.close()
+        assert not device._host
+        with pytest.raises(ClosedError):
+            pipe._slots.slot(0)
+
+
+def test_a_wait_for_a_copy_lets_the_core_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    device, naps, looks = FakeDevice(0), list[float](), iter([False] * 9 + [True])
+    device.register_host_slots([np.zeros((2, 4), np.uint8)])
+    device.allocate_device_slots(1)
+    device.submit_h2d(0)
+    device.finish()
+    monkeypatch.setattr(transfer.time, "sleep", naps.append)
+    monkeypatch.setattr(FakeEvent, "query", lambda self: next(looks))
+    device.synchronize_ready(0, 20.0)
+    assert naps == [min(20e-6 * 2**k, 1e-3) for k in range(9)]
+
+
+def test_wait_ready_waits_for_the_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+
+    def query(event: FakeEvent) -> bool:
+        device.step()
+        return device.look(event)
+
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
+        monkeypatch.setattr(device, "_run_some", nothing)  # nothing runs by itself
+        with monkeypatch.context() as patch:
+            patch.setattr(FakeEvent, "query", query)
+            pipe.start_prepare(0, N)
+            pipe.wait_ready()
+        assert pipe.batch_ready(0, N)
+
+
 def test_a_copy_under_way_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(0)
     with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
@@ -195,31 +252,28 @@ def test_a_failed_copy_does_not_poison(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ids({k: r.value for k, r in work.items()}) == drawn_ids(pipe.metadata)
 
 
-def test_where_the_learner_submits_the_copy_is_made_in_sample() -> None:
-    """As on mps: by the learner's thread, before the batch is given out."""
+def test_on_mps_the_learners_thread_copies_in_sample() -> None:
+    pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import MpsTransfer
 
-    class Blocking(InPlaceTransfer):
-        submits_in_learner = True
-        threads: list[int] = []  # noqa: RUF012
+    threads: list[int] = []
 
-        def allocate_device_slots(self, count: int) -> list[Any]:
-            self.blocks = [np.zeros_like(slot) for slot in self._slots]
-            return self.blocks
-
+    class Noting(MpsTransfer):
         def submit_h2d(self, slot: int) -> None:
-            self.threads.append(threading.get_ident())
-            self.blocks[slot][...] = self._slots[slot]
+            threads.append(threading.get_ident())
+            super().submit_h2d(slot)
 
-    device = Blocking("numpy")
-    with buffer(40) as buf, pipeline(buf, transfer=device) as pipe:
-        pipe._packer._is_copied = True
+    with buffer(40) as buf, pipeline(buf, transfer=Noting("cpu")) as pipe:
         for t in range(3):
-            assert pipe.wait_until_ready(t, N) and len(device.threads) == t
+            assert pipe.wait_until_ready(t, N) and len(threads) == t
             assert pipe.metadata is None
             batch = pipe.sample_large_batch(t, N)
             assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
             pipe.after_tick()
-        assert device.threads == [threading.get_ident()] * 3
+        assert threads == [threading.get_ident()] * 3
+        told = pipe.transfer_manifest
+        assert (told["device_family"], told["h2d_submitter"]) == ("mps", "torch_copy_main_thread")
+        assert (told["host_memory_kind"], told["supports_async_submit"]) == ("shared", False)
 
 
 # -- the manifest
@@ -240,7 +294,7 @@ def test_the_manifest_on_the_host(device: str, family: str) -> None:
         expected = {
             "device": device, "device_family": family, "host_memory_kind": "shared", "h2d_submitter": "in_place",
             "ring_depth": 2, "pack_executor": "learner_thread", "sample_count": N, "row_bytes": buf.row_nbytes,
-            "host_pinned": False, "direct_pinned_shared": False,
+            "host_pinned": False, "direct_pinned_shared": False, "native_h2d": native_h2d.get_diagnostic(),
         }  # fmt: skip
         assert expected.items() <= manifest.items() and pipe.h2d_submitter == "in_place"
         manifest["device"] = "changed"
@@ -303,6 +357,56 @@ def test_host_slots_are_pinned_where_they_lie_or_the_manifest_says_not(
     assert ("refused to pin" in caplog.text) is (refuses != 9)
     transfer.close()
     assert runtime.registered == []
+
+
+@pytest.mark.parametrize(("refuses", "submitter"), [(9, "native"), (1, "torch_copy_stream")])
+def test_pinned_memory_is_copied_by_the_runtime_itself_where_that_was_found(
+    refuses: int, submitter: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import CudaTransfer, TorchStreamTransfer
+
+    if cuda():
+        pytest.skip("there is a driver")
+    calls: list[str] = []
+    monkeypatch.setattr(native_h2d, "_found", [(nothing, "a fake")])
+    monkeypatch.setattr(native_h2d, "submit_h2d", lambda *args: calls.append("native"))
+    monkeypatch.setattr(TorchStreamTransfer, "queue_copy", lambda *args: calls.append("torch_copy_stream"))
+    device = CudaTransfer("cuda:0", FakeRuntime(refuses))
+    device.register_host_slots([np.zeros((4, 8), np.uint8) for _ in range(2)])
+    device.queue_copy(None, None, None)
+    assert calls == [device.describe()["h2d_submitter"]] == [submitter]
+    device.close()
+
+
+def test_what_may_not_be_pinned_goes_through_private_pinned_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import CudaTransfer
+
+    empty, sent = torch.empty, list[Any]()
+    monkeypatch.setattr(torch, "empty", lambda *args, pin_memory, **kwargs: empty(*args, **kwargs))
+    monkeypatch.setattr(StreamTransfer, "submit_h2d", lambda self, slot: sent.append(self._host[slot]))
+    device, slots = CudaTransfer("cuda:0", FakeRuntime(1)), [np.zeros((4, 8), np.uint8) for _ in range(2)]
+    device.register_host_slots(slots)
+    told = device.describe()
+    assert (told["host_memory_kind"], told["host_pinned"], told["direct_pinned_shared"]) == (
+        "private_pinned", True, False,
+    )  # fmt: skip
+    slots[1][...] = 7
+    device.submit_h2d(1)
+    assert (sent[0] == 7).all() and sent[0].data_ptr() != slots[1].ctypes.data
+    device.close()
+
+
+def test_the_manifest_on_xpu() -> None:
+    pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import XpuTransfer
+
+    expected = {
+        "device": "xpu:0", "device_family": "xpu", "host_memory_kind": "shared", "host_pinned": False,
+        "h2d_submitter": "torch_xpu_copy_stream", "supports_async_submit": True, "supports_timing_events": True,
+    }  # fmt: skip
+    assert expected.items() <= XpuTransfer("xpu:0").describe().items()
 
 
 @pytest.mark.parametrize("prefetch", [True, False])

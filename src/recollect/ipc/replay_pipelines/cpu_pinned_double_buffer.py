@@ -99,7 +99,8 @@ class CPUPinnedDoubleBufferReplayPipeline:
         self._hot: Job | None = None
         self._cold: Job | None = None
         self._last_slot = 1
-        self._closed = False
+        self._closed = self._is_ended = False
+        self._closing = threading.RLock()
         self._watch: Watch | None = None
         self._started, self._hits, self._misses, self._wait_us = 0, 0, 0, 0.0
         self._packer = Packer(replay_buffer, self._slots, self._transfer, queues, self._trace, self._log)
@@ -229,13 +230,20 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 self._hot = None
 
     def close(self) -> None:
-        """End thread, slots and registrations; whoever waits gets ClosedError. May be called twice."""
+        """End thread, slots and registrations; whoever waits gets ClosedError. May be called twice.
+
+        DeadlineError when the packer or a copy hangs: what they use is left to them, and the next call tries again.
+        """
         with self._lock:
-            if self._closed:
-                return
             self._closed = True
             if self._cold is not None:
                 self._cold.done.put(None)
+        with self._closing:
+            if not self._is_ended:
+                self._end_all()
+                self._is_ended = True
+
+    def _end_all(self) -> None:
         ended = self._packer.stop(10.0)
         self._end.detach()
         if not ended:
