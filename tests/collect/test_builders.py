@@ -97,6 +97,21 @@ def test_rewards_and_flags_become_the_leafs_dtype(dtype: str, n: int) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 2])
+def test_an_end_of_both_kinds_is_stored_as_given(n: int) -> None:
+    class Both(Counting):
+        def step(self, action: Any) -> Any:
+            obs, reward, _, _, info = super().step(action)
+            return obs, reward, True, True, info
+
+    env = Both() if n == 1 else vector(Both, n, NEXT_STEP)
+    buf = lanes_for(env, n)
+    wrapped = Wrapper(env, buf)
+    wrapped.reset()
+    wrapped.step(0 if n == 1 else Z)
+    assert buf[:]["terminated"].tolist() == buf[:]["truncated"].tolist() == [True] * n
+
+
+@pytest.mark.parametrize("n", [1, 2])
 def test_a_reward_that_would_change_is_refused(n: int) -> None:
     env = counting() if n == 1 else vector(counting, n, NEXT_STEP)  # rewards end in .25
     buf = buffer_of({"reward": ((), "int32")}, n)
@@ -207,15 +222,16 @@ def test_a_callable_over_nested_spaces() -> None:
     assert buf[:]["name"].tolist() == [1, 1]
 
 
-def test_an_error_of_a_callable_costs_only_its_slot() -> None:
-    def build(env_index: int, next_obs: Any, **rest: Any) -> Any:
-        if env_index == 1 and next_obs[2] == 2:
-            raise KeyError("no such thing")
-        return {"x": float(next_obs[2])}
+def fails_in_slot_1(env_index: int, next_obs: Any, **rest: Any) -> Any:
+    if env_index == 1 and next_obs[2] == 2:
+        raise KeyError("no such thing")
+    return {"x": float(next_obs[2])}
 
+
+def test_an_error_of_a_callable_costs_only_its_slot() -> None:
     envs = vector(long, 2, NEXT_STEP)
     buf = buffer_of({"x": ((), "float32")}, 2)
-    wrapped = Wrapper(envs, buf, transition_builder=build)
+    wrapped = Wrapper(envs, buf, transition_builder=fails_in_slot_1)
     wrapped.reset()
     wrapped.step(Z)
     with pytest.raises(KeyError, match="no such thing"):
@@ -225,6 +241,17 @@ def test_an_error_of_a_callable_costs_only_its_slot() -> None:
     assert buf.stats().rejected == 1
     wrapped.close()
     assert buf.get_segments() == [(0, 3), (3, 4), (4, 5)]  # no window spans the gap
+
+
+def test_per_env_an_error_of_a_callable_counts_in_its_slots_buffer() -> None:
+    envs = vector(long, 2, NEXT_STEP)
+    buffers = [buffer_of({"x": ((), "float32")}) for _ in range(2)]
+    wrapped = Wrapper(envs, buffers, transition_builder=fails_in_slot_1)
+    wrapped.reset()
+    wrapped.step(Z)
+    with pytest.raises(KeyError, match="no such thing"):
+        wrapped.step(Z)
+    assert [(b.stats().live, b.stats().rejected) for b in buffers] == [(2, 0), (1, 1)]
 
 
 # -- transformations

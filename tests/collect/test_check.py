@@ -134,11 +134,24 @@ def test_values_off_the_space(part: str, change: Any, place: str, problem: str) 
     assert "(step 3)" in finding.problem and finding.remedy
 
 
-@pytest.mark.parametrize(("part", "change", "place", "problem"), [f for f in FAULTS if f[0] == "obs"][2:4])
+@pytest.mark.parametrize(("part", "change", "place", "problem"), [*FAULTS[2:4], FAULTS[5]])
 def test_values_off_the_space_in_a_vector(part: str, change: Any, place: str, problem: str) -> None:
     envs = SyncVectorEnv([counting, lambda: Spoilt(part, change)], autoreset_mode=NEXT_STEP)
     finding = only(check(envs, steps=30))
     assert finding.place == place and "slot 1" in finding.problem
+
+
+@pytest.mark.parametrize("at", [2, 3])
+def test_flags_of_a_vector_that_are_not_bools(at: int) -> None:
+    class Numbers(gymnasium.vector.VectorWrapper[Any, Any, Any, Any, Any]):
+        def step(self, actions: Any) -> Any:
+            result = list(self.env.step(actions))
+            result[at] = result[at].astype(np.int8)
+            return tuple(result)
+
+    finding = only(check(Numbers(vector(counting, 2, NEXT_STEP)), steps=5))
+    assert (finding.level, finding.place) == ("error", ["terminated", "truncated"][at - 2])
+    assert "must be an array of 2 bool, got int8" in finding.problem
 
 
 def test_a_reset_off_the_space_is_found_too() -> None:
@@ -220,9 +233,8 @@ def test_a_final_obs_off_the_space() -> None:
             info["final_obs"][i] = info["final_obs"][i].astype(np.float64)
         return info
 
-    findings = check(Final(vector(counting, 2, SAME_STEP), wide), steps=20)
-    assert findings and {f.place for f in findings} == {"final_obs"}
-    assert any("float64" in f.problem for f in findings)
+    finding = only(check(Final(vector(counting, 2, SAME_STEP), wide), steps=20))
+    assert finding.place == "final_obs" and re.search("must fit the observation space.*float64", finding.problem)
 
 
 def test_an_undeclared_mode() -> None:

@@ -311,6 +311,20 @@ def test_waits_record_exactly_as_the_sync_calls(mode: Any) -> None:
     assert not multiprocessing.active_children()
 
 
+def test_an_asynchronous_step_needs_a_reset_as_a_sync_one_does() -> None:
+    envs = vector(lambda: Counting(longest=1), 2, DISABLED, "async", context="fork")
+    buf = lanes_for(envs, 2)
+    with Wrapper(envs, buf) as wrapped:
+        with pytest.raises(rc.ResetNeeded, match="needs a reset first"):
+            wrapped.step_async(Z)
+        wrapped.reset()
+        wrapped.step(Z)
+        with pytest.raises(rc.ResetNeeded, match="slots 0, 1 are past the end"):
+            wrapped.step_async(Z)
+        wrapped.reset()  # the environment has not moved: no step is under way
+        assert buf.stats().offered == 2
+
+
 def test_calls_out_of_order_change_nothing() -> None:
     envs = vector(long, 2, SAME_STEP, "async", context="fork")
     buf = lanes_for(envs, 2)

@@ -334,14 +334,17 @@ def test_final_obs_as_dense_arrays() -> None:
     assert buf[:]["obs"][:, 1:3].tolist() == [[1, 0], [2, 0], [1, 0], [2, 0]]
 
 
-def test_an_env_that_resets_in_the_same_step() -> None:
-    class Same(Counting):
-        def step(self, action: Any) -> Any:
-            obs, reward, terminated, truncated, info = super().step(action)
-            if terminated or truncated:
-                return self.reset()[0], reward, terminated, truncated, {"final_obs": obs}
-            return obs, reward, terminated, truncated, info
+class Same(Counting):
+    """Resets in the step that ends an episode."""
 
+    def step(self, action: Any) -> Any:
+        obs, reward, terminated, truncated, info = super().step(action)
+        if terminated or truncated:
+            return self.reset()[0], reward, terminated, truncated, {"final_obs": obs}
+        return obs, reward, terminated, truncated, info
+
+
+def test_an_env_that_resets_in_the_same_step() -> None:
     env = Same(longest=1)
     buf = tracked_for(env)
     wrapped = Wrapper(env, buf, autoreset_mode=SAME_STEP)
@@ -350,6 +353,16 @@ def test_an_env_that_resets_in_the_same_step() -> None:
     wrapped.step(0)
     assert buf[:]["obs"][:, 1:3].tolist() == [[1, 0], [2, 0]]
     assert buf[:]["next_obs"][:, 1:3].tolist() == [[1, 1], [2, 1]]
+
+
+def test_an_env_that_overwrites_its_final_obs_is_warned_of_once() -> None:
+    env = Same(longest=1, reuses=True)
+    wrapped = Wrapper(env, tracked_for(env), autoreset_mode=SAME_STEP)
+    wrapped.reset()
+    with pytest.warns(UserWarning, match="final_obs.*next episode's first") as caught:
+        for _ in range(3):
+            wrapped.step(0)
+    assert len(caught) == 1
 
 
 # -- contexts

@@ -97,6 +97,22 @@ def test_an_env_appends_and_ends_a_segment_with_each_episode() -> None:
     assert buf.get_segments() == [(0, 1), (1, 2), (2, 3), (3, 4)]
 
 
+@pytest.mark.parametrize(("call", "make"), [("extend", untracked_for), ("extend_lanes", lanes_for)])
+def test_one_write_per_step_of_all_slots(call: str, make: Any) -> None:
+    envs = vector(lambda: Counting(longest=10**9), 3, NEXT_STEP)
+    buf = make(envs) if make is untracked_for else make(envs, 3)
+    write, n_rows = getattr(buf, call), []
+
+    def counted(*args: Any, **kwargs: Any) -> None:
+        before = len(buf)
+        write(*args, **kwargs)
+        n_rows.append(len(buf) - before)
+
+    setattr(buf, call, counted)
+    stepped(Wrapper(envs, buf), 5)
+    assert n_rows == [3] * 5
+
+
 def test_lanes_without_segments() -> None:
     envs = vector(counting, 2, NEXT_STEP)
     buf = untracked_for(envs, num_lanes=2)
