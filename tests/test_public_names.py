@@ -46,6 +46,42 @@ def test_type_checkers_see_the_same_names() -> None:
     assert seen == recollect._HOME
 
 
+SIGNATURES = {
+    "SubIndexedBatch": "batch, sub_indexes",
+    "SubItemBatch": "batch, sub_indexes",
+    "TransformedBatch": "batch, transformation, metadata_transformation=None",
+    "ToBackendOrDeviceBatch": "batch, backend=None, device=None",
+    "CombinedBatch": "batches, device=None, use_thread_pool=False",
+    "SliceStackedBatch": "batch, fixed_offset, get_valid_mask_function=None, fill_invalid_data=True, "
+    "stack_metadata=False",
+    "FrameStackedBatch": "batch, prefetch_horizon=0, postfetch_horizon=0, get_valid_mask_function=None, "
+    "fill_invalid_data=True, stack_metadata=False",
+    "NStepBatch": "batch, n, gamma, reward='reward', next_obs='next_obs', terminated='terminated'",
+    "ReplayBufferCollectionWrapper": "env, replay_buffers, replay_mode='auto', transition_builder=None, "
+    "validate_transition=False, dump_on_episode_end=False, dump_on_reset_boundary=False, dump_path=None, *, "
+    "autoreset_mode=None",
+    "BatchSampler": "single_space, single_metadata_space=None, batch_size=1",
+    "StepSampler": "data, batch_size, seed=None, device=None, *, replace=True",
+    "MultiprocessingSampler": "sampler, n_workers=4, n_buffers=8, ctx=None, doze_time=0.005, daemon=None, *, "
+    "deadline=60.0, max_lengths=None",
+    "PrioritizedSampler": "data, batch_size, alpha=0.6, beta=0.4, eps=1e-06, seed=None, device=None",
+    "SequenceSampler": "data, batch_size, length, burn_in=0, pad=False, seed=None, device=None",
+    "HindsightSampler": "data, batch_size, compute_reward, strategy='future', ratio=0.8, seed=None",
+    "RateLimiter": "samples_per_insert, min_size, band, deadline=60.0",
+    "check_env_pipeline": "env, buffer=None, steps=1000, seed=0, strict=False, *, progress=None",
+}
+
+
+@pytest.mark.parametrize("name", SIGNATURES)
+def test_arguments_and_defaults_are_those_promised(name: str) -> None:
+    promised = getattr(recollect, name)
+    is_class = isinstance(promised, type)
+    found = inspect.signature(promised.__init__ if is_class else promised)
+    arguments = [p.replace(annotation=p.empty) for p in found.parameters.values()][is_class:]
+    shown = found.replace(parameters=arguments, return_annotation=found.empty)
+    assert str(shown) == f"({SIGNATURES[name]})"
+
+
 def test_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'ReplayBufer'"):
         recollect.ReplayBufer

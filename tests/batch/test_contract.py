@@ -9,6 +9,7 @@ import pytest
 from gymnasium import spaces
 from tests.batch.make import SPACE, batch, numbers, sample
 
+import recollect as rc
 from recollect.batch import (
     BatchBase,
     CastTransformation,
@@ -340,6 +341,27 @@ class TestPrioritizedSampler(SamplerContract):
     @pytest.fixture
     def make_batch(self) -> Make:
         return lambda n: PrioritizedSampler(transitions(n), 3, seed=0)
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        SubIndexedBatch(batch(9), [4, 2, 1]),
+        batch(9).get_column("obs"),
+        TransformedBatch(batch(9), CastTransformation({"obs/image": "float32"})),
+        CombinedBatch([batch(2), batch(2)]),
+        FrameStackedBatch(batch(9), 1),
+        StepSampler(batch(9), 2),
+    ],
+    ids=lambda view: type(view).__name__,
+)
+def test_reads_fill_the_callers_arrays(view: Any) -> None:
+    for index in ([2, 0], 1):
+        out, wrong = view.get_at([0, 1] if index != 1 else 0), view.get_at([0])
+        assert view.get_at(index, out=out) is out
+        assert equal(out, view.get_at(index))
+        with pytest.raises(rc.SchemaError, match="out must be"):
+            view.get_at(index, out=wrong)
 
 
 def test_the_contract_asks_for_a_batch(pytester: pytest.Pytester) -> None:

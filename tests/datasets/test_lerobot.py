@@ -50,6 +50,14 @@ def test_every_feature_of_every_version_is_read_right(root: Path) -> None:
         assert list(data.left_out) == ["language_events"]
 
 
+def test_episodes_come_in_the_order_of_their_numbers(tmp_path: Path) -> None:
+    root = sets.lerobot_v2(tmp_path / "set", "v2.1")
+    lines = (root / "meta/episodes.jsonl").read_text().splitlines(keepends=True)
+    sets.put(root / "meta/episodes.jsonl", "".join(lines[::-1]))
+    with from_lerobot(root, features=["index"]) as data:
+        assert data.get_segments() == BOUNDS and data[:]["index"].tolist() == list(range(11))
+
+
 def test_random_access_reads_the_same_as_in_order(root: Path) -> None:
     with from_lerobot(root) as data:
         order = [10, 0, 4, 3, 10, 5]

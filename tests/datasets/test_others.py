@@ -19,7 +19,7 @@ import recollect as rc
 from recollect.datasets import as_torch_dataset, from_huggingface, from_minari, from_torch, open_dataset
 from recollect.datasets.torch import TorchBatch
 from recollect.errors import FormatError
-from recollect.testing.batch_contract import BatchContract
+from recollect.testing.batch_contract import BatchContract, equal
 
 MINARI = {
     "hdf5": sets.minari_hdf5,
@@ -107,6 +107,39 @@ def test_a_saved_huggingface_set_is_read_by_column(tmp_path: Path) -> None:
         from_huggingface(tmp_path / "hf", columns=["nope"])
 
 
+class Live:
+    """What is asked of a `datasets.Dataset`: Arrow columns, and the order of its rows."""
+
+    def __init__(self, table: Any, order: Any) -> None:
+        self.table, self.order, self.column_names = table, order, table.column_names
+
+    def with_format(self, kind: str) -> Live:
+        assert kind == "arrow"
+        return self
+
+    def select_columns(self, names: list[str]) -> Live:
+        return Live(self.table.select(names), self.order)
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def __getitem__(self, rows: slice) -> Any:
+        return self.table.take(self.order[rows])
+
+
+def test_a_live_huggingface_set_is_read_in_its_own_order(tmp_path: Path) -> None:
+    saved = from_huggingface(sets.huggingface(tmp_path / "hf"))
+    files = sorted((tmp_path / "hf").glob("*.arrow"))
+    table = pa.concat_tables([pa.ipc.open_stream(str(file)).read_all() for file in files])
+    order = np.array([9, 5, 4, 2, 0, 3])
+    live = from_huggingface(Live(table, order), episode="episode_index")
+    assert live.get_segments() == [(0, 2), (2, 3), (3, 6)]
+    assert equal(live[:], saved[order]) and equal(live[[4, 1]], saved[[0, 5]])
+    assert live.left_out == saved.left_out
+    with pytest.raises(TypeError, match="must be a datasets.Dataset or a path, got list"):
+        from_huggingface([1, 2])
+
+
 def test_splits_and_broken_huggingface_sets(tmp_path: Path) -> None:
     sets.huggingface(tmp_path / "dict/train")
     sets.huggingface(tmp_path / "dict/test")
@@ -189,6 +222,18 @@ def test_from_torch_and_back() -> None:
         from_torch(Numbers(0))
     with pytest.raises(TypeError, match="__len__"):
         from_torch(iter([1]))
+
+
+def test_reads_fill_the_callers_arrays(tmp_path: Path) -> None:
+    for data, key in (
+        (from_torch(Numbers(5)), "x"),
+        (from_huggingface(sets.huggingface(tmp_path / "hf"), columns=["action"]), "action"),
+    ):
+        out = data[[0, 0]]
+        assert data.get_at([3, 1], out=out) is out
+        np.testing.assert_array_equal(out[key], data[[3, 1]][key])
+        with pytest.raises(rc.SchemaError, match=f"{key}: out must be"):
+            data.get_at([3, 1, 2], out=out)
 
 
 def test_a_sample_of_another_shape_is_an_error() -> None:

@@ -163,9 +163,12 @@ def test_the_smallest_band_is_said_and_works(ratio: Fraction, min_size: int) -> 
     spi = float(ratio)
     exact = Fraction(str(spi))
     least = max(min_size * exact, (1 + exact) / 2)
-    with pytest.raises(ValueError, match="band: must be at least .*below that neither side could ever move"):
+    says = "band: must be at least .*below that neither side could ever move"
+    with pytest.raises(ValueError, match=says) as refused:
         rc.RateLimiter(spi, min_size, float(least) * 0.99)
-    limiter = rc.RateLimiter(spi, min_size, float(least) * (1 + 1e-12))
+    said = float(str(refused.value).split()[5])
+    assert said == pytest.approx(float(least), rel=1e-15)
+    limiter = rc.RateLimiter(spi, min_size, said)
     inserts = samples = 0
     limiter._counts = lambda: (inserts, inserts)
     for _ in range(200):  # one row at a time something can always move

@@ -237,6 +237,19 @@ def test_threads_keep_the_best_of_all() -> None:
         assert stats.offered == 2_000 == stats.live + stats.evicted + stats.rejected
 
 
+def test_the_tree_is_kept_from_write_to_write() -> None:
+    """A write costs O(log capacity): only changes by others make the tree anew."""
+    buffer = make(capacity=8)
+    engine: Any = buffer.engine
+    buffer.append(one(0, 0.0))
+    tree = engine._tree
+    for i in range(1, 20):
+        buffer.append(one(i, float(i)))
+        buffer.extend(many([(100 + i, i + 0.5), (200 + i, -1.0)]))
+        buffer.set_at(0, one(300 + i, float(i)))
+        assert engine._tree is tree
+
+
 def test_it_has_no_lanes() -> None:
     with make() as buffer, pytest.raises(ValueError, match="no lanes"):
         buffer.on_lane(0)

@@ -106,8 +106,9 @@ def test_resumes_bit_for_bit(in_epoch: bool) -> None:
         np.testing.assert_array_equal(a["x"], b["x"])
         np.testing.assert_array_equal(a["obs"]["desired_goal"], b["obs"]["desired_goal"])
         np.testing.assert_array_equal(ma["goal_step"], mb["goal_step"])
-    with pytest.raises(ValueError, match="strategy"):
-        rc.HindsightSampler(data, 4, zero, "final").load_state_dict(state)
+    for name, other in (("strategy", "final"), ("ratio", 0.5)):
+        with pytest.raises(ValueError, match=name):
+            rc.HindsightSampler(data, 4, zero, **{name: other}).load_state_dict(state)  # type: ignore[arg-type]
 
 
 def test_getters_show_samples_as_they_are() -> None:

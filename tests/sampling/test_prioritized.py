@@ -366,6 +366,16 @@ class TestSources:
             assert sampler.update_priorities(meta, loss) == 6
             assert sampler.update_priorities({k: torch.as_tensor(v) for k, v in meta.items()}, loss) == 6
 
+    def test_device_moves_the_result(self, tmp_path: Path) -> None:
+        pytest.importorskip("torch")
+        source = rc.ToBackendOrDeviceBatch(source_of("memory", tmp_path), "torch")
+        sampler = rc.PrioritizedSampler(source, 6, seed=3, device="meta")
+        data, meta = sampler.sample_with_metadata()
+        assert meta is not None
+        assert data["y"].device.type == meta["weight"].device.type == "meta"
+        assert sampler.sample()["y"].device.type == "meta"
+        assert isinstance(meta["row"], np.ndarray) and isinstance(meta["generation"], np.ndarray)
+
     def test_jax_never_narrows(self, tmp_path: Path) -> None:
         jax = pytest.importorskip("jax")
         space = {"y": ((2,), "float32")}

@@ -239,10 +239,10 @@ class TestSpacesAndBackends:
         assert found[found[:, 0, 1] == 5][0].tolist() == [[5, 5], [5, 6], [6, 7], [7, 8]]
 
     def test_device(self) -> None:
-        torch = pytest.importorskip("torch")
+        pytest.importorskip("torch")
         view = rc.ToBackendOrDeviceBatch(buffer([9]), "torch")
-        batch = rc.SequenceSampler(view, 2, 3, seed=0, device="cpu").sample()
-        assert batch["x"].device == torch.device("cpu")
+        batch = rc.SequenceSampler(view, 2, 3, seed=0, device="meta").sample()
+        assert batch["x"].device.type == "meta"
 
 
 class TestRefusals:

@@ -17,7 +17,7 @@ import numpy as np
 from gymnasium import spaces
 
 from recollect.batch import BatchBase
-from recollect.batch.structure import Keys, pick
+from recollect.batch.structure import Keys, fill, pick
 from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError
 from recollect.indexing import normalize
 from recollect.spaces import Layout, compile_layout
@@ -124,9 +124,10 @@ class DatasetBatch(BatchBase):
 
     # -- reads
 
-    def get_at(self, idx: Any) -> Any:
+    def get_at(self, idx: Any, *, out: Any = None) -> Any:
         found = normalize(idx, len(self))
-        return {key: self._part(key, found) for key in self._layouts}
+        data = {key: self._part(key, found) for key in self._layouts}
+        return data if out is None else fill(out, data)
 
     def get_column_at(self, keys: Keys, idx: Any) -> Any:
         if not keys:

@@ -8,6 +8,7 @@ import numpy as np
 
 from recollect.backends import move
 from recollect.batch import BatchBase
+from recollect.batch.structure import fill
 from recollect.datasets.batch import need
 from recollect.errors import FormatError
 from recollect.indexing import normalize
@@ -108,7 +109,11 @@ class TorchBatch(BatchBase):
     def __len__(self) -> int:
         return len(self._dataset)
 
-    def get_at(self, idx: Any) -> Any:
+    def get_at(self, idx: Any, *, out: Any = None) -> Any:
+        data = self._read_at(idx)
+        return data if out is None else fill(out, data)
+
+    def _read_at(self, idx: Any) -> Any:
         found = normalize(idx, len(self))
         layout = self._own_layout
         if isinstance(found, int):

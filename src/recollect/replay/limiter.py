@@ -76,7 +76,7 @@ class RateLimiter:
         least = max(min_size * self._ratio, (1 + self._ratio) / 2)
         if self._band < least:
             raise ValueError(
-                f"band: must be at least {_text(least)} with samples_per_insert={self.samples_per_insert:g} and "
+                f"band: must be at least {_enough(least)} with samples_per_insert={self.samples_per_insert:g} and "
                 f"min_size={min_size}, got {self.band:g}; below that neither side could ever move"
             )
         self._attach(_core.Mapping(-1, 0, 4096, True), 0, lambda: (0, 0))
@@ -316,7 +316,7 @@ class RateLimiter:
         if need > self._band:
             rows = "rows at once" if verb == "insert" else "samples at once"
             raise ValueError(
-                f"limiter: band must be at least {_text(need)} to {verb} {n} {rows}, got {self.band:g}; "
+                f"limiter: band must be at least {_enough(need)} to {verb} {n} {rows}, got {self.band:g}; "
                 f"{verb} fewer or make it with a wider band"
             )
 
@@ -343,5 +343,11 @@ def _positive(name: str, value: Any) -> float:
     return float(value)
 
 
-def _text(value: Fraction) -> str:
-    return f"{float(value):g}"
+def _text(value: Fraction | float) -> str:
+    return str(float(value)).removesuffix(".0")
+
+
+def _enough(value: Fraction) -> str:
+    """The smallest band that is no less, as one would write it."""
+    nearest = float(value)
+    return _text(nearest if Fraction(str(nearest)) >= value else math.nextafter(nearest, math.inf))
