@@ -234,7 +234,9 @@ def test_a_final_obs_off_the_space() -> None:
         return info
 
     finding = only(check(Final(vector(counting, 2, SAME_STEP), wide), steps=20))
-    assert finding.place == "final_obs" and re.search("must fit the observation space.*float64", finding.problem)
+    assert finding.place == "final_obs" and re.search(
+        "must fit the observation space.*float64", finding.problem
+    )
 
 
 def test_an_undeclared_mode() -> None:

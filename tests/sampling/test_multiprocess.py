@@ -100,6 +100,15 @@ class Random(rc.DataTransformation):
         return {**data, "obs": data["obs"] + np.float32(noise)}
 
 
+class Slowing(Random):
+    """Quick with its first batch, and then busy for half a minute."""
+
+    def transform(self, space: Any, data: Any) -> Any:
+        found = super().transform(space, data)
+        self.naps_s = 30.0
+        return found
+
+
 class TestDraws:
     @pytest.mark.parametrize("method", ["fork", "spawn", "forkserver"])
     def test_in_order_by_seed_and_worker(self, method: str) -> None:
@@ -182,6 +191,21 @@ class TestDraws:
             assert len(sampler) == 100 and sampler[3]["id"] == 3
             sampler.sample()
             assert len(pids(sampler)) == 2
+
+    @pytest.mark.parametrize(("workers", "asked", "made"), [(2, 8, 8), (3, 8, 9), (2, 1, 4)])
+    def test_as_many_slots_as_asked_for(self, workers: int, asked: int, made: int) -> None:
+        """The same number for each worker, two at least."""
+        with buffer() as b, sampler_of(b, n=workers, n_buffers=asked) as sampler:
+            assert sampler.n_buffers == made
+            if workers == 3:
+                sampler.sample()
+                until(lambda: sampler.stats().undelivered == made)
+
+    @pytest.mark.parametrize(("daemon", "wanted"), [(None, True), (False, False)])
+    def test_daemons(self, daemon: bool | None, wanted: bool) -> None:
+        with buffer() as b, sampler_of(b, n=1, daemon=daemon) as sampler:
+            sampler.sample()
+            assert [p.daemon for p in multiprocessing.active_children()] == [wanted]
 
     def test_never_pickles_a_batch(self, monkeypatch: pytest.MonkeyPatch) -> None:
         with buffer() as b, sampler_of(b) as sampler:
@@ -632,11 +656,15 @@ class TestDeaths:
             sampler.sample()
             (pid,) = pids(sampler)
             os.kill(pid, signal.SIGSTOP)
+            pool: Any = sampler._pool
+            look, looks = pool.check_alive, []
+            pool.check_alive = lambda: looks.append(look())
             start = Stopwatch()
             with pytest.raises(rc.DeadlineError, match=f"0.4 s.*{pid}"):
                 for _ in range(100):
                     sampler.sample()
             assert start.wall_s >= 0.35 and start.s < 1.5
+            assert len(looks) <= 5  # it waits to be woken, and does not poll
             number = sampler.state_dict()["number"]
             os.kill(pid, signal.SIGCONT)  # nothing is lost: it goes on where it was
             want = rc.sampling.IndexStream(0)
@@ -646,32 +674,35 @@ class TestDeaths:
             start = Stopwatch()
         assert start.s < 2.0  # closing does not wait for it
 
-    @pytest.mark.parametrize(
-        ("method", "naps_s"), [("fork", 0.0), ("fork", 30.0), ("spawn", 30.0), ("forkserver", 0.0)]
-    )
-    def test_workers_of_a_dead_parent_are_gone(self, method: str, naps_s: float, tmp_path: Path) -> None:
-        """Also those in the middle of a long transformation."""
-        script = (
-            "import sys, os, signal, threading\n"
-            "from tests.sampling import test_multiprocess as t\n"
-            "if __name__ == '__main__':\n"
-            "    with t.buffer() as b:\n"
-            f"        view = t.rc.TransformedBatch(b, t.Random(naps_s={naps_s}))\n"
-            f"        s = t.sampler_of(view, ctx={method!r}, deadline=0.01 if {naps_s} else 60)\n"
-            "        try: s.sample()\n"
-            "        except t.rc.DeadlineError: pass\n"
-            "        print(*s.stats().pids, flush=True)\n"
-            "        os.kill(os.getpid(), signal.SIGKILL)\n"
-        )
+    @pytest.mark.parametrize("draw", ["sample", "sample_with_metadata"])
+    def test_a_worker_sleeps_while_its_slots_are_full(self, draw: str) -> None:
+        with buffer() as b, sampler_of(rc.FrameStackedBatch(b, 1), n=1) as sampler:
+            getattr(sampler, draw)()
+            until(lambda: sampler.stats().undelivered == sampler.n_buffers)
+            (pid,) = pids(sampler)
+            until(lambda: _state(pid) == "S", 5.0)
+
+    @pytest.mark.parametrize("how", ["fork", "spawn", "forkserver", "no pidfd"])
+    def test_workers_of_a_dead_parent_are_gone(self, how: str, tmp_path: Path) -> None:
+        """Idle ones, and those in the middle of a long transformation; also where only looking helps."""
         path = tmp_path / "parent.py"
-        path.write_text(script)
+        path.write_text(
+            "from tests.sampling import test_multiprocess as t\n"
+            f"if __name__ == '__main__':\n    t.die_with_workers({how!r})\n"
+        )
         root = Path(__file__).parents[2]
         environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(root), *sys.path])}
-        done = subprocess.run(
-            [sys.executable, str(path)], capture_output=True, text=True, timeout=50, env=environment
-        )
-        workers = [int(pid) for pid in done.stdout.split()]
-        assert len(workers) == 2, done.stderr
+        command, errors = [sys.executable, str(path)], tmp_path / "errors"
+        with (
+            errors.open("w") as stderr,
+            subprocess.Popen(
+                command, stdout=subprocess.PIPE, stderr=stderr, text=True, env=environment
+            ) as parent,
+        ):
+            assert parent.stdout is not None
+            # Its line, not its end: the workers hold the pipe open as long as they live.
+            workers = [int(pid) for pid in parent.stdout.readline().split()]
+        assert workers, errors.read_text()
         start = Stopwatch()
         until(lambda: not any(_exists(pid) for pid in workers), 5.0)
         assert start.s < 1.0
@@ -684,9 +715,36 @@ class TestDeaths:
             some(sampler, 30)
 
 
+def die_with_workers(how: str) -> None:
+    """Print the workers of a busy and of an idle sampler, and be killed."""
+    method = "fork" if how == "no pidfd" else how
+    with buffer() as b:
+        samplers = [sampler_of(rc.TransformedBatch(b, Slowing()), n=1, ctx=method, doze_time=0.05)]
+        if method != "spawn":  # which takes long to start
+            samplers.append(sampler_of(b, n=1, ctx=method, doze_time=0.05))
+
+        def draw() -> None:
+            for sampler in samplers:
+                sampler.sample()
+
+        if how == "no pidfd":
+            del os.pidfd_open
+            thread = threading.Thread(target=draw)  # the kernel tells only the main thread's children
+            thread.start()
+            thread.join()
+        else:
+            draw()
+        print(*[pid for sampler in samplers for pid in pids(sampler)], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _state(pid: int) -> str:
+    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
+
+
 def _exists(pid: int) -> bool:
     with suppress(OSError):
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+        return _state(pid) != "Z"
     return False
 
 
