@@ -18,7 +18,6 @@ from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
 from recollect.memory.watching import LOOK_S, Watch
 
 KIND = "latest"
-_CHANGE_AT = WORDS_AT + 5 * 64  # the futex word of latest.hpp
 _MOST_TIMEOUT_S = 1e9
 
 
@@ -165,8 +164,8 @@ class Latest:
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody: whoever waits gets ClosedError."""
         if self._segment is not None and self._segment.is_owner:
-            self._segment.mark_closed([_CHANGE_AT])
-        self.close()
+            self._segment.mark_closed()
+        self.close()  # which wakes all who wait
 
     def _open(self) -> SharedSegment:
         if self._segment is None:
