@@ -271,18 +271,21 @@ class TestWaits:
             assert child.answer()[1] - sent < 0.05  # not at the next look, 100 ms later
             child.kill()
 
-    def test_wakes_a_writer(self) -> None:
+    @pytest.mark.parametrize("who", ["reader", "writer"])
+    def test_wakes_who_says_that_it_waits(self, who: str) -> None:
+        """The sleeper here has nothing but the wake-up: it does not look again every 100 ms as a wait does."""
         with Ring.create(SLOT, 2) as ring:
-            child = writer_of(ring)
-            for n in (1, 2):
-                child.do("put", n)
-            child.tell("put", 3)
-            threading.Event().wait(0.05)  # well asleep
-            start = Stopwatch()
-            assert get(ring) == 1
-            child.answer()
-            assert start.s < 0.04  # not at the next look, 100 ms after the last
-            child.kill()
+            put(ring, 1)
+            ring.take()
+            mapping, at = ring._open().mapping, shared.WORDS_AT + {"reader": 64, "writer": 200}[who]
+            word = mapping.load(at) & 0xFFFFFFFF  # above it in ring.hpp: who waits
+            mapping.store(at, word | 1 << 32)
+            sleeper = threading.Thread(target=mapping.wait, args=(at, word, 10.0))
+            sleeper.start()
+            put(ring, 2) if who == "reader" else ring.release()
+            sleeper.join(5)
+            assert not sleeper.is_alive()
+            del mapping, sleeper
 
     def test_signals_are_seen(self) -> None:
         def stop(*_: object) -> None:
