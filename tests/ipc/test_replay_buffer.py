@@ -259,26 +259,6 @@ def test_a_cast_of_integers_that_do_not_fit_is_refused() -> None:
         assert buf._ring[...]["actions"].tolist() == [[1, 2], [3, 0]]
 
 
-def test_threads_that_add_terminal_rows_do_not_share_their_copies() -> None:
-    """The rows are written without the GIL, so what one thread has patched must be its own until they are."""
-    with make(critic_dim=C) as buf:
-        made: list[dict[str, Any]] = []
-
-        def patch(first: int) -> None:
-            block = rows(range(first, first + 4), True)
-            names = [*KEYS, "critic", "next_critic"]
-            terminal = {k: block[k] + 0.5 for k in ("next_obs", "next_critic")}
-            _, arrays = buf._checker.block({k: block[k] for k in names}, np.ones(4, bool), terminal)
-            made.append(dict(zip(names, arrays)))
-
-        for first in (0, 10):
-            thread = threading.Thread(target=patch, args=(first,))
-            thread.start()
-            thread.join()
-        for k in ("next_obs", "next_critic"):
-            assert [float(block[k][0, 0]) for block in made] == [1.5, 11.5]
-
-
 def test_tensors_and_strided_arrays() -> None:
     torch = pytest.importorskip("torch")
     with make() as buf:
