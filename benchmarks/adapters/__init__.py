@@ -1,8 +1,8 @@
 """Who takes part: ours, the peers, and the baselines, each behind the same few methods.
 
 An adapter is one class in one module. Its package is imported in that module only, and each runs in a process
-of its own, so peers cannot disturb one another's imports, threads or memory. Only the baselines in C are guests
-in Recollect's process: they read and write the very rows of its buffer.
+of its own, so peers cannot disturb one another's imports, threads or memory. Only the baselines are guests in
+Recollect's process: they read and write the very rows of its buffer.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ ENTRIES: dict[str, Entry] = {
     )
 }
 ENTRIES |= {
-    name: Entry(name, "baseline", "adapters.sequences_recollect", cls, None)
+    name: Entry(name, "baseline", "adapters.sequences_recollect", cls, None, "recollect")
     for name, cls in (("1M rows", "Million"), ("gather", "Gather"))
 }
 # Who does some kinds of works by another class than the others.

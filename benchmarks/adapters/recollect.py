@@ -16,11 +16,16 @@ from works import Block, Work, one, pool
 newest: list[weakref.ref[Recollect]] = []
 
 
-def open_rows() -> np.ndarray[Any, Any]:
-    """The packed rows of the buffer that is open now, as bytes: the memory itself."""
+def open_adapter() -> Recollect:
+    """The one whose buffer is open now, in this process."""
     adapter = newest[0]()
     assert adapter is not None
-    segment = adapter.buffer.storage.rows._segment
+    return adapter
+
+
+def open_rows() -> np.ndarray[Any, Any]:
+    """The packed rows of the buffer that is open now, as bytes: the memory itself."""
+    segment = open_adapter().buffer.storage.rows._segment
     geometry = segment.geometry
     view: np.ndarray[Any, Any] = segment.mapping.view(
         geometry.rows_at, geometry.capacity * geometry.row_nbytes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from itertools import cycle
 from typing import Any
@@ -10,7 +11,7 @@ import numpy as np
 
 import recollect as rc
 from adapters import Turn, turn_of
-from adapters.recollect import Recollect
+from adapters.recollect import Recollect, newest, open_adapter
 from recollect import _core
 from recollect.memory import segment as segments
 from recollect.memory.geometry import Geometry
@@ -33,6 +34,7 @@ class Windows(Recollect):
     sampler: Any
 
     def create(self, work: Work) -> None:
+        newest[:] = [weakref.ref(self)]
         if work.kind == "flat":
             self.buffer = sparse_buffer(work, work.rows)
             return
@@ -92,17 +94,16 @@ class Gather:
     """The rows of random stacks read by their indices, which were made beforehand: no boundaries, no draws."""
 
     def create(self, work: Work) -> None:
-        self.windows = Windows()
-        self.windows.create(work)
+        self.buffer = open_adapter().buffer
 
     def fill(self, blocks: Iterable[tuple[int, Block]]) -> None:
-        self.windows.fill(blocks)
+        pass
 
     def look(self, n: int) -> Block | None:
         return None
 
     def stack(self, work: Work) -> Turn:
-        buffer, rng = self.windows.buffer, np.random.default_rng(0)
+        buffer, rng = self.buffer, np.random.default_rng(0)
         anchors = rng.integers(STACK, len(buffer), (512, work.batch // STACK, 1))
         pool = cycle(list((anchors + np.arange(1 - STACK, 1)).reshape(512, -1)))
         return turn_of(lambda: buffer.get_at(next(pool)))
