@@ -254,6 +254,7 @@ def draw_frames(
     tracked: bool,
     length: int = 0,
     pad: bool = False,
+    labelled: bool = True,
 ) -> Any: ...  # Frames; without a codec (index, row, generation, segment, step); None when there is nothing
 def runs_at(
     rows: Rows, index: Ints, tracked: bool, counted: int = -1

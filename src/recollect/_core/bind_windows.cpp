@@ -80,7 +80,7 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
                     check_index(anchors.data[j], s.total());
                     std::tie(a.lane, a.position) = s.place(uint64_t(anchors.data[j]));
                 }
-                runs.prefetch(a, frames.back(), frames.ahead());
+                runs.fetch(a, frames.back(), frames.ahead());
             }
             moment();
             for (size_t j = 0; j < anchors.n; ++j) {
@@ -98,9 +98,10 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
 }
 
 // Drawn anchors and their frames: (leaves, valid, segment, step), or None when there is nothing to draw from.
-// `length` 0 draws samples, else starts of windows. Without a codec: only the anchors' location.
+// `length` 0 draws samples, else starts of windows. Segment and step are None unless `labelled`. Without a codec: only
+// the anchors' location.
 nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64_t counter, size_t n, nb::handle offsets_,
-                       bool tracked, uint64_t length, bool pad) {
+                       bool tracked, uint64_t length, bool pad, bool labelled) {
     auto m = memory_of(rows);
     const Ints offsets = offsets_of(offsets_);
     bool* valid;
@@ -111,8 +112,8 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
     if (codec) {
         check_codec(*m, *codec);
         leaves.emplace(*codec, n * offsets.n);
-        if (length) segments = arrays::make<int64_t>(n, segment), steps = arrays::make<int64_t>(n, step);
-        else segments = steps = nb::none();  // nobody asks where a stack was drawn
+        if (labelled) segments = arrays::make<int64_t>(n, segment), steps = arrays::make<int64_t>(n, step);
+        else segments = steps = nb::none();
     } else {
         located.emplace(n);
     }
@@ -126,7 +127,7 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
             const Runs runs(*m, s, tracked);
             Frames frames(*m, runs, n, offsets.data, offsets.n);
             Chooser chooser(*m, s, runs, {length, pad}, key, counter);
-            FrameDraw draw(s, chooser, frames, valid);
+            FrameDraw draw(s, chooser, frames, valid, labelled);
             if (!draw.run(codec, codec ? leaves->data.data() : nullptr)) return false;
             if (draw.is_empty() && !s.is_untouched() && !looked_again) return !(looked_again = true);  // one may have moved
             if ((empty = draw.is_empty())) return true;
@@ -240,7 +241,8 @@ void bind_windows(nb::module_& m) {
     m.def("read_frames", &read_frames, nb::arg("rows"), nb::arg("codec"), nb::arg("at"), nb::arg("generation").none(),
           nb::arg("offsets"), nb::arg("tracked"), nb::arg("counted") = -1);
     m.def("draw_frames", &draw_frames, nb::arg("rows"), nb::arg("codec").none(), nb::arg("key"), nb::arg("counter"),
-          nb::arg("n"), nb::arg("offsets"), nb::arg("tracked"), nb::arg("length") = 0, nb::arg("pad") = false);
+          nb::arg("n"), nb::arg("offsets"), nb::arg("tracked"), nb::arg("length") = 0, nb::arg("pad") = false,
+          nb::arg("labelled") = true);
     m.def("runs_at", &runs_at, nb::arg("rows"), nb::arg("index"), nb::arg("tracked"), nb::arg("counted") = -1);
     m.def("window_starts", &window_starts, nb::arg("rows"), nb::arg("tracked"), nb::arg("length"), nb::arg("pad"));
     m.def("read_located", &read_located, nb::arg("rows"), nb::arg("codec"), nb::arg("row"), nb::arg("generation"));

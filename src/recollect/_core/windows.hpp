@@ -42,7 +42,7 @@ struct Wanted {
     uint64_t count_in(uint64_t n) const { return n >= length ? n - length + 1 : pad && n ? 1 : 0; }
 };
 
-constexpr size_t kTagsAhead = 24;  // draws between asking for their tags and looking at them
+constexpr size_t kTogether = 16;  // draws whose tags are fetched before the first of them is looked at
 
 // The runs that one snapshot shows. Without segments (`tracked` false) a lane is one run.
 class Runs {
@@ -78,15 +78,16 @@ class Runs {
         if (has(a, a.position + wanted.length - 1)) return true;
         return wanted.pad && !has(a, a.position - 1);
     }
-    // Ask for the tags that a look from `back` before a to `ahead` after it will need.
-    void prefetch(Place a, uint64_t back, uint64_t ahead) const {
+    // Read the tags that a look from `back` before a to `ahead` after it will need. Prefetches of them are lost where the
+    // translation of their address is not at hand; loads that nothing waits for go on side by side.
+    void fetch(Place a, uint64_t back, uint64_t ahead) const {
         if (!tracked_) return;
         const Window& w = snapshot_[a.lane];
         const uint64_t first = a.position - std::min(back, a.position - w.low);
         const uint64_t last = std::min(a.position + ahead, w.cursor - 1);
-        for (uint64_t q : {a.position, first, last}) {
-            auto [c, i] = memory_.find(row({a.lane, q}));
-            __builtin_prefetch(c->segment + i);
+        for (uint64_t q : {first, a.position, last}) {
+            const int64_t tag = memory_.segment(row({a.lane, q}));
+            asm volatile("" : : "r"(tag));
         }
     }
     void prefetch_step(Place a) const {
@@ -171,9 +172,8 @@ class Chooser {
         return (*all_)[draw_one(key_of(again, kTries), counter_ + j, all_->total())];
     }
     void forget() { all_.reset(); }  // the snapshot has shrunk
-    bool draws_windows() const { return wanted_.length > 0; }
     void prefetch_label(Place a) const { runs_.prefetch_step(a); }
-    void prefetch(size_t j, uint64_t back, uint64_t ahead) const { runs_.prefetch(try_(j, 0, 0), back, ahead); }
+    void fetch(size_t j, uint64_t back, uint64_t ahead) const { runs_.fetch(try_(j, 0, 0), back, ahead); }
 
   private:
     Place try_(size_t j, uint64_t again, uint64_t r) const {
@@ -199,7 +199,8 @@ class Frames {
   public:
     Frames(const Memory& m, const Runs& runs, size_t n, const int64_t* offsets, size_t n_offsets)
         : memory_(m), runs_(runs), offsets_(offsets), t_(n_offsets), anchors_(n), lowest_(n), rows_(n * n_offsets),
-          anchor_(size_t(std::find(offsets, offsets + n_offsets, 0) - offsets)) {}
+          anchor_(size_t(std::find(offsets, offsets + n_offsets, 0) - offsets)),
+          gapless_(offsets[n_offsets - 1] - offsets[0] == int64_t(n_offsets) - 1) {}
 
     size_t size() const { return anchors_.size(); }
     uint64_t back() const { return uint64_t(-offsets_[0]); }
@@ -214,7 +215,8 @@ class Frames {
             for (last = anchor_; last + 1 < t_ && runs_.has(a, at(a, last + 1));) ++last;
         anchors_[j] = a;
         lowest_[j] = at(a, first);
-        for (size_t i = 0; i < t_; ++i) valid[j * t_ + i] = i >= first && i <= last;
+        std::fill_n(valid + j * t_, t_, false);
+        std::fill_n(valid + j * t_ + first, last + 1 - first, true);
         point(j, a, first, last);
     }
     void copy(size_t from, size_t n, const Codec& codec, byte* const* leaves) const {
@@ -241,6 +243,12 @@ class Frames {
         const byte** to = rows_.data() + j * t_;
         size_t r = runs_.row({a.lane, at(a, first)});
         const size_t wrap = memory_.run ? (a.lane + 1) * memory_.run : SIZE_MAX;
+        if (gapless_ && memory_.run && first == 0 && last == t_ - 1 && r + last < wrap) {  // the usual case, at once
+            const byte* row = memory_.row(r);
+            for (size_t i = 0; i < t_; ++i, row += memory_.row_nbytes) to[i] = row;
+            __builtin_prefetch(to[0]);
+            return;
+        }
         for (size_t i = 0; i < t_; ++i) {
             if (i > first && i <= last) {
                 r += size_t(offsets_[i] - offsets_[i - 1]);
@@ -259,22 +267,25 @@ class Frames {
     std::vector<uint64_t> lowest_;
     std::vector<const byte*> rows_;
     const size_t anchor_;
+    const bool gapless_;
 };
 
 // n drawn anchors with their frames, into leaves. What was overwritten while it was copied is drawn again.
 class FrameDraw {
   public:
-    FrameDraw(Snapshot& s, Chooser& chooser, Frames& frames, bool* valid)
-        : snapshot_(s), chooser_(chooser), frames_(frames), valid_(valid) {}
+    // `labelled`: the anchors' tags will be asked for.
+    FrameDraw(Snapshot& s, Chooser& chooser, Frames& frames, bool* valid, bool labelled)
+        : snapshot_(s), chooser_(chooser), frames_(frames), valid_(valid), labelled_(labelled) {}
 
     bool is_empty() const { return empty_; }
 
     // False when the whole of it must be tried again.
     bool run(const Codec* codec, byte* const* leaves) {
         const size_t n = frames_.size();
-        for (size_t j = 0; j < n + kTagsAhead; ++j) {
-            if (j < n) chooser_.prefetch(j, frames_.back(), frames_.ahead());
-            if (j >= kTagsAhead && !choose(j - kTagsAhead, 0)) return empty_;
+        for (size_t j = 0; j < n; ++j) {
+            if (j % kTogether == 0)
+                for (size_t i = j; i < std::min(j + kTogether, n); ++i) chooser_.fetch(i, frames_.back(), frames_.ahead());
+            if (!choose(j, 0)) return empty_;
         }
         if (codec) frames_.copy(0, frames_.size(), *codec, leaves);
         moment();
@@ -289,7 +300,7 @@ class FrameDraw {
         const auto found = chooser_.choose(j, again);
         empty_ = !found;
         if (found) frames_.plan(j, *found, valid_);
-        if (found && chooser_.draws_windows()) chooser_.prefetch_label(*found);
+        if (found && labelled_) chooser_.prefetch_label(*found);
         return found.has_value();
     }
     bool redraw(uint64_t again, const Codec* codec, byte* const* leaves) {
@@ -312,6 +323,7 @@ class FrameDraw {
     Chooser& chooser_;
     Frames& frames_;
     bool* valid_;
+    const bool labelled_;
     bool empty_ = false;
 };
 

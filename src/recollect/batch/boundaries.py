@@ -52,7 +52,10 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class Ask:
-    """Which frames to read: those at `offsets` from the anchors at `index`, or at `place`, or from `n` drawn ones."""
+    """Which frames to read: those at `offsets` from the anchors at `index`, or at `place`, or from `n` drawn ones.
+
+    Unless they are to be `labelled`, nobody needs the segments and steps of drawn anchors.
+    """
 
     offsets: Ints
     index: Any = None
@@ -60,6 +63,7 @@ class Ask:
     stream: Stream | None = None
     n: int = 0
     wanted: Wanted = Wanted()
+    labelled: bool = True
 
 
 Found = tuple[Any, Bools, Ints, Ints]

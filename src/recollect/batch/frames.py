@@ -57,6 +57,8 @@ def fold(space: Space[Any] | None, data: Any, b: int, t: int) -> Any:
     """Return a batch of b * t samples as b stacks of t: arrays `(b, t, ...)`; of Text, t tuples of b."""
     if space is None:
         return _fold_leaf(None, data, b, t)
+    if type(data) is dict and all(type(x) is np.ndarray for x in data.values()):  # the usual case, at once
+        return {key: x.reshape((b, t, *x.shape[1:])) for key, x in data.items()}
     return map_leaves(lambda leaf, x: _fold_leaf(leaf, x, b, t), space, data)
 
 

@@ -298,7 +298,8 @@ class SliceStackedBatch(View):
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
         if not self._is_plain:
             return BatchBase.draw_column_at(self, keys, stream, n)
-        found = self._read_plain(Ask(self.fixed_offset, stream=stream, n=n), keys, False, False)  # type: ignore[arg-type]
+        ask = Ask(self.fixed_offset, stream=stream, n=n, labelled=False)  # type: ignore[arg-type]
+        found = self._read_plain(ask, keys, False, False)
         if found is None:
             raise self._empty()
         return found[0]

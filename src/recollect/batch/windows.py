@@ -43,7 +43,8 @@ class WindowBatch(View):
 
     def draw(self, stream: Stream, n: int, flat: bool, metadata: bool) -> Read:
         """Draw `n` windows, uniform over all there are; EmptyError if there is none."""
-        found = self.batch._read_frames(Ask(self._offsets, stream=stream, n=n, wanted=self.wanted), (), flat)
+        ask = Ask(self._offsets, stream=stream, n=n, wanted=self.wanted, labelled=metadata)
+        found = self.batch._read_frames(ask, (), flat)
         if found is None:
             raise self._no_window()
         return self._dress(found, (), flat, metadata)

@@ -131,7 +131,7 @@ class RowsEngine:
         if stream is not None:
             found = _core.draw_frames(
                 self.native, codec, stream.key, stream.counter, ask.n, offsets, tracked,
-                ask.wanted.length, ask.wanted.pad,
+                ask.wanted.length, ask.wanted.pad, ask.labelled,
             )  # fmt: skip
             stream.counter += ask.n
         elif ask.place is not None:
