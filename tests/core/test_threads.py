@@ -92,7 +92,7 @@ class Run:
 
     def read(self, seed: int) -> None:
         stream = stream_at(seed)
-        while self.writing:
+        while self.writing or not self.n_read:  # it may have had no turn while they wrote
             drawn = self.rows.draw(CODEC, stream, 100)
             if drawn is None:
                 continue
