@@ -11,6 +11,7 @@ import time
 import traceback
 import types
 from collections.abc import Callable, Generator
+from contextlib import suppress
 from contextvars import copy_context
 from typing import Any
 
@@ -231,21 +232,26 @@ def _metrics(result: Result, rows: list[Experience]) -> tuple[dict[str, float], 
     """The run's numbers; of its experiences' own, the mean over steps. What is no finite number is counted."""
     metrics: dict[str, float] = {}
     bad = 0
-    if not rows and not result.metrics:
-        return metrics, bad
+    given = {**_means(rows), **result.metrics} if rows else result.metrics
+    for name, value in given.items():
+        try:
+            number = float(value)
+        except (TypeError, ValueError, OverflowError):
+            number = math.nan
+        if math.isfinite(number):
+            metrics[str(name)] = number
+        else:
+            bad += 1
+    return metrics, bad
+
+
+def _means(rows: list[Experience]) -> dict[str, float]:
     given: dict[str, list[Any]] = {}
     for row in rows:
         for name, value in row.metrics.items():
             given.setdefault(name, []).append(value)
-    for name, value in result.metrics.items():
-        given[name] = [value]
+    means = dict.fromkeys(given, math.nan)
     for name, values in given.items():
-        try:
-            mean = float(values[0]) if len(values) == 1 else math.fsum(map(float, values)) / len(values)
-        except (TypeError, ValueError, OverflowError):
-            mean = math.nan
-        if math.isfinite(mean):
-            metrics[str(name)] = mean
-        else:
-            bad += 1
-    return metrics, bad
+        with suppress(TypeError, ValueError, OverflowError):
+            means[name] = math.fsum(map(float, values)) / len(values)
+    return means

@@ -12,6 +12,7 @@ around the loop for each would cost a quarter of a small attempt. Each still has
 from __future__ import annotations
 
 import asyncio
+from collections import deque
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -21,7 +22,8 @@ from recollect.rollout.models.pool import Models
 from recollect.rollout.runners.base import Surroundings
 
 DEFAULT_SIZE = 256
-TURN_S = 0.002
+TURN_S = 0.002  # attempts that never wait follow each other that long before the loop sees to anything else
+AT_ONCE = 8  # who wait for a turn and are let in together; in a turn that is over they would only wait again
 
 
 class Place:
@@ -51,7 +53,7 @@ class LocalPool:
         self._vacant = -1  # the place whose task asks for its next attempt right now
         self._next: Place | None = None
         self._turn_ends = 0.0
-        self._turns = False
+        self._waiting: deque[asyncio.Future[None]] = deque()  # for a turn
 
     @property
     def n_fenced(self) -> int:
@@ -111,13 +113,24 @@ class LocalPool:
         )  # fmt: skip
 
     async def _next_turn(self) -> None:
-        if not self._turns:
-            self._turns = True
+        mine: asyncio.Future[None] = self._loop.create_future()
+        if not self._waiting:
             self._loop.call_soon(self._new_turn)
-        await asyncio.sleep(0)
+        self._waiting.append(mine)
+        await mine
 
     def _new_turn(self) -> None:
-        self._turns, self._turn_ends = False, perf_counter() + TURN_S
+        self._turn_ends = perf_counter() + TURN_S
+        self._let_in()
+
+    def _let_in(self) -> None:
+        for _ in range(min(AT_ONCE, len(self._waiting))):
+            first = self._waiting.popleft()
+            if not first.done():  # else told to stop meanwhile
+                first.set_result(None)
+        if self._waiting:
+            is_over = perf_counter() >= self._turn_ends
+            self._loop.call_soon(self._new_turn if is_over else self._let_in)
 
     def _report(self, place: Place, outcome: Outcome) -> None:
         if not place.fenced:
