@@ -92,6 +92,16 @@ def test_strided_values_both_ways() -> None:
         assert torch.equal(out["t"], source["t"]) and np.array_equal(out["n"], source["n"])
 
 
+def test_strided_and_contiguous_tensors_mean_the_same() -> None:
+    turned, plain = torch.arange(6.0).reshape(2, 3).t(), torch.zeros(3, 2)
+    with SharedWeightSync.from_state_dict({"t": turned}) as sync:
+        sync.read_weights_into({"t": plain})
+        assert torch.equal(plain, turned)
+        sync.write_weights({"t": plain + 1})
+        sync.read_weights_into({"t": turned})
+        assert torch.equal(turned, plain + 1)
+
+
 def test_tensors_whose_memory_is_not_their_value() -> None:
     z = torch.tensor([1 + 2j, 3 - 4j])
     with SharedWeightSync.from_state_dict({"w": z.conj().imag, "z": z.conj()}) as sync:
