@@ -164,6 +164,7 @@ class TestSlots:
             write(ring, 1)
             with ring_of(create=False, shm_name_prefix=ring.name, num_lanes=3, lane=2) as other:
                 write(other, 2)
+                assert ring.available() == ring.stats().available == 2
                 for lane, number in ((1, 1), (2, 2)):
                     assert ring.read_info.lane == lane and read(ring) == number
             for bad in (3, -1, None, True):

@@ -426,6 +426,14 @@ def test_the_order_of_calls() -> None:
             ring.take(0.0)
 
 
+def test_a_commit_says_whether_its_value_was_dropped() -> None:
+    with Ring.create(SLOT, 2, policy="drop_newest") as ring:
+        for kept in (True, False, False):
+            ring.claim()
+            assert ring.commit() is kept
+        assert (ring.stats().written, ring.stats().dropped) == (3, 2)
+
+
 @pytest.mark.parametrize(
     "wrong",
     [
