@@ -226,6 +226,16 @@ def test_a_loaded_buffer_reads_as_another_backend(tmp_path: Path) -> None:
         assert loaded.open_segment == (2, 3) and loaded.backend.name == "torch"
 
 
+@EVERY
+@pytest.mark.parametrize("n", [4, 5, 9])
+def test_a_block_as_large_as_the_buffer_starts_at_row_0(kind: str, n: int, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=4) as buffer:
+        buffer.append(sample(0))
+        buffer.extend(block(list(range(1, n + 1))))
+        assert numbers(buffer) == list(range(n - 3, n + 1))
+        assert buffer.locate(...).row.tolist() == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize("kind", ROW_KINDS)
 def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None:
     with create(kind, directory=tmp_path, capacity=6, num_lanes=3, maintain_segment_metadata=True) as buffer:
