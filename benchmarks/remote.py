@@ -138,13 +138,16 @@ def pickled_rank(seconds: float) -> None:
         comm.send({"score": 0.0, "baseline_log_reward": float(held[-1][0])}, dest=status.Get_source())
 
 
-def median_s(work, seconds: float) -> float:
-    times, end = [], time.perf_counter() + seconds
-    while time.perf_counter() < end or len(times) < 5:
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return statistics.median(times)
+def median_s(*works, seconds: float) -> list[float]:
+    """The seconds that each of these takes; they have turns."""
+    times: list[list[float]] = [[] for _ in works]
+    end = time.perf_counter() + seconds
+    while time.perf_counter() < end or len(times[0]) < 5:
+        for work, own in zip(works, times, strict=True):
+            start = time.perf_counter()
+            work()
+            own.append(time.perf_counter() - start)
+    return [statistics.median(own) for own in times]
 
 
 def coding(seconds: float) -> dict[str, float]:
@@ -154,12 +157,14 @@ def coding(seconds: float) -> dict[str, float]:
         items = item_space({"obs": ((12,), "float32"), "id": ((), "int64"), "reward": ((), "float64")})
         block = {"obs": np.zeros((n, 12), "float32"), "id": np.arange(n), "reward": np.zeros(n)}
         nbytes = n * items.shapes.row_nbytes
-        out[f"{name} x memcpy"] = _turn(items, block, seconds) / _memcpy(nbytes, seconds)
+        ours, theirs = median_s(_turn(items, block), _memcpy(nbytes), seconds=2 * seconds)
+        out[f"{name} x memcpy"] = ours / theirs
     small, items = containers(1, 0)[0], item_space(SPACE, MAX_LENGTH)
-    out["small, us"] = _turn(items, small, seconds) * 1e6
+    pickled = lambda: pickle.loads(pickle.dumps(small.__reduce_ex__(2)[2]))  # noqa: E731
+    ours, theirs = median_s(_turn(items, small), pickled, seconds=2 * seconds)
     packed = items.encode(small)
+    out |= {"small, us": ours * 1e6, "pickle, us": theirs * 1e6}
     out["small, bytes more"] = len(joined(_framed(items, packed))) - packed.nbytes
-    out["pickle, us"] = median_s(lambda: pickle.loads(pickle.dumps(small.__reduce_ex__(2)[2])), seconds) * 1e6
     return out
 
 
@@ -168,7 +173,7 @@ def _framed(items, packed: Packed) -> list:
     return encode(head, packed.blocks(), max_frame=1 << 28, first_crc=packed.first_crc)
 
 
-def _turn(items, container, seconds: float) -> float:
+def _turn(items, container):
     frame = bytearray(joined(_framed(items, items.encode(container))))
 
     def work() -> None:
@@ -176,12 +181,12 @@ def _turn(items, container, seconds: float) -> float:
         message, _, body = decode(frame, max_frame=1 << 28)
         cut_items(message, body, items.shapes)
 
-    return median_s(work, seconds)
+    return work
 
 
-def _memcpy(nbytes: int, seconds: float) -> float:
+def _memcpy(nbytes: int):
     a, b = np.ones(nbytes, np.uint8), np.ones(nbytes, np.uint8)
-    return median_s(lambda: np.copyto(a, b), seconds)
+    return lambda: np.copyto(a, b)
 
 
 def idle(seconds: float) -> float:
@@ -219,12 +224,12 @@ def beside_a_slow_reader(seconds: float) -> float:
     made = containers(200, 0)
     with manager.start(), rc.remote.RemoteReplay(SPACE, 2, ends[1]) as replay:
         turn = cycle(made)
-        usual = median_s(lambda: replay.add(next(turn)), seconds)
+        usual = median_s(lambda: replay.add(next(turn)), seconds=seconds)[0]
         go.set()
         asked.wait(60)
         while (asker := manager.stats().senders.get(0)) is None or asker.requests < 60:
             replay.add(next(turn))  # until all is drawn, and none of it read
-        meanwhile = median_s(lambda: replay.add(next(turn)), seconds)
+        meanwhile = median_s(lambda: replay.add(next(turn)), seconds=seconds)[0]
     reader.kill()
     reader.join()
     for end in ends[1:]:
