@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.core.make import byte_codec, random_blocks
 
-from recollect._core import crc32c, crc32c_narrow, crc32c_portable
+from recollect._core import crc32c, crc32c_narrow, crc32c_portable, pack_fields
 
 data = st.binary(max_size=300)
 
@@ -80,3 +81,26 @@ def test_long_buffers_go_on_from_any_seed(n: int, cut: int, skip: int, seed: int
     cut = min(cut, n)
     assert crc32c(payload[cut:], crc32c(payload[:cut], seed)) == crc32c(payload, seed)
     assert crc32c(payload) == crc32c_portable(payload.tobytes())
+
+
+@pytest.mark.parametrize("n", [2 << 20, (2 << 20) + 1, 5_000_003, 9 << 20])
+def test_what_is_summed_on_several_threads_is_the_sum_of_one(n: int) -> None:
+    payload = np.random.default_rng(n).integers(0, 256, n, np.uint8)
+    whole = 0
+    for at in range(0, n, 1 << 19):
+        whole = crc32c(payload[at : at + (1 << 19)], whole)
+    assert crc32c(payload) == whole
+    assert crc32c(payload, 7) != whole
+    head = crc32c(payload[:1000])
+    assert crc32c(payload[1000:], head) == whole
+
+
+def test_packed_rows_have_the_sum_of_their_bytes_however_many_there_are() -> None:
+    sizes = [40, 3, 17]
+    codec = byte_codec(sizes)
+    for n in (1, 1000, 100_003):
+        blocks = random_blocks(sizes, n, n)
+        rows, crc = pack_fields(codec, blocks, n)
+        assert crc == crc32c(rows)
+        packed = np.concatenate([*blocks, np.zeros((n, 4), np.uint8)], axis=1)
+        np.testing.assert_array_equal(rows, packed)

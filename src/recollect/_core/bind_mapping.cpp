@@ -4,7 +4,7 @@
 #include <cmath>
 
 #include "bind.hpp"
-#include "crc32c.hpp"
+#include "sums.hpp"
 
 namespace recollect {
 namespace {
@@ -59,7 +59,12 @@ void bind_mapping(nb::module_& m) {
         Py_buffer view;
         if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
         uint32_t crc;
-        { Unlocked unlocked(size_t(view.len) > kHoldGil); crc = crc32c(seed, static_cast<const byte*>(view.buf), size_t(view.len)); }
+        {
+            Unlocked unlocked(size_t(view.len) > kHoldGil);
+            crc = sum_parts(size_t(view.len), 1, [seed, bytes = static_cast<const byte*>(view.buf)](size_t first, size_t last) {
+                return crc32c(first ? 0 : seed, bytes + first, last - first);
+            });
+        }
         PyBuffer_Release(&view);
         return crc;
     }, nb::arg("data"), nb::arg("seed") = 0);

@@ -135,6 +135,25 @@ __attribute__((target("avx2,vpclmulqdq,pclmul,sse4.2"))) inline uint32_t crc32c_
 constexpr size_t kCrcChunk = 8192;
 #endif
 
+// The product of two polynomials, bit-reflected, modulo that of the crc.
+constexpr uint32_t crc32c_product(uint32_t a, uint32_t b) {
+    uint32_t product = 0;
+    for (uint32_t bit = 0x80000000u; bit; bit >>= 1) {
+        if (a & bit) product ^= b;
+        b = (b >> 1) ^ (b & 1 ? 0x82F63B78u : 0u);
+    }
+    return product;
+}
+
+// The crc of a buffer whose first part has the crc `head` and whose last `n` bytes have `tail`: each was begun at 0.
+constexpr uint32_t crc32c_joined(uint32_t head, uint32_t tail, size_t n) {
+    uint32_t square = crc32c_product(0x40000000u, 0x40000000u);  // x^2, then its squares: a byte is x^8
+    square = crc32c_product(crc32c_product(square, square), crc32c_product(square, square));
+    for (; n; n >>= 1, square = crc32c_product(square, square))
+        if (n & 1) head = crc32c_product(head, square);
+    return head ^ tail;
+}
+
 // Continue `seed` (0 to begin with) over `n` bytes, without wide registers.
 inline uint32_t crc32c_narrow(uint32_t seed, const unsigned char* data, size_t n) {
 #if defined(__x86_64__)

@@ -4,28 +4,33 @@
 // steps, with room for the longest; only as much of it is touched as the trajectory is long.
 #pragma once
 
-#include "crc32c.hpp"
 #include "lowest.hpp"
+#include "sums.hpp"
 
 namespace recollect {
 
 constexpr size_t kPackNbytes = kCrcChunk;  // packed and summed piece by piece: a piece is still in the nearest cache
 
-// Interleave n samples into rows, the bytes between leaves zero; return the crc32c of all.
-inline uint32_t pack_rows(byte* to, size_t n, const Codec& codec, const byte* const* leaves) {
+// Interleave samples [first, last) into rows, the bytes between leaves zero; return the crc32c of those.
+inline uint32_t pack_rows(byte* to, size_t first, size_t last, const Codec& codec, const byte* const* leaves) {
     const size_t nbytes = codec.row_nbytes(), piece = std::max<size_t>(kPackNbytes / std::max<size_t>(nbytes, 1), 1);
-    size_t covered = 0, summed = 0;
+    size_t covered = 0, summed = first * nbytes;
     for (size_t k = 0; k < codec.size(); ++k) covered += codec.spans()[k].nbytes;
     uint32_t crc = 0;
-    for (size_t begin = 0; begin < n; begin += piece) {
-        const size_t end = std::min(n, begin + piece);
+    for (size_t begin = first; begin < last; begin += piece) {
+        const size_t end = std::min(last, begin + piece);
         if (covered != nbytes) std::memset(to + begin * nbytes, 0, (end - begin) * nbytes);
         scatter_leaves(to, nbytes, begin, end, codec.spans(), codec.size(), leaves);
-        const size_t ready = end * nbytes - summed, now = end == n ? ready : ready / kCrcChunk * kCrcChunk;
+        const size_t ready = end * nbytes - summed, now = end == last ? ready : ready / kCrcChunk * kCrcChunk;
         crc = crc32c(crc, to + summed, now);
         summed += now;
     }
     return crc;
+}
+
+// All of n samples, and the crc32c of all, on several threads when they are large.
+inline uint32_t pack_rows(byte* to, size_t n, const Codec& codec, const byte* const* leaves) {
+    return sum_parts(n, codec.row_nbytes(), [&](size_t first, size_t last) { return pack_rows(to, first, last, codec, leaves); });
 }
 
 struct Move { size_t from, to, nbytes; };
