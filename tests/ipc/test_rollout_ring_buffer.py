@@ -366,6 +366,17 @@ class TestReader:
 
 
 class TestPolicies:
+    @pytest.mark.parametrize(("policy", "then"), [("drop_oldest", [5]), ("drop_newest", [])])
+    def test_what_is_being_read_is_never_dropped(self, policy: str, then: list[int]) -> None:
+        with ring_of(policy=policy, num_slots=2) as ring:
+            write(ring, 1)
+            views = ring.read_numpy_views()
+            for number in (2, 3, 4, 5):
+                write(ring, number)
+                assert number_in(views) == 1
+            ring.advance_read()
+            assert [read(ring) for _ in range(ring.available())] == then
+
     @given(
         st.sampled_from(["block", "drop_oldest", "drop_newest"]),
         st.integers(2, 4),
