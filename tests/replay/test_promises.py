@@ -227,6 +227,17 @@ def test_a_loaded_buffer_reads_as_another_backend(tmp_path: Path) -> None:
 
 
 @EVERY
+def test_set_at_leaves_the_open_segment_open(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=6, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block([0, 1]))
+        buffer.append(sample(2))
+        buffer.set_at([0, 2], block([10, 12]))
+        assert buffer.open_segment == (2, 3) and buffer.get_segments() == [(0, 2)]
+        buffer.append(sample(3))
+        assert buffer.open_segment == (2, 4) and numbers(buffer) == [10, 1, 12, 3]
+
+
+@EVERY
 @pytest.mark.parametrize("n", [4, 5, 9])
 def test_a_block_as_large_as_the_buffer_starts_at_row_0(kind: str, n: int, tmp_path: Path) -> None:
     with create(kind, directory=tmp_path, capacity=4) as buffer:

@@ -134,13 +134,16 @@ class TestDraws:
 
     def test_all_forms_share_the_stream(self) -> None:
         with buffer() as b, sampler_of(b) as sampler, sampler_of(b) as plain:
-            want = some(plain, 6)
+            want = some(plain, 9)
             got = [
                 sampler.sample()["id"],
                 sampler.sample_flat()[:, 0],
                 sampler.sample_with_metadata()[0]["id"],
                 sampler.sample_index(),
                 sampler.sample_flat_with_metadata()[0][:, 0],
+                sampler.sample()["id"],
+                sampler.sample_index(),  # now the other worker is next
+                sampler.sample()["id"],
                 sampler.sample()["id"],
             ]
             assert [np.asarray(x).astype(int).tolist() for x in got] == want
@@ -765,6 +768,17 @@ class TestTheEnd:
                          lambda: list(sampler.epoch_iter()), lambda: sampler.manual_seed(0)):  # fmt: skip
                 with pytest.raises(rc.ClosedError):
                     call()
+
+    def test_those_who_wait_for_a_slot_end_by_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("recollect.sampling.pool.GRACE_S", 30.0)
+        monkeypatch.setattr(
+            "multiprocessing.process.BaseProcess.kill", lambda self: pytest.fail("it was told")
+        )
+        with buffer() as b:
+            sampler = sampler_of(b)
+            sampler.sample()
+            until(lambda: sampler.stats().undelivered == sampler.n_buffers)
+            sampler.close()
 
     def test_in_the_middle_of_a_long_transformation(self) -> None:
         with buffer() as b:

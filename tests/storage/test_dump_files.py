@@ -531,9 +531,11 @@ def test_open_segment_needs_a_word(kind: str, tmp_path: Path) -> None:
         assert buffer.open_segment == (7, 8)  # the live one is still open
         buffer.append({"id": 101, "obs": np.zeros(4, np.float32)})
         assert buffer.open_segment == (6, 8)
+        saved = json.loads((tmp_path / "dump/manifest.json").read_text())["segments"]
         with rc.ReplayBuffer.load_from(tmp_path / "dump") as loaded:
             assert loaded[-1]["id"] == 100
             assert loaded.get_segments()[-1] == (7, 8)  # type: ignore[index]
+            assert len(saved) == len(loaded.get_segments())  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("kind", ["shared", "memmap"])
