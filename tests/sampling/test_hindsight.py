@@ -53,6 +53,7 @@ def test_goals_need_the_samples_own_segment_after_the_head_is_gone() -> None:
     batch, meta = sampler.sample_with_metadata()
     goals = batch["obs"]["desired_goal"][:, 0]
     assert set(goals[batch["x"] <= 4].tolist()) == {3.0, 4.0}
+    assert set(goals[batch["x"] == 4].tolist()) == {3.0, 4.0}  # earlier steps too
     assert set(goals[batch["x"] > 100].tolist()) == {101.0, 102.0}
     assert meta is not None and set(meta["goal_step"][batch["x"] <= 4].tolist()) == {2, 3}
 
