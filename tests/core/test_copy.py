@@ -436,3 +436,11 @@ def test_the_first_value_that_is_not_right_is_found(dtype: str) -> None:
     for wrong in (values[::2], values.reshape(2, 3), np.zeros(2, "float16"), [0.0]):
         with pytest.raises(TypeError, match="contiguous 1-D"):
             _core.first_not_finite(wrong)
+
+
+def test_orders_of_arrival_that_a_tree_has_from_elsewhere_are_no_places() -> None:
+    codec, rows, tree = byte_codec([8], plan=False), make_rows(8, 2, tagged=True), _core.MinTree(2)
+    rows.extend_lowest(codec, [np.zeros((2, 8), np.uint8)], tree, np.zeros(2), 1 << 40)
+    kept, rejected = rows.extend_lowest(codec, [np.ones((2, 8), np.uint8)], tree, np.ones(2), 0)
+    assert (kept, rejected) == (2, 0)
+    np.testing.assert_array_equal(rows.read(codec, np.arange(2))[0], np.ones((2, 8), np.uint8))
