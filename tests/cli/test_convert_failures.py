@@ -85,6 +85,14 @@ def test_the_command_tells_a_full_disk_in_one_line(src: Path, small_disk: Path, 
     assert "No space left" in said
 
 
+def test_a_full_disk_does_not_crash_the_hdf5_library(src: Path, small_disk: Path) -> None:
+    (small_disk / "filler").write_bytes(bytes(300 << 10))
+    args = [sys.executable, "-m", "recollect", "convert", str(src), str(small_disk / "dst"), "--to", "hdf5"]
+    found = subprocess.run(args, capture_output=True, text=True, timeout=60)
+    assert found.returncode == 1 and "No space left" in found.stderr.splitlines()[-1]
+    assert "Traceback" not in found.stderr
+
+
 @pytest.mark.parametrize("target", ["hdf5", "parquet", "lerobot", "memory"])
 def test_a_place_that_cannot_be_written(src: Path, small_disk: Path, target: str) -> None:
     if subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], capture_output=True).returncode:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -26,6 +27,7 @@ from recollect.storage.live import FLUSH, Live
 from recollect.storage.rows import encode_at
 
 _CHUNK_NBYTES = 1 << 18
+_SPARE_NBYTES = 2 * _CHUNK_NBYTES  # for chunks that are not full, and for what the library writes about them
 
 
 class HDF5Storage(FileStorage):
@@ -269,12 +271,24 @@ class HDF5Storage(FileStorage):
         new = max(0, int(rows[-1]) + 1 - before)
         try:
             self._reserved -= new
+            self._check_room(self._writable_file(), sum(a.nbytes for a in arrays))
             self._resize(before + new)
             self._write(self._writable_file(), rows, arrays)
         except BaseException:
             self._resize(before)
             self._reserved = reserved
             raise
+
+    def _check_room(self, f: Any, nbytes: int) -> None:
+        """Raise the OSError of a full disk before it is full: the library crashes over what it cannot write."""
+        if shutil.disk_usage(self.home.path).free < self._unwritten + nbytes + _SPARE_NBYTES:
+            f.flush()
+            self._unwritten = 0
+            if shutil.disk_usage(self.home.path).free < nbytes + _SPARE_NBYTES:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.home.path))
+        self._unwritten += nbytes
+
+    _unwritten = 0  # bytes that the library may still have in its caches
 
     def _write(self, f: Any, rows: Ints, arrays: list[Array]) -> None:
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
