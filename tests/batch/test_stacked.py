@@ -524,3 +524,14 @@ def test_is_read_only() -> None:
         with pytest.raises((ReadOnlyError, ValueError)):
             write()
     assert not stack.is_mutable
+
+
+@pytest.mark.parametrize("index", [np.array(3), np.int32(3), 3], ids=["0-d", "numpy", "int"])
+def test_every_form_of_one_index_gives_one_sample(index: Any) -> None:
+    stacks, plain = FrameStackedBatch(numbers(5), 2), TransformedBatch(numbers(5), lambda data: data + 1)
+    assert stacks.get_at(index).tolist() == [1, 2, 3] and stacks.get_flattened_at(index).tolist() == [
+        [1],
+        [2],
+        [3],
+    ]
+    assert plain.get_at(index).tolist() == 4 and plain.get_flattened_at(index).tolist() == [4]

@@ -248,6 +248,17 @@ def test_a_block_as_large_as_the_buffer_starts_at_row_0(kind: str, n: int, tmp_p
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)
+def test_a_storage_tells_of_an_open_segment_in_any_lane(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=6, num_lanes=3, maintain_segment_metadata=True) as buffer:
+        lane = buffer.on_lane(2)
+        lane.append(sample(0))
+        assert buffer.inner_storage.has_open_segment
+        lane.mark_segment_end()
+        assert not buffer.inner_storage.has_open_segment
+        lane.close()
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
 def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None:
     with create(kind, directory=tmp_path, capacity=6, num_lanes=3, maintain_segment_metadata=True) as buffer:
         handles = [buffer.on_lane(k) for k in (2, 0, 1)]

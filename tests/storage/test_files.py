@@ -733,14 +733,15 @@ def test_a_dict_has_one_capacity_and_allows_what_all_its_storages_allow() -> Non
             pickle.dumps(mixed)
 
 
-def test_a_dict_of_one_storage_that_only_grows_only_grows(tmp_path: Path) -> None:
+@pytest.mark.parametrize("grows", ["a", "b"])
+def test_a_dict_of_one_storage_that_only_grows_only_grows(grows: str, tmp_path: Path) -> None:
     space: Any = {"a": ((), "int64"), "b": ((), "int64")}
-    with rc.ReplayBuffer.create("dict", space, {"a": "parquet", "*": "hdf5"}, cache_path=tmp_path) as mixed:
+    with rc.ReplayBuffer.create("dict", space, {grows: "parquet", "*": "hdf5"}, cache_path=tmp_path) as mixed:
         mixed.extend({"a": np.arange(3), "b": np.arange(3)})
         for write in (lambda: mixed.set_at(0, {"a": 1, "b": 1}), lambda: mixed.remove_at(0)):
             with pytest.raises(rc.ReadOnlyError, match="only grows"):
                 write()
-        assert mixed[:]["b"].tolist() == [0, 1, 2]
+        assert [mixed[:][key].tolist() for key in "ab"] == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_dict_in_files_takes_only_storages_with_files(tmp_path: Path) -> None:
