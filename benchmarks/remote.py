@@ -138,15 +138,19 @@ def pickled_rank(seconds: float) -> None:
         comm.send({"score": 0.0, "baseline_log_reward": float(held[-1][0])}, dest=status.Get_source())
 
 
+TURN_S = 0.005
+
+
 def median_s(*works, seconds: float) -> list[float]:
-    """The seconds that each of these takes; they have turns."""
+    """The seconds that each of these takes; they have turns of some milliseconds."""
     times: list[list[float]] = [[] for _ in works]
     end = time.perf_counter() + seconds
     while time.perf_counter() < end or len(times[0]) < 5:
         for work, own in zip(works, times, strict=True):
-            start = time.perf_counter()
-            work()
-            own.append(time.perf_counter() - start)
+            turn_ends = time.perf_counter() + TURN_S
+            while (start := time.perf_counter()) < turn_ends:
+                work()
+                own.append(time.perf_counter() - start)
     return [statistics.median(own) for own in times]
 
 
