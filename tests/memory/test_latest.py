@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect.memory.latest import Latest, latest_nbytes
@@ -243,35 +242,8 @@ def test_a_value_and_a_close_wake_who_sleeps() -> None:
     del mapping, sleeper
 
 
-def test_a_waiter_is_woken_by_closing() -> None:
-    box = make(deadline=LONG)
-    other = pickle.loads(pickle.dumps(box))
-    errors: list[BaseException] = []
-
-    def wait() -> None:
-        try:
-            other.wait_newer(0)
-        except rc.ClosedError as error:
-            errors.append(error)
-
-    thread = threading.Thread(target=wait)
-    thread.start()
-    mapping = box._open().mapping
-    while not mapping.wake(256 + 5 * 64):
-        os.sched_yield()
-    threading.Event().wait(0.03)  # it sleeps again
-    start = Stopwatch()
-    box.cleanup()
-    thread.join(LONG)
-    assert len(errors) == 1 and start.s < 0.05  # not at the next look, 100 ms after the last
-    other.close()
-    del mapping
-
-
-@pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two objects"])
-def test_a_waiter_hears_that_its_own_process_closed(shared: bool) -> None:
-    box = make(deadline=LONG)
-    other = pickle.loads(pickle.dumps(box)) if shared else None
+def sleeping_in(box: Latest) -> tuple[threading.Thread, list[BaseException]]:
+    """A thread that sleeps in a wait for the first value, and the ClosedErrors that it got."""
     errors: list[BaseException] = []
 
     def wait() -> None:
@@ -285,13 +257,29 @@ def test_a_waiter_hears_that_its_own_process_closed(shared: bool) -> None:
     mapping = box._open().mapping
     while not mapping.wake(256 + 5 * 64):
         os.sched_yield()
+    return thread, errors
+
+
+def test_a_waiter_hears_that_the_owner_closed() -> None:
+    box = make(deadline=LONG)
+    with pickle.loads(pickle.dumps(box)) as other:
+        thread, errors = sleeping_in(other)
+        box.cleanup()
+        thread.join(5)
+        assert len(errors) == 1
+
+
+@pytest.mark.parametrize("shared", [False, True], ids=["alone", "one of two objects"])
+def test_a_waiter_hears_that_its_own_process_closed(shared: bool) -> None:
+    box = make(deadline=LONG)
+    other = pickle.loads(pickle.dumps(box)) if shared else None
+    thread, errors = sleeping_in(box)
     box.close()
     thread.join(5)
     assert len(errors) == 1
     if other is not None:
         assert other.publish(value(1)) == 1  # that one goes on
         other.close()
-    del mapping
 
 
 def test_a_wait_ends_at_its_deadline() -> None:

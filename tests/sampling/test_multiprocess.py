@@ -358,7 +358,10 @@ class TestEpochs:
                 epoch = sampler.epoch_iter()
                 for _ in range(1 + n % 3):
                     next(epoch)
+                pool: Any = sampler._pool
+                run = pool.run
                 epoch.close()
+                assert pool.run > run  # what it had asked for is void
             # Who was at a batch may still hand it over; the next draw lets it go.
             until(lambda: sampler.stats().undelivered <= sampler.n_workers)
             with sampler_of(b) as other:
