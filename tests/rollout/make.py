@@ -85,6 +85,12 @@ class Gates:
         else:
             future.set_result(experience() if outcome is None else outcome)
 
+    def let_go(self) -> None:
+        """A test has failed: nothing of it may hold up the end."""
+        self.ignores_cancel = False
+        for future in list(self.waiting.values()):
+            future.cancel()
+
 
 async def settle(c: Any, rounds: int = 12) -> None:
     """Let everything happen that needs no time to pass; passes run in threads and are waited for."""
@@ -109,7 +115,11 @@ async def coordinator(models: Any = (), auxiliary: Any = None, **fields: Any) ->
     made: Any = rr.RolloutCoordinator(config(sink=sink, **fields), models, auxiliary, clock=clock)
     made.clock, made.gates, made.list_sink = clock, Gates(), sink
     async with made:
-        yield made
+        try:
+            yield made
+        except BaseException:
+            made.gates.let_go()
+            raise
 
 
 def check_doors(c: Any) -> None:

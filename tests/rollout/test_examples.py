@@ -37,13 +37,38 @@ def test_grpo_copy_goes_through_every_part(
     assert "step    2" in capsys.readouterr().out
 
 
+def test_grpo_copy_grows_less_sure_where_all_runs_agree() -> None:
+    """Runs without an advantage still move the policy: towards trying something else."""
+    import grpo_copy
+    import numpy as np
+    import torch
+
+    torch.manual_seed(0)
+    policy = grpo_copy.Policy()
+    rows = {
+        "tokens": np.tile([1, 1, grpo_copy.EQUALS, 3], (32, 1)),
+        "logprobs": np.zeros((32, 1), np.float32),
+        "advantage": np.zeros(32, np.float32),
+    }
+
+    def entropy() -> float:
+        with torch.no_grad():
+            log_p = policy(torch.tensor([[1, 1, grpo_copy.EQUALS]]))[0, -1]
+        return -float((log_p.exp() * log_p).sum())
+
+    before = entropy()
+    grpo_copy.learn(policy, torch.optim.SGD(policy.parameters(), 0.01), rows)
+    assert entropy() > before + 1e-5
+
+
 @pytest.mark.soak
+@pytest.mark.parametrize("task", ["copy", "sum"])
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_grpo_copy_learns(seed: int) -> None:
+def test_grpo_copy_learns(seed: int, task: str) -> None:
     import grpo_copy
 
-    _, steps, goal = grpo_copy.TASKS["copy"]
-    assert asyncio.run(grpo_copy.train("copy", steps, seed, goal))[-1][2] >= goal
+    _, steps, goal = grpo_copy.TASKS[task]
+    assert asyncio.run(grpo_copy.train(task, steps, seed, goal))[-1][2] >= goal
 
 
 def test_openai_rollout_survives_its_server() -> None:

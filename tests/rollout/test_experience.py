@@ -18,6 +18,8 @@ import recollect as rc
 import recollect.rollout as rr
 from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, FormatError, MissingLeafError, SchemaError
+from recollect.rollout.decoding import decode_many
+from recollect.rollout.schema import plan_of
 from recollect.testing import SinkContract
 
 
@@ -168,6 +170,7 @@ def test_damage_is_seen(data: Any) -> None:
         ({"colour": 1}, SchemaError, "colour"),
         ({"tokens": list(range(5000)), "logprobs": [0.0] * 4999}, SchemaError, "4096"),
         ({"tokens": None}, MissingLeafError, "tokens"),
+        ({"logprobs": None}, MissingLeafError, "^logprobs: must be given"),
         ({"info": {"x": "y" * 70_000}}, SchemaError, "65536"),
     ],
 )
@@ -360,7 +363,6 @@ def test_lengths_that_lie_are_refused_though_the_checksums_hold(
 ) -> None:
     """As a foreign encoder could write them: tokens, logprobs and mask of one row."""
     from recollect.rollout.frame import aligned, body_of, framed, opened
-    from recollect.rollout.schema import plan_of
 
     plan = plan_of()
     head, body = opened(rr.encode([experience()]))
@@ -393,3 +395,261 @@ def test_a_batch_larger_than_the_queue_enters_an_empty_one_and_only_that() -> No
     assert len(run(sink.get(2))) == 2 and not sink.holds("b")  # one is left: it waits for that too
     assert len(run(sink.get(1))) == 1
     assert entered.wait(20) and sink.holds("b")
+
+
+# -- the space
+
+
+def dtypes(space: Any) -> dict[str, Any]:
+    """By leaf, the dtype; of a Sequence in brackets."""
+    found: dict[str, Any] = {}
+    for name, leaf in space.spaces.items():
+        inner = getattr(leaf, "feature_space", None)
+        found[name] = str(leaf.dtype) if inner is None else [str(inner.dtype)]
+    return found
+
+
+TAIL = {
+    "reward": "float32", "advantage": "float32", "truncated": "bool", "group_id": "int64", "run_id": "int32",
+    "step": "int32", "model_version": "int64", "version_drift": "int32",
+}  # fmt: skip
+
+
+def test_leaves_and_dtypes_are_those_of_the_contract() -> None:
+    token = {"tokens": ["int32"], "prompt_length": "int32", "logprobs": ["float32"], "action_mask": ["bool"]}
+    assert dtypes(rr.experience_space()) == token | TAIL
+    more = rr.experience_space(leaves=("token_versions", "advantages"), extra={"note": ((2,), "uint8")})
+    optional = {"token_versions": ["int64"], "advantages": ["float32"]}
+    assert dtypes(more) == token | optional | TAIL | {"note": "uint8"}
+    step = rr.experience_space("step", obs=((3,), "float32"), action=((), "int64"))
+    assert dtypes(step) == {"obs": "float32", "action": "int64", "terminated": "bool"} | TAIL
+    assert rr.experience_space().max_tokens == 4096
+
+
+@pytest.mark.parametrize(
+    ("given_fields", "said"),
+    [
+        ({"kind": "tokens"}, "^kind: "),
+        ({"kind": "step"}, "^obs, action: "),
+        ({"kind": "step", "obs": ((), "float32")}, "^obs, action: "),
+        ({"leaves": ("logprobs",)}, "^leaves: "),
+        (
+            {"kind": "step", "obs": ((), "float32"), "action": ((), "int64"), "leaves": ("advantages",)},
+            "^leaves",
+        ),
+        ({"extra": {"reward": ((), "float32")}}, "^extra: .*'reward'"),
+        ({"max_tokens": 0}, "^max_tokens: "),
+        ({"max_tokens": 1.5}, "^max_tokens: "),
+    ],
+)
+def test_a_space_that_makes_no_sense_is_refused(given_fields: dict[str, Any], said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        rr.experience_space(**given_fields)
+
+
+def test_a_space_that_cannot_hold_experience_is_refused() -> None:
+    from gymnasium import spaces
+
+    for wrong in (spaces.Discrete(3), spaces.Dict({"reward": spaces.Box(0, 1)})):
+        with pytest.raises(TypeError, match="^space: must"):
+            rr.encode([experience()], space=wrong)
+
+
+def test_optional_leaves_are_per_response_token_and_bounded_like_it() -> None:
+    space = rr.experience_space(leaves=("advantages", "token_versions"), max_tokens=5)
+    optional = {"advantages": [0.5, 0.25, 0.0], "token_versions": [7, 8, 8]}
+    x = rr.decode(rr.encode([experience(**optional)], space=space))
+    assert x.advantages.values.tolist() == optional["advantages"] and x.token_versions.values.tolist() == [
+        7, 8, 8,
+    ]  # fmt: skip
+    for name in optional:
+        with pytest.raises(SchemaError, match=f"^{name}: must have one element per response token, 3, got 2"):
+            rr.encode([experience(**optional | {name: [1, 2]})], space=space)
+    rr.encode([experience(n=4, advantages=[0.0] * 4, token_versions=[0] * 4)], space=space)
+    with pytest.raises(SchemaError, match="tokens: must have at most 5 elements, got 6; raise max_tokens"):
+        rr.encode([experience(n=5, advantages=[0.0] * 5, token_versions=[0] * 5)], space=space)
+
+
+def test_what_is_left_out_is_not_known_and_the_model_acted_everywhere() -> None:
+    row = rr.Experience(tokens=[1, 2, 3], prompt_length=1, logprobs=[-1.0, -1.0])
+    for made in (row, rr.Experience(**row.leaves | {"tokens": np.array([1, 2, 3], np.int32)})):
+        [sample] = rr.decode(rr.encode([made]))
+        assert np.isnan(sample["reward"]) and np.isnan(sample["advantage"]) and not sample["truncated"]
+        assert sample["action_mask"].tolist() == [True, True]
+        ids = ("group_id", "run_id", "step", "model_version", "version_drift")
+        assert [int(sample[name]) for name in ids] == [0] * 5
+
+
+def test_ids_given_to_encode_win_and_versions_of_the_row_do() -> None:
+    row = experience(run_id=5, group_id=6, model_version=7, version_drift=8)
+    for made in (row, experience(np.float64(1.0), run_id=5, group_id=6, model_version=7, version_drift=8)):
+        x = rr.decode(
+            rr.encode([made, made], group_id=1, run_id=2, model_version=3, version_drift=4, attempt=9)
+        )
+        assert (x.group_id.tolist(), x.run_id.tolist(), x.step.tolist()) == ([1, 1], [2, 2], [0, 1])
+        assert (x.model_version.tolist(), x.version_drift.tolist()) == ([7, 7], [8, 8])
+    from recollect.rollout.frame import opened
+
+    head, _ = opened(rr.encode([row], batch_id="b", task_id=3, group_id=1, run_id=2, attempt=9))
+    assert (head.batch_id, head.task_id, head.group_id, head.attempt, head.run_ids, head.n) == (
+        "b",
+        3,
+        1,
+        9,
+        [2],
+        1,
+    )
+    assert opened(rr.encode([row, experience(run_id=3)]))[0].run_ids == [3, 5]
+
+
+def test_info_and_metrics_are_kept_and_checked() -> None:
+    row = experience(info={"a": [1, None, "x"]}, metrics={"m": 2, "text": "no"})
+    x = rr.decode(rr.encode([row, experience()]))
+    assert x.info == ({"a": [1, None, "x"]}, {}) and x.metrics.keys() == {"m"}
+    assert x.metrics["m"][0] == 2.0 and np.isnan(x.metrics["m"][1])
+    with pytest.raises(SchemaError, match="^info: must be JSON-like"):
+        rr.encode([experience(info={"a": object()})])
+    with pytest.raises(SchemaError, match="must be an Experience, got int"):
+        rr.encode([5])  # type: ignore[list-item]
+    assert rr.decode(rr.encode(row)).info == ({"a": [1, None, "x"]},)  # one alone is a batch of one
+
+
+def test_an_experience_is_pickled_whole() -> None:
+    import pickle
+
+    again = pickle.loads(pickle.dumps(experience(info={"a": 1}, metrics={"m": 2.0})))
+    assert (again.info, again.metrics, again.reward) == ({"a": 1}, {"m": 2.0}, 1.0)
+    with pytest.raises(AttributeError, match="has no leaf 'colour'"):
+        again.colour
+
+
+# -- batches of it
+
+
+def mixed() -> Any:
+    """Three rows of different lengths, the second without a metric."""
+    made = [
+        experience(float(i), n=i + 1, info={"i": i}, metrics={} if i == 1 else {"m": float(i)})
+        for i in range(3)
+    ]
+    return rr.decode(rr.encode(made, batch_id=1, task_id="t", group_id=4, run_id=0))
+
+
+def test_part_of_a_batch_keeps_what_belongs_to_its_rows() -> None:
+    x = mixed()
+    part = x.where([2, 0])
+    assert part.info == ({"i": 2}, {"i": 0}) and part.metrics["m"].tolist() == [2.0, 0.0]
+    assert part.tokens.values.tolist() == [0, 1, 2, 3, 0, 1] and part.response_length.tolist() == [3, 1]
+    assert part.padded("tokens", fill=-1).tolist() == [[0, 1, 2, 3], [0, 1, -1, -1]]
+    assert part.task_of(4) == (1, "t") and x.reward.tolist() == [0.0, 1.0, 2.0]
+    with pytest.raises(KeyError, match="must be a Sequence leaf"):
+        x.padded("reward")
+    with pytest.raises(AttributeError, match="has no leaf 'colour'"):
+        x.colour
+
+
+def test_values_that_replace_others_are_checked_and_the_batch_stays() -> None:
+    x = mixed()
+    other = x.replace(reward=5.0, logprobs=x.logprobs.values * 2)
+    assert other.reward.tolist() == [5.0] * 3 and x.reward.tolist() == [0.0, 1.0, 2.0]
+    assert set(other.logprobs.values.tolist()) == {-1.0} and set(x.logprobs.values.tolist()) == {-0.5}
+    assert other.logprobs.offsets.tolist() == x.logprobs.offsets.tolist()
+    for leaves, text in (
+        ({"reward": np.zeros(2)}, "^reward: shape must be"),
+        ({"run_id": np.zeros(3)}, "^run_id: dtype must be int32"),
+        ({"logprobs": np.zeros(2, np.float32)}, "^logprobs: must keep its shape"),
+        ({"colour": 1}, "^colour: must be a leaf"),
+    ):
+        with pytest.raises(SchemaError, match=text):
+            x.replace(**leaves)
+
+
+def test_what_is_taken_out_of_a_batch_is_a_copy_and_its_columns_are_views() -> None:
+    payload = rr.encode([experience()])
+    x = rr.decode(payload)
+    x[0]["tokens"][0] = 99
+    x[:]["tokens"][0][0] = 99
+    assert x.tokens.values[0] == 0
+    for column in (x.rows, x.tokens.values):
+        assert not column.flags.owndata and not column.flags.writeable  # views of the bytes they came in
+
+
+def test_groups_and_runs_are_told_apart() -> None:
+    x = batch((1.0, 2.0), (3.0, 4.0))
+    assert x.ends.tolist() == [True] * 4 and x.get_segments() == [(0, 1), (1, 2), (2, 3), (3, 4)]
+    same_run = rr.Experiences.concat([rows(1.0, group=1)[0], rows(1.0, group=2)[0]])
+    assert same_run.ends.tolist() == [True, True]
+    ids, index = x.groups()
+    assert ids.tolist() == [0, 1] and index.tolist() == [0, 0, 1, 1]
+
+
+# -- payloads that were not made here
+
+
+def framed_by(change: Any) -> bytes:
+    """A payload whose head was changed, with the right checksums."""
+    from recollect.rollout.frame import framed, opened
+
+    head, body = opened(rr.encode([experience(metrics={"m": 1.0})]))
+    change(head)
+    return framed(head, [bytes(body)], len(body))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("layout", "0" * 32, "layout must be that of the space"),
+        ("blocks", [4, 3], "must have 3 blocks, got 2"),
+        ("blocks", [-4, 3, 3], "must have 3 blocks"),
+        ("blocks", [4, 3, 300], "must fill its"),
+        ("n", 2, "metrics and info must be of n rows"),
+        ("n", -1, "metrics and info must be of n rows"),
+        ("info", [{}, {}], "metrics and info must be of n rows"),
+        ("run_ids", "x", "head must be that of an experience"),
+    ],
+)
+def test_a_head_that_lies_is_refused_though_the_checksums_hold(name: str, value: Any, said: str) -> None:
+    with pytest.raises(FormatError, match=said):
+        rr.decode(framed_by(lambda head: setattr(head, name, value)))
+
+
+def test_blocks_without_rows_are_refused() -> None:
+    from recollect.rollout.frame import aligned, body_of, framed, opened
+
+    head, _ = opened(rr.encode([]))
+    assert len(rr.decode(rr.encode([]))) == 0
+    head.blocks = [16, 0, 0]
+    assert aligned(64) == 64
+    with pytest.raises(FormatError, match="blocks must be empty without rows"):
+        rr.decode(framed(head, *body_of([[b""], [b""], [bytes(64)]], [0, 0, 64])))
+
+
+@pytest.mark.parametrize(
+    ("at", "value", "said"),
+    [
+        (0, b"RCXQ", "must begin with b'RCXP'"),
+        (4, b"\x02\x00", "version must be 1, got 2"),
+        (24, b"\0\0\0\0", "body"),
+    ],
+)
+def test_a_payload_of_something_else_says_so(at: int, value: bytes, said: str) -> None:
+    payload = rr.encode([experience()])
+    assert payload[:6] == b"RCXP\x01\x00"
+    with pytest.raises(FormatError, match=said):
+        rr.decode(payload[:at] + value + payload[at + len(value) :])
+    with pytest.raises(FormatError, match="at least 32 bytes"):
+        rr.decode(payload[:31])
+    for wrong in (payload[:-1], payload + b"\0"):  # its size is looked at before anything is summed
+        with pytest.raises(
+            FormatError, match=f"must have {len(payload)} bytes by its prefix, got {len(wrong)}"
+        ):
+            rr.decode(wrong)
+
+
+def test_a_space_is_asked_for_by_its_hash() -> None:
+    payload = rr.encode([experience()], space=rr.experience_space(max_tokens=77))
+    assert len(rr.decode(payload)) == 1  # this process has met it
+    with pytest.raises(FormatError, match="layout must be that of the space"):
+        rr.decode(payload, space=rr.experience_space())
+    with pytest.raises(FormatError, match="layout must be that of the space"):
+        decode_many([rr.encode([experience()]), payload], plan_of())

@@ -73,6 +73,37 @@ def test_a_full_queue_holds_the_pass_up_for_its_limit_and_then_delivers_once() -
     run(main())
 
 
+@pytest.mark.parametrize("how", ["abort", "shutdown"])
+def test_what_a_full_queue_did_not_take_in_time_does_not_enter_it_later(how: str) -> None:
+    """The batch was aborted, and its runs are counted as unused: so it must be."""
+
+    async def main() -> None:
+        queue = rr.QueueSink(4)
+        async with coordinator(sink=queue, pipeline_timeout_s=5.0) as c:
+            for ident in (1, 2):
+                await c.submit_batch(
+                    batch_id=ident, tasks=[rr.Task(good, repeat_times=3)], batch_type="train"
+                )
+            await c.finalize_train_batch(1)
+            waiting = asyncio.create_task(c.finalize_train_batch(2))
+            while not queue._changed._waiters:  # type: ignore[attr-defined]
+                await asyncio.sleep(0)
+            c.clock.advance(5.0)
+            with pytest.raises(PipelineError, match="the sink"):
+                await waiting
+            overran = c._desk.pipeline._overran
+            await (c.abort_batch(2, reason="enough") if how == "abort" else c.shutdown())
+            assert c.batch_state(2).state is S.ABORTED
+            assert len(await queue.get(3)) == 3
+            await asyncio.wait([overran])
+            assert len(queue) == 0
+            if how == "abort":
+                assert c.stats().runs.unused == 3
+                check_doors(c)
+
+    run(main(), 10)
+
+
 def test_cancelling_a_finalize_changes_nothing_and_never_stops_a_pass() -> None:
     inside, gate = threading.Event(), threading.Event()
 
@@ -282,6 +313,83 @@ def test_an_aborted_batch_is_taken_out_of_the_count_for_admission() -> None:
             await c.abort_batch(1, reason="not wanted")
             await c.submit_batch(batch_id=2, tasks=[rr.Task(good)], batch_type="train")
             assert (await c.finalize_train_batch(2))["ok_task_count"] == 1
+
+    run(main())
+
+
+# -- at every moment
+
+
+def rows_of(c: Any, ident: int) -> int:
+    """How many rows of a batch are in the sink."""
+    return sum(
+        x.task_of(group)[0] == ident for x in c.list_sink.parts.values() for group in x.group_id.tolist()
+    )
+
+
+async def begun(c: Any, ident: int, n_turns: int) -> asyncio.Task[Any]:
+    """Submit a batch that takes some turns of the loop, wait for it, and let it come so far."""
+    given = [rr.Task(takes_turns, repeat_times=2), rr.Task(takes_turns)]
+    await c.submit_batch(batch_id=ident, tasks=given, batch_type="train")
+    waits = asyncio.create_task(c.finalize_train_batch(ident, timeout=100))
+    for _ in range(n_turns):
+        await asyncio.sleep(0)
+    return waits
+
+
+async def takes_turns(task: Any, models: Any) -> Any:
+    if task.run_id == 0 and task.attempt == 1:
+        raise OSError("once")
+    await asyncio.sleep(0)
+    return experience()
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_an_abort_after_any_number_of_turns_ends_as_the_table_says(keeps: bool) -> None:
+    async def main() -> None:
+        ends, n_turns = [], 0
+        async with coordinator(max_retries=1, runners=2, operators=(lambda x: x, lambda x: x)) as c:
+            while ends[-1:] != [S.FINALIZED]:
+                ident = len(ends)
+                waits = await begun(c, ident, n_turns)
+                await c.abort_batch(ident, reason="now", keep_partial_results=keeps)
+                [outcome] = await asyncio.gather(waits, return_exceptions=True)
+                state = c.batch_state(ident)
+                ends.append(state.state)
+                if state.state is S.FINALIZED:
+                    assert outcome["experience_count"] == 3 == rows_of(c, ident)
+                else:
+                    assert state.state is S.ABORTED and isinstance(outcome, BatchAborted), (n_turns, outcome)
+                    kept = state.final_result["experience_count"] if keeps else 0
+                    assert rows_of(c, ident) == kept, n_turns
+                check_doors(c)
+                assert c.stats().staged_nbytes == c.stats().runs.live == c.stats().queue.queued_runs == 0
+                n_turns += 1 + n_turns // 8
+            assert len(ends) > 3 and len(c.list_sink.uids) == len(set(c.list_sink.uids))
+
+    run(main())
+
+
+def test_a_shutdown_after_any_number_of_turns_loses_nothing_and_delivers_nothing_twice() -> None:
+    async def main() -> None:
+        ends, n_turns = [], 0
+        async with coordinator(max_retries=1, runners=2, operators=(lambda x: x, lambda x: x)) as c:
+            while ends[-1:] != [S.FINALIZED]:
+                ident = len(ends)
+                waits = await begun(c, ident, n_turns)
+                await c.shutdown()
+                [outcome] = await asyncio.gather(waits, return_exceptions=True)
+                ends.append(c.batch_state(ident).state)
+                if ends[-1] is S.FINALIZED:
+                    assert outcome["experience_count"] == 3 == rows_of(c, ident)
+                else:
+                    assert ends[-1] is S.ABORTED and isinstance(outcome, ClosedError), (n_turns, outcome)
+                    assert rows_of(c, ident) == 0, n_turns
+                await c.prepare()
+                check_doors(c)
+                assert c.batches() == [] and c.stats().staged_nbytes == c.stats().runs.live == 0
+                n_turns += 1 + n_turns // 8
+            assert len(ends) > 3 and len(c.list_sink.uids) == len(set(c.list_sink.uids))
 
     run(main())
 

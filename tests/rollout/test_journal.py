@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -17,9 +19,17 @@ import pytest
 from tests.rollout.make import ListSink, check_doors, config, experience, run
 
 import recollect.rollout as rr
-from recollect.errors import BatchAborted, FormatError, LaneBusyError, PipelineError
-from recollect.rollout.journal import Journal
+from recollect.errors import (
+    BatchAborted,
+    ClosedError,
+    DeadlineError,
+    FormatError,
+    LaneBusyError,
+    PipelineError,
+)
+from recollect.rollout.journal import GROUP_S, Journal
 from recollect.rollout.sinks import FileSink
+from recollect.rollout.tasks import _registered
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[tuple[Any, int]] = []
@@ -35,6 +45,18 @@ async def held(task: Any, models: Any) -> Any:
     if task.data.get("fails"):
         raise ValueError("as told")
     return experience(reward=float(task.run_id))
+
+
+GATE = asyncio.Event()
+SOON = "tests.journal.soon"
+
+
+@rr.workflow(SOON)
+async def soon(task: Any, models: Any) -> Any:
+    """Ends when the gate is opened."""
+    STARTED.append((task.task_id, task.run_id))
+    await GATE.wait()
+    return experience()
 
 
 def made(path: Path, **fields: Any) -> rr.RolloutCoordinator:
@@ -61,6 +83,7 @@ def rows(path: Path) -> list[tuple[int, int, int]]:
 def _fresh() -> None:
     STARTED.clear()
     HOLD.clear()
+    GATE.clear()
 
 
 def test_live_batches_come_back_and_only_the_rest_runs_again(tmp_path: Path) -> None:
@@ -202,6 +225,323 @@ def test_a_foreign_journal_is_refused(tmp_path: Path, how: str) -> None:
             database.close()
         with pytest.raises(FormatError, match="j.sqlite"):
             await made(tmp_path).prepare()
+
+    run(main())
+
+
+def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_once_they_are(
+    tmp_path: Path,
+) -> None:
+    async def main() -> None:
+        HOLD.update({1})
+        async with made(tmp_path) as c:
+            await c.submit_batch(
+                batch_id=1, tasks=[rr.Task("tests.journal.later") for _ in range(2)], batch_type="train"
+            )
+            await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
+            await until(lambda: c.stats().attempts.good == 2)
+        known = _registered.pop("tests.journal.later")
+        again = made(tmp_path)
+        for _ in range(2):
+            with pytest.raises(ValueError, match=r"tests\.journal\.later"):
+                await again.prepare()
+            with pytest.raises(ClosedError):
+                again.batches()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        _registered["tests.journal.later"] = known
+        HOLD.clear()
+        STARTED.clear()
+        async with again as c:
+            assert c.batches() == [1, 2] and c.stats().runs.submitted == 3
+            for ident, n in ((1, 2), (2, 1)):
+                assert (await c.finalize_train_batch(ident, timeout=20))["experience_count"] == n
+            assert STARTED == [(1, 0)]
+            check_doors(c)
+
+    rr.workflow("tests.journal.later")(held)
+    run(main())
+
+
+def copied(path: Path, name: str) -> Any:
+    """What a kill at this moment would leave: the files as they are, opened by nobody else."""
+    for file in path.glob("j.sqlite*"):
+        shutil.copy(file, path / file.name.replace("j.sqlite", name))
+    return sqlite3.connect(path / name)
+
+
+def counted(database: Any, table: str) -> int:
+    with contextlib.closing(database):
+        return int(database.execute(f"select count(*) from {table}").fetchone()[0])
+
+
+NAMED = "tests.journal.held"
+
+
+def test_what_a_call_returned_for_is_recorded_and_what_is_delivered_is_deleted(tmp_path: Path) -> None:
+    class Looks(ListSink):
+        def write(self, x: Any, commit_id: str) -> None:
+            seen.append(counted(copied(tmp_path, "at-the-sink"), "runs"))
+            super().write(x, commit_id)
+
+    seen: list[int] = []
+
+    async def main() -> None:
+        async with made(tmp_path, sink=Looks(), history=2) as c:
+            await c.submit_batch(batch_id=0, tasks=[rr.Task(NAMED, repeat_times=3)], batch_type="train")
+            assert counted(copied(tmp_path, "submitted"), "batches") == 1
+            await c.finalize_train_batch(0)
+            assert seen == [3]  # all of it, before any of it is delivered
+            for ident in range(1, 5):
+                await c.submit_batch(batch_id=ident, tasks=[rr.Task(NAMED)], batch_type="train")
+                await c.finalize_train_batch(ident)
+        assert counted(sqlite3.connect(tmp_path / "j.sqlite"), "runs") == 0
+        assert counted(sqlite3.connect(tmp_path / "j.sqlite"), "batches") == 2  # as many as are remembered
+        async with made(tmp_path, sink=ListSink(), history=2) as c:
+            assert (await c.finalize_train_batch(4))["experience_count"] == 1
+            assert c.batch_state(4).statuses[0].state == "ok"
+            with pytest.raises(KeyError):
+                await c.finalize_train_batch(2)
+            await c.submit_batch(
+                batch_id=9, tasks=[rr.Task(NAMED)], batch_type="train"
+            )  # beside what is there
+            await c.finalize_train_batch(9)
+
+    run(main())
+
+
+def test_the_newest_endings_are_remembered_whatever_was_submitted_first(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with made(tmp_path, history=2) as c:
+            for ident in (1, 2, 3):
+                await c.submit_batch(batch_id=ident, tasks=[rr.Task(NAMED)], batch_type="train")
+            for ident in (3, 2, 1):
+                await c.finalize_train_batch(ident)
+        async with made(tmp_path, history=2) as c:
+            for ident in (1, 2):
+                assert (await c.finalize_train_batch(ident))["batch_id"] == ident
+            with pytest.raises(KeyError):
+                await c.finalize_train_batch(3)
+            await c.submit_batch(batch_id=4, tasks=[rr.Task(NAMED)], batch_type="train")
+            await c.finalize_train_batch(4)
+            with pytest.raises(KeyError):  # the oldest of them went
+                await c.finalize_train_batch(2)
+
+    run(main())
+
+
+@pytest.mark.parametrize("is_safe", [False, True])
+def test_the_database_is_locked_in_wal_and_synced_as_the_config_says(
+    tmp_path: Path, is_safe: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    connect, seen = Journal._connect, []
+
+    def looked(self: Any) -> Any:
+        database = connect(self)
+        names = ("synchronous", "journal_mode", "locking_mode")
+        seen.append([database.execute(f"pragma {name}").fetchone()[0] for name in names])
+        return database
+
+    monkeypatch.setattr(Journal, "_connect", looked)
+
+    async def main() -> None:
+        async with made(tmp_path, power_safe=is_safe):
+            pass
+
+    run(main())
+    assert seen == [[2 if is_safe else 1, "wal", "exclusive"]] and GROUP_S <= 0.02
+
+
+def test_counters_come_back(tmp_path: Path) -> None:
+    """Train batches since the first version, and group ids, though a clock may have gone back."""
+
+    async def main() -> None:
+        fields = {"max_staleness": 0, "submit_timeout_s": 0.0}
+        model = rr.ScriptedModel(["x"], version=3)
+        c = made(tmp_path, **fields)
+        c._desk.rollout_models = [model]
+        async with c:
+            await c.submit_batch(batch_id=0, tasks=[rr.Task(NAMED)], batch_type="train")
+            await c.finalize_train_batch(0)
+        with sqlite3.connect(tmp_path / "j.sqlite") as database:
+            database.execute("update meta set value = ? where key = 'next_group'", (2**61,))
+        database.close()
+        model.version = 4
+        for batch_id in (1, 2):  # what is aborted is taken out of the count, here and in the file
+            c = made(tmp_path, **fields)
+            c._desk.rollout_models = [model]
+            async with c:
+                assert c._desk.first_version == 3
+                await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
+                assert c._desk.batches[batch_id].tasks[0].group_id >= 2**61
+                with pytest.raises(DeadlineError, match="needs version 5, got 4"):
+                    await c.submit_batch(batch_id="next", tasks=[rr.Task(NAMED)], batch_type="train")
+                await c.abort_batch(batch_id, reason="again")
+
+    run(main())
+
+
+def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.update({"t", "u"})
+        fields = {"runners": 1, "max_retries": 7}
+        async with made(tmp_path, **fields) as c:
+            own = {"task_id": "t", "repeat_times": 2, "timeout_s": 77.0, "max_retries": 3}
+            await c.submit_batch(
+                batch_id="a", tasks=[rr.Task(NAMED, {"x": 1}, **own)], batch_type="train", priority=5
+            )
+            await c.submit_batch(
+                batch_id="b",
+                tasks=[rr.Task(NAMED, task_id="u")],
+                batch_type="train",
+                priority=2,
+                min_wait_num=1,
+            )
+            await until(lambda: STARTED == [("t", 0)])
+            [before] = c._desk.scheduler.attempts.values()
+            names = {ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()}
+        STARTED.clear()
+        async with made(tmp_path, **fields) as c:
+            await until(lambda: STARTED == [("u", 0)])  # the priority came back: 2 before 5
+            assert {
+                ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()
+            } == names
+            assert all(b.state.state is rr.BatchLifecycleState.RUNNING for b in c._desk.batches.values())
+            task = c._desk.batches["a"].tasks[0]
+            assert (task.task_id, task.n_runs, task.timeout_s, task.max_retries) == ("t", 2, 77.0, 3)
+            HOLD.discard("u")
+            await c.abort_batch("b", reason="next")
+            await until(lambda: ("t", 0) in STARTED)
+            [after] = c._desk.scheduler.attempts.values()
+            assert after.job.seeds == before.job.seeds and after.job.data == before.job.data
+            assert after.job.group_id == before.job.group_id and after.limit == 77.0
+            check_doors(c)
+
+    run(main())
+
+
+def test_finished_runs_are_staged_again_and_failed_ones_stay_failed(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.update({(0, 1)})
+        async with made(tmp_path, partial_results="keep", min_group_size=1) as c:
+            given = [rr.Task(NAMED, repeat_times=2), rr.Task(NAMED, {"fails": True}), rr.Task(NAMED)]
+            await c.submit_batch(batch_id=1, tasks=given, batch_type="train")
+            await until(lambda: c.batch_state(1).completed_task_count == 2 and len(STARTED) == 4)
+            await until(lambda: c.stats().attempts.good == 2)
+            staged = c.stats().staged_nbytes
+        STARTED.clear()
+        async with made(tmp_path, partial_results="keep", min_group_size=1) as c:
+            assert c.stats().staged_nbytes == staged > 0
+            await until(lambda: STARTED)
+            assert STARTED == [(0, 1)] and c.stats().runs.live == 4
+            statuses = c.batch_state(1).statuses
+            assert {task: s.state for task, s in statuses.items()} == {1: "failed", 2: "ok"}
+            assert "as told" in statuses[1].error
+            HOLD.clear()
+            result = await c.finalize_train_batch(1, timeout=0, below_min="accept")
+            assert (result["ok_task_count"], result["cancelled_task_count"]) == (1, 1)
+            check_doors(c)
+
+    run(main())
+
+
+def test_runs_that_come_back_are_counted_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.update({0})
+        async with made(tmp_path) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED, repeat_times=2)], batch_type="train")
+            for _ in range(2):
+                await c.shutdown()
+                await c.prepare()
+                assert c.stats().runs.submitted == c.stats().runs.live == 2
+                check_doors(c)
+
+    run(main())
+
+
+def test_a_run_that_has_failed_for_good_is_not_run_again_though_its_task_goes_on(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.update({(0, 1)})
+        async with made(tmp_path) as c:
+            tasks = [rr.Task(NAMED, {"fails": True}, repeat_times=2)]
+            await c.submit_batch(batch_id=1, tasks=tasks, batch_type="train")
+            await until(lambda: c.stats().attempts.failed == 1)
+        assert sorted(STARTED) == [(0, 0), (0, 1)]
+        STARTED.clear()
+        HOLD.clear()
+        async with made(tmp_path) as c:
+            await until(lambda: c.batch_state(1).completed_task_count == 1)
+            assert STARTED == [(0, 1)] and c.batch_state(1).statuses[0].state == "failed"
+            check_doors(c)
+
+    run(main())
+
+
+def test_a_cut_comes_back_and_can_still_be_aborted(tmp_path: Path) -> None:
+    sink = ListSink()
+
+    async def main() -> None:
+        HOLD.update({1})
+        async with made(tmp_path, sink=sink) as c:
+            given = [rr.Task(NAMED) for _ in range(2)]
+            for ident in (1, 2):
+                await c.submit_batch(batch_id=ident, tasks=given, batch_type="train", min_wait_num=1)
+            await until(lambda: len(STARTED) == 4)
+            await until(lambda: c.stats().attempts.good == 2)
+            sink.fail = "before"
+            for ident in (1, 2):
+                with pytest.raises(PipelineError):
+                    await c.finalize_train_batch(ident, timeout=0)
+        sink.fail = None
+        STARTED.clear()
+        async with made(tmp_path, sink=sink) as c:
+            await asyncio.sleep(0)
+            assert STARTED == [] and c.stats().queue.queued_runs == 0  # what was cancelled stays so
+            result = await c.finalize_train_batch(1, timeout=0)
+            assert (result["ok_task_count"], result["cancelled_task_count"]) == (1, 1)
+            await c.abort_batch(2, reason="enough")
+            stats = c.stats()
+            assert (stats.queue.queued_runs, stats.staged_nbytes, stats.runs.live) == (0, 0, 0)
+            check_doors(c)
+
+    run(main())
+
+
+def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with made(tmp_path) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
+            c._desk.journal._put("insert into nowhere values (1)")
+            with pytest.raises(sqlite3.OperationalError, match="nowhere"):
+                await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
+            with pytest.raises(sqlite3.OperationalError, match="nowhere"):  # this one could be written
+                await c.submit_batch(batch_id=3, tasks=[rr.Task(NAMED)], batch_type="train")
+            await until(lambda: c.batch_state(1).completed_task_count == 1)
+            with pytest.raises(PipelineError, match="nowhere"):  # what is not recorded is not delivered
+                await c.finalize_train_batch(1)
+            assert not (tmp_path / "out").exists()
+        async with made(tmp_path) as c:
+            assert c.batches() == [1]
+
+    run(main())
+
+
+def test_what_runs_may_finish_into_the_journal_and_nothing_new_starts(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.update({0})
+        async with made(tmp_path, runners=1, drain_s=20.0) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(SOON), rr.Task(SOON)], batch_type="train")
+            await until(lambda: len(STARTED) == 1)
+            closing = asyncio.create_task(c.shutdown())
+            for _ in range(5):
+                await asyncio.sleep(0)
+            assert not closing.done()
+            GATE.set()
+            await closing
+        assert STARTED == [(0, 0)]
+        STARTED.clear()
+        async with made(tmp_path, runners=1) as c:
+            assert (await c.finalize_train_batch(1, timeout=20))["ok_task_count"] == 2
+            assert STARTED == [(1, 0)]
 
     run(main())
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
@@ -69,6 +70,8 @@ class Server:
         status, extra, content = 200, "", json.dumps(self.reply(head, body)).encode()
         if isinstance(how, int):
             status, extra, content = how, "Retry-After: 0\r\n", b'{"error": "secret-key is wrong"}'
+        elif isinstance(how, dict):
+            content = json.dumps(how).encode()
         elif how == "malformed":
             content = b'{"choices": 5}'
         elif how == "no json":
@@ -334,3 +337,298 @@ def test_five_failures_in_a_row_make_a_model_rest_unless_it_is_the_only_one() ->
     assert resting([Moody(), Moody()], "fffff")
     assert not resting([Moody(), Moody()], "ffffgffff")
     assert not resting([Moody()], "ffffffffff")
+
+
+# -- what a server may leave out, and how long it is waited for
+
+
+class Words:
+    """A tokenizer: one token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        return self.encode("".join(m["content"] for m in messages))
+
+
+def bare(text: str, *logprobs: float, **fields: Any) -> dict[str, Any]:
+    """A reply that says no token ids."""
+    return {"choices": [{"text": text, "logprobs": {"token_logprobs": list(logprobs)}}]} | fields
+
+
+def test_tokens_that_the_server_does_not_say_come_from_the_tokenizer_or_the_prompt() -> None:
+    async def main() -> None:
+        async with serving(tokenizer=Words()) as (server, model):
+            for prompt, before in (("ab", [97, 98]), ([5, 6, 7], [5, 6, 7])):
+                server.script = [bare("ok", -0.5, -0.25)]
+                [g] = await model.generate(prompt)
+                assert g.tokens.tolist() == [*before, 111, 107] and g.prompt_length == len(before)
+                assert g.logprobs.tolist() == [-0.5, -0.25] and g.finish_reason == "stop"
+            server.script = [bare("ok", -0.5, -0.25)]
+            [g] = await model.chat([{"role": "user", "content": "c"}, {"role": "user", "content": "d"}])
+            assert g.tokens.tolist() == [99, 100, 111, 107]
+            assert model.handle is None  # its calls travel back: the tokenizer is here
+        async with serving() as (server, model):
+            known = {"text": "ok", "token_ids": [8, 9], "logprobs": {"token_logprobs": [-1, -2]}}
+            server.script = [{"choices": [known]}, bare("ok", -0.5), bare("ok")]
+            [g] = await model.generate([5, 6])
+            assert g.experience().tokens.tolist() == [5, 6, 8, 9]
+            for prompt in ("text", [5, 6]):
+                [g] = await model.generate(prompt)
+                assert g.tokens is None and g.text == "ok"
+                with pytest.raises(SchemaError, match="^tokens: "):
+                    g.experience(reward=1.0)
+            assert model.handle is not None and model.handle.api_key == "secret-key"
+
+    run(main())
+
+
+def test_logprobs_of_other_tokens_are_not_taken() -> None:
+    async def main() -> None:
+        async with serving(tokenizer=Words()) as (server, model):
+            server.script = [bare("ok", -0.5), {"choices": [{"text": "ok"}]}]
+            for _ in range(2):
+                [g] = await model.generate("x")
+                assert g.tokens is not None and g.logprobs is None
+                with pytest.raises(SchemaError, match="^logprobs: "):
+                    g.experience(reward=1.0)
+
+    run(main())
+
+
+def test_a_version_is_the_servers_word_else_what_sync_said() -> None:
+    async def main() -> None:
+        async with serving() as (server, model):
+            assert (await model.sync(4), await model.sync(), model.version) == (4, 5, 5)
+            for said, version in ((None, 5), (True, 5), ("9", 5), (8, 8)):
+                server.script = [bare("ok") | ({} if said is None else {"model_version": said})]
+                [g] = await model.generate("x")
+                assert g.version == version == model.version
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [{"choices": []}, {"choices": [{"text": "a"}, {"text": "b"}]}, {"choices": [{}]}, {"choices": [5]}, {}],
+)
+def test_a_reply_with_another_number_of_choices_or_none_is_malformed(reply: Any) -> None:
+    async def main() -> None:
+        async with serving() as (server, model):
+            server.script = [reply, reply]
+            with pytest.raises(ModelError, match="malformed") as caught:
+                await model.generate("x")
+            assert model.address in str(caught.value)
+            if not reply.get("choices"):
+                with pytest.raises(ModelError, match="malformed"):
+                    await model.logprobs([1, 2])
+
+    run(main())
+
+
+def test_choices_come_in_the_order_of_their_index() -> None:
+    async def main() -> None:
+        async with serving() as (server, model):
+            server.script = [{"choices": [{"index": i, "text": str(i)} for i in (2, 0, 1)]}]
+            assert [g.text for g in await model.generate("x", n=3)] == ["0", "1", "2"]
+
+    run(main())
+
+
+def test_pauses_grow_and_the_servers_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    from types import SimpleNamespace
+
+    from recollect.rollout.models import openai
+
+    slept: list[float] = []
+
+    async def sleep(seconds: float) -> None:
+        slept.append(seconds)
+
+    monkeypatch.setattr(openai, "BACKOFF_S", 1.0)
+    monkeypatch.setattr(openai, "BACKOFF_MAX_S", 3.0)
+    monkeypatch.setattr(openai, "asyncio", SimpleNamespace(sleep=sleep))
+
+    async def main() -> None:
+        async with serving(max_retries=3) as (server, model):
+            server.script = ["drop"] * 4
+            with pytest.raises(ModelError, match="4 tries"):
+                await model.generate("x")
+            assert len(server.bodies) == 4 and len(slept) == 3  # there is nothing to wait for after the last
+            for pause, wanted in zip(slept, (1.0, 2.0, 3.0), strict=True):
+                assert 0.8 * wanted <= pause <= 1.2 * wanted
+            slept.clear()
+            server.script = [503, "drop"]
+            await model.generate("x")
+            assert slept[0] == 0.0 and slept[1] >= 1.6  # Retry-After: 0 came with the first
+
+    run(main())
+
+
+def test_retry_after_is_a_number_or_a_date_and_bounded() -> None:
+    from datetime import UTC, datetime, timedelta
+    from email.utils import format_datetime
+
+    from recollect.rollout.models.openai import _retry_after
+
+    assert [_retry_after(text, 7.0) for text in (None, "2.5", "1000", "-3", "soon")] == [
+        7.0,
+        2.5,
+        60.0,
+        0.0,
+        7.0,
+    ]
+    now = datetime.now(UTC)
+    assert 15 < _retry_after(format_datetime(now + timedelta(seconds=20), usegmt=True), 7.0) <= 20
+    assert _retry_after(format_datetime(now - timedelta(seconds=20), usegmt=True), 7.0) == 0.0
+
+
+def test_a_client_has_the_limits_that_the_model_was_given() -> None:
+    async def main() -> None:
+        async with serving(timeout_s=5.0, connect_timeout_s=2.0) as (_, model):
+            limits = model._connect().timeout
+            assert (limits.read, limits.connect, limits.pool) == (5.0, 2.0, None)
+        with pytest.raises(ClosedError):
+            await model.generate("x")
+        plain = rr.OpenAIModel("http://127.0.0.1:9/v1/", "m")
+        assert (plain.timeout_s, plain.connect_timeout_s, plain.max_retries) == (600.0, 10.0, 3)
+        assert (plain.max_connections, plain.address) == (256, "http://127.0.0.1:9/v1")
+        with pytest.raises(ValueError, match="^base_url: "):
+            rr.OpenAIModel("127.0.0.1:9", "m")
+
+    run(main())
+
+
+# -- in this process, more of it
+
+
+class Slow:
+    """A function for a TorchModel that waits in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.inside, self.gate = threading.Event(), threading.Event()
+        self.prompts: list[Any] = []
+
+    def __call__(self, prompts: Any, sampling: Any) -> Any:
+        self.prompts.append(prompts)
+        self.inside.set()
+        self.gate.wait(20)
+        return [([7], [-0.5]) for _ in prompts]
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0)
+
+
+def test_a_cancelled_call_is_not_computed_and_one_that_waits_is_told_of_the_close() -> None:
+    async def main() -> None:
+        slow = Slow()
+        model = rr.TorchModel(slow)
+        first = asyncio.create_task(model.generate([1]))
+        await until(slow.inside)
+        second, third = (asyncio.create_task(model.generate([n])) for n in (2, 3))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        second.cancel()
+        slow.gate.set()
+        await asyncio.gather(first, third)
+        assert slow.prompts == [[[1]], [[3]]] and (model.max_batch, model.version) == (64, 0)
+        slow.gate.clear()
+        slow.inside.clear()
+        computed = asyncio.create_task(model.generate([4]))
+        await until(slow.inside)
+        waits = asyncio.create_task(model.generate([5]))
+        for _ in range(3):
+            await asyncio.sleep(0)
+        closing = asyncio.create_task(model.close())
+        with pytest.raises(ClosedError):
+            await waits
+        slow.gate.set()
+        await closing
+        assert len(await computed) == 1
+
+    run(main())
+
+
+def test_weights_are_read_between_batches_and_never_older_ones() -> None:
+    class Weights:
+        version = 3
+        n_reads = 0
+
+        def read_weights_into(self, state: Any) -> int:
+            self.n_reads += 1
+            return self.version
+
+    class Module:
+        def state_dict(self) -> Any:
+            return {}
+
+    async def main() -> None:
+        slow, weights = Slow(), Weights()
+        model = rr.TorchModel(slow, module=Module(), weights=weights)
+        before = asyncio.create_task(model.generate([1]))
+        await until(slow.inside)
+        syncing = asyncio.create_task(model.sync())
+        for _ in range(10):
+            await asyncio.sleep(0)
+        assert weights.n_reads == 0  # a batch is under way
+        slow.gate.set()
+        [g] = await before
+        assert g.version == 0 and await syncing == 3 and weights.n_reads == 1
+        [g] = await model.generate([1])
+        assert g.version == 3
+        assert await model.sync() == 3 and weights.n_reads == 1  # there is nothing newer
+        await model.close()
+        plain = rr.TorchModel(slow)
+        assert (await plain.sync(), await plain.sync(9), plain.version) == (1, 9, 9)
+        await plain.close()
+
+    run(main())
+
+
+def test_what_a_function_raises_or_leaves_out_reaches_who_asked() -> None:
+    async def main() -> None:
+        def short(prompts: Any, sampling: Any) -> Any:
+            if sampling.get("fail"):
+                raise ZeroDivisionError("inside")
+            return []
+
+        model = rr.TorchModel(short)
+        with pytest.raises(ValueError, match="must answer 2 prompts, got 0"):
+            await model.generate([1], n=2)
+        with pytest.raises(ZeroDivisionError, match="inside"):
+            await model.generate([1], fail=True)
+        for call in (model.generate("text"), model.chat([]), model.logprobs([1])):
+            with pytest.raises(SchemaError, match="give (tokenizer|logprobs_fn)="):
+                await call
+        await model.close()
+        with pytest.raises(ClosedError):
+            await model.generate([1])
+        with pytest.raises(ValueError, match="max_batch"):
+            rr.TorchModel(short, max_batch=0)
+
+    run(main())
+
+
+def test_a_tokenizer_makes_texts_and_chats_of_a_model_of_ids() -> None:
+    async def main() -> None:
+        def echo(prompts: Any, sampling: Any) -> Any:
+            return [(prompt[::-1], [-0.5] * len(prompt)) for prompt in prompts]
+
+        model = rr.TorchModel(echo, tokenizer=Words(), logprobs_fn=lambda rows: [list(range(len(rows[0])))])
+        [g] = await model.generate("abc")
+        assert g.text == "cba" and g.prompt_length == 3 and g.tokens.tolist() == [97, 98, 99, 99, 98, 97]
+        [g] = await model.chat([{"role": "user", "content": "xy"}])
+        assert g.text == "yx"
+        assert (await model.logprobs([1, 2, 3], 1)).tolist() == [1.0, 2.0]
+        assert (await model.logprobs([1, 2, 3])).tolist() == [0.0, 1.0, 2.0]
+        assert (await model.logprobs([1, 2, 3], 3)).tolist() == []
+        await model.close()
+
+    run(main())

@@ -5,18 +5,33 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
+import socket
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.rollout.make import run
 
 import recollect.rollout as rr
-from recollect.errors import WorkerDiedError
+from recollect.errors import BatchFailed, WorkerDiedError
+from recollect.rollout.runners.child import LENGTH, Link
+from recollect.rollout.runners.process import ProcessRunner
 from recollect.testing import RunnerContract
 from recollect.testing.leftovers import leaves_nothing
 from recollect.testing.rollout_workflows import PREFIX
 from recollect.testing.runner_contract import Rig
+
+WORKFLOWS = "tests.rollout.workflows:"
+
+
+def _is_running(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 class TestLocal(RunnerContract):
@@ -51,6 +66,44 @@ class TestProcess(RunnerContract):
 
         rig.run(work)
 
+    @pytest.mark.parametrize("dies", [False, True])
+    def test_what_a_runner_started_ends_with_it(self, rig: Rig, tmp_path: Path, dies: bool) -> None:
+        """Killed after the grace, or dead by itself: its whole process group goes."""
+        path = tmp_path / "pid"
+
+        async def work(rig: Rig) -> None:
+            data = {"path": str(path), "dies": dies}
+            limit = 20.0 if dies else 0.5
+            ident = await rig.submit(rr.Task(WORKFLOWS + "leaves_a_child", data, timeout_s=limit))
+            with pytest.raises(BatchFailed, match="WorkerDiedError" if dies else "limit of 0.5 s"):
+                await rig.c.finalize_train_batch(ident, timeout=30)
+            await rig.c.abort_batch(ident, reason="seen")
+            async with asyncio.timeout(10.0):
+                while _is_running(int(path.read_text())):
+                    await asyncio.sleep(0.01)
+
+        rig.run(work)
+
+    def test_what_a_runner_sent_before_it_died_is_not_lost(self, rig: Rig, tmp_path: Path) -> None:
+        """The loop is held up until the runner is dead: its death and its last words are there at once."""
+
+        async def work(rig: Rig) -> None:
+            task = rr.Task(WORKFLOWS + "dies_in_its_third_run", {"path": str(tmp_path)}, repeat_times=3)
+            ident = await rig.submit(task)
+            while not (tmp_path / "runs").exists() or not (tmp_path / "runs").read_text().endswith("\n"):
+                await asyncio.sleep(0.01)
+            pid = int((tmp_path / "runs").read_text().split()[1])
+            (tmp_path / "go").touch()
+            while _is_running(pid):
+                pass
+            result = await rig.c.finalize_train_batch(ident, timeout=30)
+            assert result["experience_count"] == 3 and result["metrics"]["rollout/requeue_count"] == 1
+            runs = [line.split()[0] for line in (tmp_path / "runs").read_text().splitlines()]
+            assert runs == ["0", "1", "2", "1", "2"]  # the first had arrived
+            await rig.c.sink.get(3)
+
+        rig.run(work)
+
     def test_a_workflow_without_a_name_is_refused(self, rig: Rig) -> None:
         async def nameless(task: Any, models: Any) -> Any:
             return None
@@ -60,6 +113,60 @@ class TestProcess(RunnerContract):
                 await rig.submit(rr.Task(nameless))
 
         rig.run(work)
+
+
+def test_what_is_in_the_socket_is_read_before_a_runner_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop learns of the death first, in the same turn as of the last words."""
+    heard: list[Any] = []
+
+    async def main() -> None:
+        loop = asyncio.get_running_loop()
+        pool = SimpleNamespace(died=lambda runner, why: heard.append("died"))
+        runner = ProcessRunner(pool, 0)  # type: ignore[arg-type]
+        monkeypatch.setattr(runner, "kill", lambda: None)
+        runner.process = SimpleNamespace(pid=0, wait=lambda: 0)  # type: ignore[assignment]
+        runner._pidfd, dies = os.pipe()
+        loop.add_reader(runner._pidfd, runner._died)
+        ours, theirs = socket.socketpair()
+        made: Any = await loop.create_connection(lambda: Link(heard.append, loop.create_future()), sock=ours)
+        runner.transport = made[0]
+        await asyncio.sleep(0)
+        os.write(dies, b"!")
+        theirs.sendall(LENGTH.pack(5) + b"words")
+        await runner.closed()
+        os.close(dies)
+        theirs.close()
+
+    with leaves_nothing():
+        run(main())
+    assert heard == [b"words", "died"]
+
+
+@pytest.mark.process
+def test_a_process_that_was_started_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the coordinator is shut down while it starts."""
+    made: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def recorded(*args: Any, **kwargs: Any) -> Any:
+        made.append(popen(*args, **kwargs))
+        return made[-1]
+
+    monkeypatch.setattr(subprocess, "Popen", recorded)
+
+    async def main() -> None:
+        async def refused(*args: Any, **kwargs: Any) -> Any:
+            raise asyncio.CancelledError
+
+        loop = asyncio.get_running_loop()
+        monkeypatch.setattr(loop, "create_connection", refused)
+        with pytest.raises(asyncio.CancelledError):
+            await ProcessRunner(None, 0).start()  # type: ignore[arg-type]
+        [process] = made
+        assert process.returncode == -signal.SIGKILL
+
+    with leaves_nothing():
+        run(main())
 
 
 @pytest.mark.process
@@ -91,6 +198,21 @@ class TestRay(RunnerContract):
         made = Rig(cls.config(), cls.seconds)
         yield made
         made.close()
+
+    def test_an_idle_actor_that_is_killed_is_seen_and_replaced(self, rig: Rig, ray_cluster: Any) -> None:
+        async def work(rig: Rig) -> None:
+            stream = rig.c.events()
+            runners = rig.c._desk.scheduler.pool.runners
+            while not any(runner.is_ready for runner in runners.values()):
+                await asyncio.sleep(0.01)
+            ray_cluster.kill(next(r for r in runners.values() if r.is_ready).actor)
+            async with asyncio.timeout(10.0):
+                assert (await anext(stream)).kind == "runner_died"
+            await stream.aclose()
+            assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
+            await rig.c.sink.get(1)
+
+        rig.run(work)
 
 
 @pytest.mark.filterwarnings("ignore")

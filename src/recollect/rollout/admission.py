@@ -77,6 +77,8 @@ def admit(desk: Desk) -> None:
     """Admit who waits, in order; one that capacity holds up holds up those behind it."""
     full = ""
     for sub in list(desk.waiting):
+        if sub not in desk.waiting:  # the one before it started work, which made room, which let it in
+            continue
         live = [batch for batch in desk.batches.values() if batch.admitted]
         full = full or no_room(sub.batch, live, desk.scheduler.n_queued, desk.config)
         sub.batch.not_admitted = full or _too_early(desk, sub.batch)

@@ -82,14 +82,15 @@ class RolloutCoordinator:
         loop = asyncio.get_running_loop()
         if self._starting is None:
             self._starting = loop.create_task(lifecycle.start(self._desk))
+            self._starting.add_done_callback(self._started)
         elif self._starting.get_loop() is not loop:
             raise _wrong_loop()
-        starting = self._starting
-        try:
-            await asyncio.shield(starting)
-        finally:
-            if starting.done() and self._starting is starting:
-                self._starting = None
+        await asyncio.shield(self._starting)
+
+    def _started(self, starting: asyncio.Task[None]) -> None:
+        self._starting = None
+        if not starting.cancelled():
+            starting.exception()  # nobody may be left to hear of it
 
     async def shutdown(self) -> None:
         """Wake every waiter with ClosedError, stop all work, and close what the config made."""
@@ -109,7 +110,11 @@ class RolloutCoordinator:
             self._closing = None
 
     async def __aenter__(self) -> Self:
-        await self.prepare()
+        try:
+            await self.prepare()
+        except asyncio.CancelledError:
+            await self.shutdown()
+            raise
         return self
 
     async def __aexit__(self, *error: object) -> None:
@@ -187,6 +192,7 @@ class RolloutCoordinator:
                 f"version: must not go back from {desk.version}, got {lowest} from a model's sync"
             )
         desk.version = lowest
+        desk.scheduler.pool.synced()
         desk.observer.event_of("synced", detail=f"version {lowest}")
         admission.admit(desk)
         return lowest
@@ -242,7 +248,7 @@ class RolloutCoordinator:
         batch = desk.batches.get(batch_id)
         if batch is None:
             return None
-        return why_waiting(batch, desk.scheduler, desk.pipeline.stage, desk.clock.time())
+        return why_waiting(batch, desk.scheduler, desk.pipeline.stage_of(batch.commit_id), desk.clock.time())
 
     def stats(self) -> Stats:
         """Return one moment: doors, attempts, runners, queue, bytes, models."""

@@ -10,6 +10,7 @@ from typing import Any
 from recollect.errors import BatchAborted, BatchFailed, DeadlineError
 from recollect.rollout.clock import Timer, checked_seconds
 from recollect.rollout.desk import Desk
+from recollect.rollout.ending import aborted
 from recollect.rollout.passing import joined, pass_of
 from recollect.rollout.records import BatchRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState
@@ -99,6 +100,8 @@ async def finalize(
     if batch is None:
         return _stored(desk, batch_id, kind)
     _check_kind(batch.state.batch_type, kind, batch_id)
+    if batch.aborting is not None:
+        raise aborted(batch, batch.aborting)
     if batch.state.state is S.FINALIZING or batch.cut is not None:
         return await joined(pass_of(desk, batch))
     deadline = desk.clock.time() + seconds
@@ -124,7 +127,7 @@ async def _ready(desk: Desk, batch: BatchRecord, finalizer: Finalizer) -> asynci
 
 
 def _with_reasons(desk: Desk, error: DeadlineError, batch: BatchRecord) -> DeadlineError:
-    text = why_waiting(batch, desk.scheduler, desk.pipeline.stage, desk.clock.time())
+    text = why_waiting(batch, desk.scheduler, desk.pipeline.stage_of(batch.commit_id), desk.clock.time())
     told = DeadlineError(f"batch {batch.id!r}: {text}")
     told.finished, told.expected = error.finished, error.expected
     return told

@@ -48,8 +48,8 @@ class LocalHandle:
     """
 
     def __init__(self, cls: Any, config: Any, models: Any, auxiliary: Any = None) -> None:
-        self._loop = asyncio.new_event_loop()
         self._coordinator = cls(config, models, auxiliary)
+        self._loop = asyncio.new_event_loop()
         self._closed = False
         self._thread = threading.Thread(target=self._serve, name=f"{config.name}-coordinator", daemon=True)
         self._thread.start()

@@ -100,11 +100,6 @@ class Journal:
                 encode(outcome),
             )
 
-    def failed(self, task: TaskRecord) -> None:
-        """Record the runs of an ended task that failed for good."""
-        for run_id, error in task.failed.items():
-            self.run(task, Outcome(run_id, False, 0.0, error=error, final=True))
-
     def cut(self, batch: BatchRecord, carrier: BatchRecord | None, joined: list[Joined]) -> None:
         """Record which results count, what is carried on, and what of earlier carriers joins: all or nothing."""
         cut, serial = batch.cut, self._serials.get(batch)
@@ -149,11 +144,13 @@ class Journal:
         if serial is None:
             return
         self._put("delete from runs where serial = ?", serial)
-        self._put(
-            "update batches set ended = ?, about = null, cut = null where serial = ?",
+        self._put(  # under a new number: endings are remembered in their own order
+            "update batches set serial = ?, ended = ?, about = null, cut = null where serial = ?",
+            self._next_serial,
             saved_ending(batch.state, reason),
             serial,
         )
+        self._next_serial += 1
         self._put("insert or replace into meta values (?, ?)", "k", k)
         self._put(
             "delete from batches where ended is not null and serial not in "

@@ -53,11 +53,8 @@ async def start(desk: Desk) -> None:
         desk.threads.close()
         raise
     desk.is_open = True
-    desk.scheduler.is_paused = False
-    if desk.journal is not None:
-        from recollect.rollout.reviving import restore
-
-        restore(desk, desk.journal)
+    desk.scheduler.is_paused = False  # only now: which batch goes first is known when all are back
+    desk.scheduler.dispatch()
 
 
 def _lay_out(desk: Desk) -> None:
@@ -93,6 +90,7 @@ def _open_sink(desk: Desk) -> None:
 
 
 async def _start_runners(desk: Desk) -> None:
+    """Start them, and bring back the work that a journal has for them."""
     tell = desk.observer.model_call if desk.observer.trace is not None else None
     around = Surroundings(
         desk.scheduler, desk.config, desk.models, desk.plan, desk.threads, desk.lag, desk.clock, tell
@@ -100,6 +98,10 @@ async def _start_runners(desk: Desk) -> None:
     pool = desk.scheduler.pool = make_pool(around)
     try:
         await pool.start()
+        if desk.journal is not None:
+            from recollect.rollout.reviving import restore
+
+            restore(desk, desk.journal)
     except BaseException:
         await pool.close()
         raise

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from copy import deepcopy
+from functools import partial
 from typing import Any
 
 from recollect.errors import ClosedError, PipelineError
@@ -25,9 +26,11 @@ def pass_of(desk: Desk, batch: BatchRecord, reason: str | None = None) -> asynci
         if batch.cut is None:
             _cut(desk, batch, carries=reason is None)
         move(batch.state, S.FINALIZING)
+        batch.aborting = reason
         batch.outcome = desk.loop.create_future()
         batch.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         batch.passing = desk.loop.create_task(_run(desk, batch, batch.outcome, reason))
+        batch.passing.add_done_callback(partial(_after, batch, batch.outcome))
     outcome = batch.outcome
     if outcome is None:
         raise RuntimeError(f"batch {batch.id!r}: a pass without an outcome")
@@ -108,10 +111,7 @@ async def _run(desk: Desk, batch: BatchRecord, outcome: asyncio.Future[Any], rea
     try:
         result = await _deliver(desk, batch)
     except asyncio.CancelledError:
-        _back(batch)
-        if not outcome.done():
-            outcome.set_exception(ClosedError("coordinator: the pass was stopped by abort or shutdown"))
-        raise
+        raise  # `_after` follows
     except BaseException as error:
         failure = _pipeline_error(error)
         batch.last_failure = str(failure)
@@ -128,6 +128,16 @@ async def _run(desk: Desk, batch: BatchRecord, outcome: asyncio.Future[Any], rea
         outcome.set_result(result)
 
 
+def _after(batch: BatchRecord, outcome: asyncio.Future[Any], passing: asyncio.Task[Any]) -> None:
+    """Leave a pass that was stopped, be it before its first step: nothing of `_run` has happened then."""
+    if not passing.cancelled():
+        return
+    if batch.state.state is S.FINALIZING:
+        _back(batch)
+    if not outcome.done():
+        outcome.set_exception(ClosedError("coordinator: the pass was stopped by abort or shutdown"))
+
+
 def _pipeline_error(error: BaseException) -> PipelineError:
     if isinstance(error, PipelineError):
         return error
@@ -137,7 +147,7 @@ def _pipeline_error(error: BaseException) -> PipelineError:
 
 
 def _back(batch: BatchRecord) -> None:
-    batch.passing = None
+    batch.passing = batch.aborting = None
     batch.committing = False
     move(batch.state, S.RUNNING if batch.tasks else S.PENDING)
 

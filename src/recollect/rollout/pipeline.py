@@ -22,7 +22,7 @@ from recollect.rollout.experience import Experiences
 from recollect.rollout.limits import Limit
 from recollect.rollout.operators import Operator, StalenessFilter, make_operator
 from recollect.rollout.schema import Plan
-from recollect.rollout.sinks import ReplaySink, Sink
+from recollect.rollout.sinks import QueueSink, ReplaySink, Sink
 from recollect.rollout.threads import Threads
 
 
@@ -48,6 +48,7 @@ class Pipeline:
         self.operators = [make_operator(spec) for spec in config.operators]
         self.lock = asyncio.Lock()
         self.stage: str | None = None
+        self._commit_id: str | None = None  # of the pass under way
         self._overran: asyncio.Future[Any] | None = None
 
     async def run(
@@ -65,6 +66,7 @@ class Pipeline:
         (and awaited, if it returns something) just before the write.
         """
         async with self.lock:
+            self._commit_id = commit_id
             limit = Limit(self.clock, self.config.pipeline_timeout_s)
             try:
                 async with limit:
@@ -78,7 +80,11 @@ class Pipeline:
                     "everything stays staged, finalize again"
                 ) from None
             finally:
-                self.stage = None
+                self.stage = self._commit_id = None
+
+    def stage_of(self, commit_id: str) -> str | None:
+        """What this pass is doing; None if it is another's turn."""
+        return self.stage if commit_id == self._commit_id else None
 
     async def _finish_overrun(self) -> None:
         if self._overran is not None and not self._overran.done():
@@ -123,10 +129,10 @@ class Pipeline:
             raise PipelineError(f"operator {name}: must return Experiences, got {type(returned).__name__}")
         if returned is not x and not _is_part(returned, x):
             raise PipelineError(f"operator {name}: may drop and change rows, got new or repeated ones")
-        prefix = f"pipeline/{name}"
-        done.metrics[f"{prefix}/dropped"] = float(len(x) - len(returned))
-        done.metrics[f"{prefix}/s"] = self.clock.time() - start
-        done.metrics |= {f"{prefix}/{key}": float(value) for key, value in extra.items()}
+        found = {"dropped": len(x) - len(returned), "s": self.clock.time() - start, **extra}
+        for key, value in found.items():
+            metric = f"pipeline/{name}/{key}"
+            done.metrics[metric] = done.metrics.get(metric, 0.0) + float(value)  # one name, one count
         return returned
 
     async def _write(self, x: Experiences, commit_id: str, maybe_written: bool,
@@ -138,7 +144,12 @@ class Pipeline:
                 await waiting
         held = maybe_written and await self._call("the sink", self._holds, x, commit_id)
         if not held:
-            await self._call("the sink", self.sink.write, x, commit_id)
+            try:
+                await self._call("the sink", self.sink.write, x, commit_id)
+            except asyncio.CancelledError:
+                if isinstance(self.sink, QueueSink):  # else it would enter when there is room, wanted or not
+                    self.sink.give_up(commit_id)
+                raise
         done.metrics["pipeline/sink/s"] = self.clock.time() - start
 
     def _holds(self, x: Experiences, commit_id: str) -> bool:

@@ -154,6 +154,7 @@ class BatchRecord:
         self.outcome: asyncio.Future[Any] | None = None
         self.delivery: Any = None
         self.committing = False
+        self.aborting: str | None = None  # why, while a kept part is being delivered
         self.write_tried = False
         self.last_failure: str | None = None
         self.reason: str | None = None

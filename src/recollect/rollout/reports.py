@@ -18,8 +18,6 @@ class Reports:
         self.desk = desk
 
     def task_ended(self, task: TaskRecord) -> None:
-        if self.desk.journal is not None and task.failed:
-            self.desk.journal.failed(task)
         batch, state = task.batch, task.batch.state
         if batch.finalizers and (
             len(state.statuses) == state.expected_task_count or state.min_wait_num or not task.is_fine
@@ -29,6 +27,10 @@ class Reports:
     def run_staged(self, task: TaskRecord, outcome: Outcome) -> None:
         if self.desk.journal is not None:
             self.desk.journal.run(task, outcome)
+
+    def run_failed(self, task: TaskRecord, run_id: int, error: str) -> None:
+        if self.desk.journal is not None:
+            self.desk.journal.run(task, Outcome(run_id, False, 0.0, error=error, final=True))
 
     def room_made(self) -> None:
         if self.desk.waiting and self.desk.is_open:

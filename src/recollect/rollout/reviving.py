@@ -15,17 +15,20 @@ from recollect.rollout.tasks import Task, find_workflow, task_key
 def restore(desk: Desk, journal: Journal) -> None:
     """Bring back what the journal holds: live batches with their finished runs, history, and counters."""
     kept = journal.restored
+    revived = [  # before anything is changed: a workflow may be unknown here
+        revive(one, desk.n_batches + 1 + n, desk.config, desk.scheduler, journal)
+        for n, one in enumerate(kept.batches)
+    ]
+    desk.n_batches += len(revived)
     desk.next_group = max(desk.next_group, kept.next_group)
     desk.k = max(desk.k, kept.k)
     if kept.first_version is not None:
         desk.first_version = kept.first_version
     for batch_id, ending in kept.history.items():
         desk.history.setdefault(batch_id, ending)
-    for kept_batch in kept.batches:
-        desk.n_batches += 1
-        batch = revive(kept_batch, desk.n_batches, desk.config, desk.scheduler, journal)
+    for one, batch in zip(kept.batches, revived):
         batch.submitted_at = desk.clock.time()
-        if kept_batch.batch.is_carrier:
+        if one.batch.is_carrier:
             desk.carriers.append(batch)
         else:
             desk.batches[batch.id] = batch

@@ -32,6 +32,7 @@ class Owner(Protocol):
 
     def task_ended(self, task: TaskRecord) -> None: ...
     def run_staged(self, task: TaskRecord, outcome: Outcome) -> None: ...
+    def run_failed(self, task: TaskRecord, run_id: int, error: str) -> None: ...
     def room_made(self) -> None: ...
     def runners_broken(self, why: str) -> None: ...
 
@@ -214,7 +215,7 @@ class Scheduler:
         else:
             attempt.unit.error = outcome.error
             if outcome.final:
-                task.failed[outcome.run_id] = outcome.error
+                self._fail(task, outcome.run_id, outcome.error)
 
     def _stage(self, task: TaskRecord, outcome: Outcome) -> None:
         batch = task.batch
@@ -272,7 +273,9 @@ class Scheduler:
             left = [run for run in unit.run_ids if run not in unit.task.good and run not in unit.task.failed]
             if unit.losses > 1:
                 for run in left:
-                    unit.task.failed[run] = f"WorkerDiedError: runner {runner} died ({why}), the second one"
+                    self._fail(
+                        unit.task, run, f"WorkerDiedError: runner {runner} died ({why}), the second one"
+                    )
             elif left:
                 unit.attempts -= 1
                 unit.run_ids = tuple(left)
@@ -324,10 +327,9 @@ class Scheduler:
             return
         most = self.config.max_retries if task.max_retries is None else task.max_retries
         if unit.attempts > most:
+            error = unit.error or "RuntimeError: the workflow ended without a result for this run"
             for run in left:
-                task.failed[run] = (
-                    unit.error or "RuntimeError: the workflow ended without a result for this run"
-                )
+                self._fail(task, run, error)
             return
         unit.run_ids = tuple(left)
         task.batch.retry_count += 1
@@ -343,6 +345,11 @@ class Scheduler:
         unit.timer = self.clock.call_at(unit.backs_off_until, self._rested, unit)
         task.batch.n_queued += len(unit.run_ids)
         self.n_queued += len(unit.run_ids)
+
+    def _fail(self, task: TaskRecord, run_id: int, error: str) -> None:
+        """A run has failed for good."""
+        task.failed[run_id] = error
+        self.owner.run_failed(task, run_id, error)
 
     def _is_wanted(self, task: TaskRecord) -> bool:
         return task.batch in self.batches

@@ -187,6 +187,7 @@ class QueueSink:
         self._changed = threading.Condition()
         self._waiting: list[Callable[[], None]] = []
         self._done: OrderedDict[str, None] = OrderedDict()
+        self._wanted: set[str] = set()  # commits that wait for room
         self._closed = False
 
     def __len__(self) -> int:
@@ -195,8 +196,14 @@ class QueueSink:
     def write(self, x: Experiences, commit_id: str) -> None:
         """Put all rows in, as soon as there is room for all of them."""
         with self._changed:
+            self._wanted.add(commit_id)
             while self._n and self._n + len(x) > self.capacity and not self._closed:
                 self._changed.wait()
+                if commit_id not in self._wanted:
+                    raise DeadlineError(
+                        f"sink: {len(x)} rows did not fit in time beside {self._n}; take some out"
+                    )
+            self._wanted.discard(commit_id)
             if self._closed:
                 raise ClosedError("sink: the queue is closed; prepare the coordinator again")
             if len(x):
@@ -209,6 +216,12 @@ class QueueSink:
         """Tell whether this commit is in the queue or was taken from it."""
         with self._changed:
             return commit_id in self._done
+
+    def give_up(self, commit_id: str) -> None:
+        """Let a write that still waits for room raise; one that has entered stays."""
+        with self._changed:
+            self._wanted.discard(commit_id)
+            self._changed.notify_all()
 
     async def get(self, n: int, timeout: float = 60.0, min_version: int | None = None) -> Experiences:
         """Take exactly n rows, oldest first; on DeadlineError none. Rows below `min_version` are dropped."""

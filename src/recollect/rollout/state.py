@@ -86,8 +86,12 @@ def copied(state: BatchState) -> BatchState:
         state.batch_id,
         state.batch_type,
         state.expected_task_count,
-        dict(state.statuses),
+        {task: _copied_status(status) for task, status in state.statuses.items()},
         state.min_wait_num,
         state.state,
         deepcopy(state.final_result),
     )
+
+
+def _copied_status(status: TaskStatus) -> TaskStatus:
+    return msgspec.structs.replace(status, metrics=dict(status.metrics))

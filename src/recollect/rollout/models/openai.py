@@ -72,6 +72,10 @@ class OpenAIModel:
         """What the server last said, else what `sync` said."""
         return self._version
 
+    @version.setter
+    def version(self, version: int) -> None:
+        self._version = version
+
     @property
     def handle(self) -> OpenAIHandle | None:
         """What a runner opens the model by; None with a tokenizer, whose calls travel back instead."""

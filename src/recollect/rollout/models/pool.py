@@ -229,6 +229,8 @@ class Blocking:
             raise ClosedError("models: this attempt was given up; its calls are refused")
         future = asyncio.run_coroutine_threadsafe(call, self._models.loop)
         self._models.in_flight = future
+        if self._models.fenced:  # since the test above, by the loop, which saw no call in flight
+            future.cancel()
         try:
             return future.result()
         except FutureCancelled:

@@ -60,6 +60,9 @@ class RunnerPool(Protocol):
     def kill(self, attempt_id: int) -> None:
         """Make an attempt stop, or fence it; `attempt_ended` follows at once or when it is dead."""
 
+    def synced(self) -> None:
+        """Rollout models serve another version from now on."""
+
     def doing(self, attempt_id: int) -> str | None:
         """The model call that an attempt is in, if that is known."""
 

@@ -80,6 +80,8 @@ class Session:
             self._cancel(message.attempt_id)
         elif isinstance(message, wire.Answer):
             self._answer(message)
+        elif isinstance(message, wire.Synced):
+            self._serve(message.versions)
         else:
             self._set_up(message)
 
@@ -101,7 +103,13 @@ class Session:
             return
         self.send(wire.Ready())
 
+    def _serve(self, versions: list[int]) -> None:
+        """Rollout models serve these versions now, or newer ones of which their answers told."""
+        for replica, version in zip(self.pool.rollout.replicas, versions):
+            replica.model.version = max(replica.model.version, version)
+
     def _start(self, job: Job) -> None:
+        self._serve([job.version] * len(self.pool.rollout.replicas))
         models = Models(self.pool)
         if job.rollout >= 0:
             models.use(job.rollout)
@@ -139,7 +147,8 @@ class Session:
             return
         task, models, is_async = found
         if is_async:
-            task.cancel()
+            # After its first step: a task that never began would not say that it ended.
+            self.loop.call_soon(task.cancel)
         else:
             models.fenced = True
             if models.in_flight is not None:

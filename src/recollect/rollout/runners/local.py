@@ -178,6 +178,9 @@ class LocalPool:
         self._vacate(place)
         self.around.owner.attempt_ended(attempt_id)
 
+    def synced(self) -> None:
+        """The models are those that were synced."""
+
     def doing(self, attempt_id: int) -> str | None:
         place = self.places.get(attempt_id)
         return None if place is None else place.models.doing

@@ -45,7 +45,15 @@ class ProcessRunner(FarRunner):
         self._loop.add_reader(self._pidfd, self._died)
         ours.setblocking(False)
         closed: asyncio.Future[None] = self._loop.create_future()
-        made: Any = await self._loop.create_connection(lambda: Link(self.received, closed), sock=ours)
+        try:
+            made: Any = await self._loop.create_connection(lambda: Link(self.received, closed), sock=ours)
+        except BaseException:
+            self._loop.remove_reader(self._pidfd)
+            os.close(self._pidfd)
+            ours.close()
+            self.kill()
+            self.process.wait()
+            raise
         self.transport = made[0]
 
     def send(self, data: bytes) -> None:

@@ -273,6 +273,13 @@ class RemotePool(ABC):
             runner.is_killed = True
             runner.kill()
 
+    def synced(self) -> None:
+        """Tell the runners what the rollout models serve now: some have opened them anew."""
+        versions = [int(replica.model.version) for replica in self.around.models.rollout.replicas]
+        for runner in self.runners.values():
+            if runner.is_ready:
+                runner.send(wire.encode(wire.Synced(versions)))
+
     def doing(self, attempt_id: int) -> str | None:
         runner = self.by_attempt.get(attempt_id)
         return None if runner is None or runner.models is None else runner.models.doing

@@ -38,6 +38,12 @@ class Cancel(Message):
     attempt_id: int
 
 
+class Synced(Message):
+    """What the rollout models serve from now on."""
+
+    versions: list[int]
+
+
 class Answer(Message):
     """What a model said."""
 
@@ -82,7 +88,7 @@ class Uncall(Message):
     call_id: int
 
 
-Down = Setup | Start | Cancel | Answer
+Down = Setup | Start | Cancel | Synced | Answer
 Up = Ready | Broken | Ran | Call | Uncall
 encode = msgspec.msgpack.Encoder().encode
 decode_down = msgspec.msgpack.Decoder(Down).decode

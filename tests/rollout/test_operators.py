@@ -1,0 +1,168 @@
+"""Operators: what each does to the experience of a batch, and what a pass lets them do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.rollout.make import ListSink, coordinator, experience, run
+from tests.rollout.test_experience import batch, rows
+
+import recollect.rollout as rr
+from recollect.errors import PipelineError
+from recollect.rollout.operators import make_operator
+
+
+async def good(task: Any, models: Any) -> Any:
+    return experience()
+
+
+def two_steps(last: float, run_id: int) -> Any:
+    return rr.decode(rr.encode([experience(9.0), experience(last)], group_id=1, run_id=run_id))
+
+
+def with_metrics(*given: dict[str, float], reward: float = 1.0) -> Any:
+    made = [
+        rr.decode(rr.encode([experience(reward, metrics=m)], group_id=1, run_id=i))
+        for i, m in enumerate(given)
+    ]
+    return rr.Experiences.concat(made)
+
+
+def test_a_shaped_reward_is_the_reward_and_weighted_metrics() -> None:
+    x = with_metrics({"a": 2.0, "b": 1.0}, {"a": 4.0})
+    shaped, counts = rr.ShapeReward({"a": 0.5, "b": -3.0, "none": 9.0})(x)
+    assert shaped.reward.tolist() == [-1.0, 3.0] and counts == {}
+    assert rr.ShapeReward({"a": 1.0}, clip=(0.0, 4.0))(x)[0].reward.tolist() == [3.0, 4.0]
+    unknown, counts = rr.ShapeReward({"a": 1.0})(with_metrics({"a": 2.0}, reward=float("nan")))
+    assert len(unknown) == 0 and counts == {"no_reward": 1.0}
+
+
+def test_an_advantage_is_divided_by_the_deviation_and_a_little_more() -> None:
+    x, _ = rr.GroupAdvantage(eps=1.0)(batch((0.0, 2.0), (7.0, 7.0)))
+    root = 2**0.5
+    assert x.advantage.tolist() == pytest.approx([-1 / (root + 1), 1 / (root + 1), 0.0, 0.0])
+    assert rr.GroupAdvantage().eps == 1e-6 and rr.GroupAdvantage().min_size == 2
+    same, _ = rr.GroupAdvantage()(batch((7.0, 7.0)))
+    assert same.advantage.tolist() == [0.0, 0.0]
+    for size, kept in ((1, 3), (2, 2), (3, 0)):
+        assert len(rr.GroupAdvantage(min_size=size)(batch((1.0, 2.0), (5.0,)))[0]) == kept
+
+
+def test_the_last_reward_is_that_of_the_last_step_wherever_it_lies() -> None:
+    runs = [two_steps(0.0, 0), two_steps(2.0, 1)]
+    x = rr.Experiences.concat(runs).where([3, 1, 0, 2])
+    found, _ = rr.GroupAdvantage(scale=False)(x)
+    assert found.advantage.tolist() == [1.0, -1.0, -1.0, 1.0]
+    assert len(rr.DropUniformGroups(1.5)(x)[0]) == 4 and len(rr.DropUniformGroups(2.0)(x)[0]) == 0
+
+
+def test_groups_that_differ_by_more_than_a_tolerance_are_kept_whole() -> None:
+    x = batch((1.0, 1.25), (1.0, 1.5), (float("nan"), 3.0))
+    kept, counts = rr.DropUniformGroups(0.25)(x)
+    assert kept.reward.tolist() == [1.0, 1.5] and counts == {"no_reward": 1.0, "uniform_group": 2.0}
+    assert rr.DropUniformGroups()(batch((1.0, 1.25), (2.0, 2.0)))[0].reward.tolist() == [1.0, 1.25]
+
+
+def test_bounds_of_filters_are_kept() -> None:
+    made = [rr.decode(rr.encode([experience(float(n), n)], group_id=1, run_id=n)) for n in range(4)]
+    x = rr.Experiences.concat(made)
+    assert rr.LengthFilter()(x).run_id.tolist() == [1, 2, 3]
+    assert rr.LengthFilter(2, 3)(x).run_id.tolist() == [2, 3] and rr.LengthFilter(0, 1)(
+        x
+    ).run_id.tolist() == [0, 1]
+    assert rr.RewardFilter(1.0, 2.0)(x)[0].run_id.tolist() == [1, 2]
+    assert rr.RewardFilter()(batch((float("nan"), 1.0)))[1] == {"no_reward": 1.0}
+    assert len(rr.StalenessFilter(1).at(1)(x)) == 4 and len(rr.StalenessFilter(1).at(2)(x)) == 0
+
+
+def test_dedupe_keeps_the_first_by_any_key_and_forgets_the_oldest() -> None:
+    x = rr.Experiences.concat([*rows(1.0, n=1), *rows(2.0, n=2), *rows(3.0, n=1)])
+    assert rr.Dedupe()(x).reward.tolist() == [1.0, 2.0]
+    assert rr.Dedupe("prompt_length")(x).reward.tolist() == [1.0] and len(rr.Dedupe("reward")(x)) == 3
+    short = rr.Dedupe(remember=1)
+    short(x)
+    short.commit()
+    assert short(x).reward.tolist() == [1.0]  # the one of two tokens is the newest
+    assert rr.Dedupe().remember == 100_000
+
+
+def test_an_operator_has_one_name_and_may_be_a_function() -> None:
+    @rr.operator("tests.halves")
+    def halves(x: Any) -> Any:
+        return x.where(x.run_id % 2 == 0)
+
+    assert make_operator("tests.halves") == ("tests.halves", halves)
+    with pytest.raises(ValueError, match="is taken"):
+        rr.operator("grpo")(halves)
+    assert make_operator(rr.Dedupe("uid"))[0] == "dedupe" and make_operator(halves)[0] == "halves"
+
+
+def test_a_pass_takes_operators_in_order_and_commits_them_after_the_sink() -> None:
+    said: list[str] = []
+
+    class Remembers:
+        def __init__(self, name: str) -> None:
+            self.__name__ = name
+
+        def __call__(self, x: Any) -> Any:
+            said.append(self.__name__)
+            return x
+
+        def commit(self) -> None:
+            said.append(f"commit {self.__name__}")
+
+    class Says(ListSink):
+        def write(self, x: Any, commit_id: str) -> None:
+            said.append("write")
+            super().write(x, commit_id)
+
+    async def main() -> None:
+        operators = (Remembers("a"), Remembers("b"), lambda x: (x, {}), rr.LengthFilter(high=9))
+        async with coordinator(sink=Says(), operators=operators) as c:
+            c.list_sink.fail = "before"
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
+            with pytest.raises(PipelineError):
+                await c.finalize_train_batch(1)
+            assert said == ["a", "b", "write"]
+            c.list_sink.fail = None
+            await c.finalize_train_batch(1)
+            assert said[3:] == ["a", "b", "write", "commit a", "commit b"]
+
+    run(main())
+
+
+@pytest.mark.parametrize(
+    ("made", "text"),
+    [
+        (lambda x: None, "must return Experiences, got NoneType"),
+        (lambda x: [x], "must return Experiences, got list"),
+        (lambda x: x.replace(run_id=x.run_id + 1), "may drop and change rows"),
+        (lambda x: x.where([0, 0]), "may drop and change rows"),
+    ],
+)
+def test_an_operator_returns_rows_that_it_was_given(made: Any, text: str) -> None:
+    async def main() -> None:
+        async with coordinator(operators=(made,)) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
+            with pytest.raises(PipelineError, match=text):
+                await c.finalize_train_batch(1)
+            assert c.stats().staged_nbytes > 0
+
+    run(main())
+
+
+def test_what_operators_of_one_name_drop_is_counted_together() -> None:
+    async def sized(task: Any, models: Any) -> Any:
+        return experience(n=task.run_id, model_version=task.run_id)
+
+    async def main() -> None:
+        operators = (rr.LengthFilter(low=1), rr.LengthFilter(high=4), rr.StalenessFilter(3))
+        async with coordinator(operators=operators, max_staleness=4) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(sized, repeat_times=6)], batch_type="train")
+            await c.sync_weights(5)
+            m = (await c.finalize_train_batch(1))["metrics"]
+            assert m["pipeline/staleness/dropped"] == 2.0  # run 0 as the pass begins, run 1 by the operator
+            assert m["pipeline/length/dropped"] == 1.0 and m["pipeline/out_count"] == 3.0
+
+    run(main())

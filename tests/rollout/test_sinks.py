@@ -1,0 +1,217 @@
+"""Sinks: a write is all or nothing, is known when it is asked for, and is where the config says."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.rollout.make import config, coordinator, experience, run
+from tests.rollout.test_experience import batch
+
+import recollect.rollout as rr
+from recollect.errors import ClosedError, DeadlineError
+from recollect.rollout.schema import plan_of
+from recollect.rollout.sinks import make_sink
+
+
+async def good(task: Any, models: Any) -> Any:
+    return experience()
+
+
+def test_a_replay_sink_writes_all_or_nothing_and_knows_its_groups() -> None:
+    buffer = rr.experience_buffer("memory", capacity=3, max_tokens=8)
+    sink = rr.ReplaySink(buffer)
+    with pytest.raises(ValueError, match="must fit the buffer's 3 rows, got 4"):
+        sink.write(batch((1.0, 2.0), (3.0, 4.0)), "c-g0-1")
+    assert len(buffer) == 0 and not sink.holds("c-g0-1")
+    x = batch((1.0, 2.0))
+    sink.write(x, "c-g0-0")
+    later = rr.ReplaySink(buffer)  # of another process: it knows what is there by its group ids
+    assert later.holds("c-g0-0") and later.holds("x-g0-5") and not later.holds("c-g1-5")
+    assert not later.holds("by another name")
+    assert later.holds_rows(x, "c-g0-0") and not later.holds_rows(batch((), (1.0,)), "c-g0-0")
+    sink.close()
+    assert len(buffer) == 2  # it was given
+    rr.ReplaySink(buffer, owned=True).close()
+    with pytest.raises(ClosedError):
+        len(buffer[:])
+
+
+def test_a_buffer_of_the_config_is_on_disk_and_found_again(tmp_path: Path) -> None:
+    async def main(ident: int) -> int:
+        sink = {
+            "kind": "replay",
+            "storage": "memmap",
+            "path": str(tmp_path / "buf"),
+            "capacity": 8,
+            "max_tokens": 16,
+        }
+        async with rr.RolloutCoordinator(config(sink=sink), []) as c:
+            await c.submit_batch(batch_id=ident, tasks=[rr.Task(good)], batch_type="train")
+            await c.finalize_train_batch(ident)
+            return len(c.sink)
+
+    assert run(main(1)) == 1 and (tmp_path / "buf").exists()
+    assert run(main(2)) == 2
+
+
+def test_a_shared_buffer_of_experience_can_be_opened_elsewhere() -> None:
+    buffer = rr.experience_buffer("shared", capacity=4, max_tokens=8)
+    try:
+        assert buffer.multiprocessing and buffer.engine.tracked and buffer.capacity == 4
+    finally:
+        buffer.close()
+    for space in (None, rr.experience_space(max_tokens=77)):
+        buffer = rr.experience_buffer("memory", capacity=4, max_tokens=8, space=space)
+        assert set(dict(buffer.inner_storage.rows.layout.max_lengths).values()) == {8}
+
+
+def test_a_file_is_synced_renamed_and_never_half_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    fsync, rename = os.fsync, Path.rename
+
+    def synced(fd: int) -> None:
+        done.append("directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
+        fsync(fd)
+
+    def renamed(self: Path, to: Any) -> Any:
+        done.append("rename")
+        return rename(self, to)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(Path, "rename", renamed)
+    sink = rr.FileSink(tmp_path / "new" / "out", "jsonl")
+    x = rr.decode(
+        rr.encode([experience(info={"a": 1}, metrics={"m": 2.0})], batch_id=3, task_id="t", group_id=5)
+    )
+    sink.write(x, "c/1")
+    assert done == ["file", "rename", "directory"]
+    [file] = (tmp_path / "new" / "out").iterdir()
+    assert file.name == "c_1.jsonl"
+    [line] = [json.loads(text) for text in file.read_text().splitlines()]
+    assert (line["batch_id"], line["task_id"], line["group_id"]) == ("3", "t", 5)
+    assert (json.loads(line["info"]), json.loads(line["metrics"])) == ({"a": 1}, {"m": 2.0})
+    monkeypatch.setattr("recollect.rollout.sinks._write_jsonl", lambda x, file: file.write(b"half") and 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        sink.write(x, "c/2")
+    assert list((tmp_path / "new" / "out").iterdir()) == [file] and not sink.holds("c/2")
+    assert rr.FileSink("x").format == "parquet"
+    with pytest.raises(ValueError, match="^format: "):
+        rr.FileSink("x", "csv")
+
+
+def test_a_sink_of_the_config_is_made_as_it_says(tmp_path: Path) -> None:
+    queue, ours = make_sink({"kind": "queue", "capacity": 7}, plan_of())
+    assert isinstance(queue, rr.QueueSink) and queue.capacity == 7 and ours
+    file, ours = make_sink({"kind": "file", "path": str(tmp_path), "format": "jsonl"}, plan_of())
+    assert isinstance(file, rr.FileSink) and file.format == "jsonl" and ours
+    for path in (tmp_path, str(tmp_path)):
+        file, ours = make_sink(path, plan_of())
+        assert isinstance(file, rr.FileSink) and file.path == tmp_path and ours
+    given_queue = rr.QueueSink()
+    assert make_sink(given_queue, plan_of()) == (given_queue, False) and given_queue.capacity == 65_536
+    for wrong in (0, 1.5, True):
+        with pytest.raises(ValueError, match="^capacity: "):
+            rr.QueueSink(wrong)  # type: ignore[arg-type]
+
+
+def test_the_rest_of_a_write_is_still_the_oldest() -> None:
+    async def main() -> None:
+        sink = rr.QueueSink()
+        sink.write(batch((1.0, 2.0)), "a")
+        sink.write(batch((3.0, 4.0)), "b")
+        assert [(await sink.get(n)).reward.tolist() for n in (1, 2, 1)] == [[1.0], [2.0, 3.0], [4.0]]
+
+    run(main())
+
+
+def test_a_queue_gives_across_writes_and_wakes_who_waits() -> None:
+    async def main() -> None:
+        sink = rr.QueueSink(4)
+        waits = asyncio.create_task(sink.get(3, timeout=20))
+        await asyncio.sleep(0)
+        for name in ("a", "b"):
+            sink.write(batch((1.0, 2.0)), name)
+        assert (await waits).reward.tolist() == [1.0, 2.0, 1.0] and len(sink) == 1
+        assert sink.holds("a") and sink.holds("b") and not sink.holds("c")
+        sink.write(rr.decode(rr.encode([experience(9.0)], model_version=5)), "c")
+        assert (await sink.get(1)).reward.tolist() == [2.0]
+        for wrong in (0, -1, 1.5, True):
+            with pytest.raises(ValueError, match="^n: "):
+                await sink.get(wrong)
+        with pytest.raises(ValueError, match="timeout"):
+            await sink.get(1, timeout=-1)
+        with pytest.raises(DeadlineError):
+            await sink.get(2, timeout=0)
+        assert len(sink) == 1
+        sink.close()
+        assert (await sink.get(1)).reward.tolist() == [9.0]
+        with pytest.raises(ClosedError):
+            await sink.get(1)
+        sink.reopen()
+        sink.write(batch((1.0,)), "d")
+        assert len(sink) == 1
+
+    run(main())
+    defaults = inspect.signature(rr.QueueSink.get).parameters
+    assert (defaults["timeout"].default, defaults["min_version"].default) == (60.0, None)
+
+
+@pytest.mark.parametrize("how", ["get", "min_version", "close", "give_up"])
+def test_a_writer_that_waits_is_woken(how: str) -> None:
+    sink = rr.QueueSink(2)
+    sink.write(batch((1.0, 2.0)), "a")
+    ended: list[Any] = []
+
+    def write() -> None:
+        try:
+            sink.write(batch((3.0,)), "b")
+            ended.append("written")
+        except ClosedError:
+            ended.append("closed")
+        except DeadlineError:
+            ended.append("given up")
+
+    thread = threading.Thread(target=write, daemon=True)
+    thread.start()
+    while not sink._changed._waiters:  # type: ignore[attr-defined]
+        pass
+    if how == "get":
+        assert len(run(sink.get(1))) == 1
+    elif how == "min_version":
+        with pytest.raises(DeadlineError):
+            run(sink.get(9, timeout=0, min_version=1))
+    elif how == "close":
+        sink.close()
+    else:
+        sink.give_up("another")
+        sink.give_up("b")
+    thread.join(20)
+    assert ended == [{"close": "closed", "give_up": "given up"}.get(how, "written")]
+    assert sink.holds("b") is (ended == ["written"]) and not sink._wanted
+
+
+def test_the_space_of_a_given_buffer_is_that_of_the_coordinator() -> None:
+    buffer = rr.experience_buffer(
+        "memory", capacity=9, space=rr.experience_space(extra={"note": ((), "int64")})
+    )
+
+    async def noted(task: Any, models: Any) -> Any:
+        return experience(note=7)
+
+    async def main() -> None:
+        async with coordinator(sink=buffer) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(noted)], batch_type="train")
+            await c.finalize_train_batch(1)
+            assert c.sink is buffer and c.config.sink is buffer
+        assert buffer[:]["note"].tolist() == [7]
+
+    run(main())
