@@ -85,6 +85,7 @@ def test_it_ends_with_its_workers_and_prints_a_summary(space_file: Path) -> None
     ) as server:  # fmt: skip
         first = (server.stdout or pytest.fail("no output")).readline()
         address = first.split()[-1]
+        assert address.startswith("127.0.0.1:")
         with pytest.raises(AuthError):
             rc.remote.TcpCarrier.join([address], token="another token, but long", timeout=10.0)
         with (

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 from tests.remote.make import SAMPLE, samples
 
-from recollect.errors import DeadlineError, PeerDiedError, ScoringError
-from recollect.remote import Limits, RemoteReplay, ReplayBufferManager
+from recollect.errors import AuthError, DeadlineError, PeerDiedError, ScoringError
+from recollect.remote import Limits, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.messages import Exit, Sample
 from recollect.remote.wire import encode
 from recollect.testing.carrier_contract import eventually
@@ -127,26 +127,56 @@ def _times(replay: RemoteReplay, n: int = 40) -> list[float]:
     return times
 
 
-def rubbish(carrier: Any, n: int) -> Any:
-    """Rank 0 sends n random and cut frames; rank 1 is served all the same."""
+def rubbish(carrier: Any, path: str, n: int) -> Any:
+    """Rank 0 sends n random, cut and oversized frames; rank 1 is served all the same."""
     if carrier.rank == MANAGER:
         return served(managed(carrier, worker_ranks=[1], n=1))
     if carrier.rank == 0:
-        rng, sent = random.Random(0), 0
-        good = b"".join(encode(Sample(1, 1, "uniform", True)))
-        with suppress(PeerDiedError, DeadlineError):
-            for sent in range(n):
-                frame = rng.randbytes(rng.randrange(200)) if sent % 2 else good[: rng.randrange(len(good))]
-                carrier.send(MANAGER, 0, [frame], WAIT)
+        sent = _send_rubbish(carrier, n)
+        tell(path, "sent")
         return sent
     with client(carrier) as replay:
-        for i in range(200):
-            replay.add(samples([i], [0.0]))
+        while replay.stats().kept < 200 or not (Path(path) / "sent").exists():
+            replay.add(samples([1], [0.0]))
         return replay.stats()
 
 
+def _send_rubbish(carrier: Any, n: int) -> int:
+    """Send until the manager lets nothing more in; how many it sent."""
+    rng, sent = random.Random(0), 0
+    good = b"".join(encode(Sample(1, 1, "uniform", True)))
+    most, carrier.max_frame = carrier.max_frame, 1 << 30  # it keeps to no bound
+    with suppress(PeerDiedError, DeadlineError):
+        for sent in range(n):
+            frame = rng.randbytes(rng.randrange(200)) if sent % 2 else good[: rng.randrange(len(good))]
+            if sent % 10_000 == 3:
+                frame = bytes(most + 1)
+            carrier.send(MANAGER, 0, [frame], WAIT)
+    return sent
+
+
+def wrong_token(carrier: Any, path: str) -> Any:
+    """Somebody who does not know the token knocks at the manager's door; the job goes on."""
+    if carrier.rank == MANAGER:
+        tell(path, "address", carrier.address)
+        return served(managed(carrier)) | {"refused": carrier.refused, "alive": sorted(carrier.alive())}
+    address = hear(path, "address")
+    said = None
+    with client(carrier) as replay:
+        if carrier.rank == 0:
+            try:
+                TcpCarrier.join([address], token=b"not the token of this job", rank=7, timeout=WAIT)
+            except AuthError as error:
+                said = str(error)
+        replay.add(samples([carrier.rank], [0.0]))
+        tell(path, f"done-{carrier.rank}")
+        hear(path, f"done-{1 - carrier.rank}")
+    return said
+
+
 def until_killed(carrier: Any, path: str, ready: int) -> Any:
-    """Rank 0 adds until it is killed; rank 1 waits for its end, and goes on."""
+    """Rank 0 adds until it is killed; rank 1 goes on, and then kills the manager too."""
+    tell(path, f"pid-{carrier.rank}", str(os.getpid()))
     if carrier.rank == MANAGER:
         return served(managed(carrier))
     if carrier.rank == 0:
@@ -154,17 +184,27 @@ def until_killed(carrier: Any, path: str, ready: int) -> Any:
         for i in range(10_000_000):
             replay.add(samples([i], [0.0]))
             if i == ready:
-                tell(path, "pid", str(os.getpid()))
+                tell(path, "ready")
         return None
-    with client(carrier) as replay:
-        os.kill(int(hear(path, "pid")), 9)
-        start = monotonic()
-        while replay.metadata()["n_left"] == 0:
+    replay = client(carrier, reconnect_s=0.3)
+    hear(path, "ready")
+    os.kill(int(hear(path, "pid-0")), 9)
+    start = monotonic()
+    while replay.metadata()["n_left"] == 0:
+        assert monotonic() - start < WAIT
+        threading.Event().wait(0.01)
+    seen_s = monotonic() - start
+    replay.add(samples([-1], [0.0]))
+    held = replay.metadata()
+    ids = replay.sample(held["length"], replace=False)["id"].tolist()
+    os.kill(int(hear(path, f"pid-{MANAGER}")), 9)
+    start = monotonic()
+    try:
+        while True:
+            replay.add(samples([-2], [0.0]))
             assert monotonic() - start < WAIT
-            threading.Event().wait(0.01)
-        seen_s = monotonic() - start
-        replay.add(samples([-1], [0.0]))
-        return seen_s
+    except PeerDiedError as error:
+        return seen_s, held, ids, monotonic() - start, str(error), replay.stats()
 
 
 def example(carrier: Any, updates: int) -> Any:

@@ -5,14 +5,20 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import socket
+import struct
 from collections.abc import Iterator
+from contextlib import suppress
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from tests.timing import Stopwatch
 
-from recollect.errors import PeerDiedError
-from recollect.remote import Carrier, LocalCarrier
+from recollect.errors import DeadlineError, PeerDiedError
+from recollect.remote import Carrier, LocalCarrier, TorchCarrier, launch
+from recollect.remote.backends import carrier_of
+from recollect.remote.carriers import local, torch
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -125,9 +131,6 @@ def ends() -> Iterator[list[Any]]:
 
 
 def test_rubbish_on_the_stream_closes_that_connection_only(ends: list[Any]) -> None:
-    import socket
-    import struct
-
     a, b = ends
     eventually(lambda: a.alive() is not None)
     with socket.socket(socket.AF_UNIX) as rogue:
@@ -137,3 +140,161 @@ def test_rubbish_on_the_stream_closes_that_connection_only(ends: list[Any]) -> N
         assert rogue.recv(1) == b""
     b.send(0, 0, [b"fine"], SOON)
     assert bytes(a.recv(timeout=SOON)[2]) == b"fine"
+
+
+def is_closed(sock: socket.socket) -> bool:
+    """Whether the other side has closed it, read or unread."""
+    try:
+        return sock.recv(1) == b""
+    except ConnectionResetError:
+        return True
+
+
+def test_another_group_or_rank_is_not_let_in(ends: list[Any]) -> None:
+    a, _ = ends
+    a.alive()
+    for greeting in (struct.pack("<16sq", bytes(16), 1), struct.pack("<16sq", a.group_id, 2)):
+        with socket.socket(socket.AF_UNIX) as rogue:
+            rogue.settimeout(SOON)
+            rogue.connect(a._address(0))
+            rogue.sendall(greeting)
+            assert is_closed(rogue)
+    assert a.alive() == {0}
+
+
+def test_another_user_is_not_let_in(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever connects is of this user; so this end is made to think that it is another's."""
+    a, _ = ends
+    a.alive()
+    other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1})
+    monkeypatch.setattr(local, "os", other)
+    with socket.socket(socket.AF_UNIX) as rogue:
+        rogue.settimeout(SOON)
+        rogue.connect(a._address(0))
+        with suppress(BrokenPipeError):
+            rogue.sendall(struct.pack("<16sq", a.group_id, 1))
+        assert is_closed(rogue)
+    with pytest.raises(PermissionError, match="must be of user"):
+        near, far = socket.socketpair(socket.AF_UNIX)
+        with near, far:
+            local._check_same_user(near)
+    assert a.alive() == {0}
+
+
+@pytest.mark.parametrize("n", [0, -1, True, 2.0])
+def test_a_group_has_ends(n: Any) -> None:
+    with pytest.raises(ValueError, match="n:"):
+        LocalCarrier.group(n)
+
+
+@pytest.mark.parametrize("max_frame", [100, True, (1 << 30) + 1, 1e6])
+def test_a_frame_has_a_size_that_may_be(max_frame: Any) -> None:
+    with pytest.raises(ValueError, match="max_frame"):
+        LocalCarrier.group(2, max_frame=max_frame)
+
+
+def test_who_has_not_come_yet_is_sent_to_without_waiting(ends: list[Any]) -> None:
+    a, b = ends
+    handle = a.isend(1, 3, [b"later"])
+    assert not handle.is_complete()
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        a.isend(1, 3, [b"given up"]).wait(0.01)
+    assert bytes(b.recv(timeout=SOON)[2]) == b"later"
+    eventually(handle.is_complete)
+
+
+def test_a_lost_peer_is_looked_for_as_long_as_told(ends: list[Any]) -> None:
+    a, b = ends
+    b.send(0, 0, [b"here"], SOON)
+    a.recv(1, timeout=SOON)
+    b.close()
+    watch = Stopwatch()
+    with pytest.raises(PeerDiedError, match=r"rank 1.*within 0\.05 s"):
+        a.reconnect(1, 0.05)
+    assert watch.s < 1.0
+    with pytest.raises(ValueError, match="timeout"):
+        a.reconnect(1, float("inf"))
+
+
+# -- torch, without torch
+
+
+class Distributed:
+    """torch.distributed of rank 0 of two nodes, or of one, as far as a carrier needs it."""
+
+    def __init__(self, other_host: str) -> None:
+        self.other_host = other_host
+        self.gathered: list[Any] = []
+
+    def is_available(self) -> bool:
+        return True
+
+    is_initialized = is_available
+
+    def get_rank(self, group: Any) -> int:
+        return 0
+
+    def get_world_size(self, group: Any) -> int:
+        return 2
+
+    def all_gather_object(self, out: list[Any], mine: Any, group: Any = None) -> None:
+        out[:] = [mine, (self.other_host, b"") if isinstance(mine, tuple) else "127.0.0.1:1"]
+        self.gathered.append(mine)
+
+    def barrier(self, group: Any = None) -> None:
+        pass
+
+
+def torch_carrier(monkeypatch: pytest.MonkeyPatch, other_host: str) -> tuple[Any, Distributed]:
+    made = Distributed(other_host)
+    monkeypatch.setattr(torch, "_distributed", lambda: made)
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.0.2")
+    return TorchCarrier(), made
+
+
+def test_torch_binds_to_the_nodes_address_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    for other, host in ((socket.gethostname(), "127.0.0.1"), ("elsewhere", "127.0.0.2")):
+        carrier, made = torch_carrier(monkeypatch, other)
+        assert carrier.address.rpartition(":")[0] == host and made.gathered[1] == carrier.address
+        assert carrier.rank == 0 and carrier.token == made.gathered[0][1]
+        carrier.close()
+
+
+def test_torch_has_as_many_ranks_as_its_group(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier, _ = torch_carrier(monkeypatch, socket.gethostname())
+    assert carrier.size == 2
+    with pytest.raises(ValueError, match="dest"):
+        carrier.isend(2, 0, [b""])
+    carrier.close()
+    monkeypatch.setattr(torch, "_the_carrier", None)
+    with pytest.raises(ValueError, match="must be the 2 ranks there are, got 3"):
+        launch(lambda ctx: None, lambda ctx: None, carrier="torch")
+    torch.the_torch_carrier().close()
+
+
+def test_torch_makes_a_token_of_its_own_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokens = set()
+    for _ in range(2):
+        carrier, _ = torch_carrier(monkeypatch, socket.gethostname())
+        tokens.add(carrier.token)
+        carrier.close()
+    assert len(tokens) == 2 and {len(token) for token in tokens} == {32}
+
+
+def test_the_name_torch_is_one_carrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "_distributed", lambda: Distributed(socket.gethostname()))
+    monkeypatch.setattr(torch, "_the_carrier", None)
+    first = carrier_of("torch")
+    assert carrier_of("torch") is first
+    first.close()
+    second = carrier_of("torch")
+    assert second is not first
+    second.close()
+
+
+def test_torch_must_be_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Distributed("elsewhere")
+    made.is_initialized = lambda: False  # type: ignore[method-assign]
+    monkeypatch.setattr(torch, "_distributed", lambda: made)
+    with pytest.raises(RuntimeError, match="init_process_group"):
+        TorchCarrier()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Iterator
+from contextlib import suppress
 from time import monotonic
 from typing import Any
 
@@ -15,17 +16,27 @@ from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 from recollect.errors import (
     ClosedError,
     DeadlineError,
+    EmptyError,
     FrameError,
     MissingExtraError,
     PeerDiedError,
+    RemoteError,
     SchemaError,
     ScoringError,
 )
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.backends import carrier_of
 from recollect.remote.items import item_space
-from recollect.remote.messages import Data, Exit, Scores, Welcome
-from recollect.remote.session import Session
+from recollect.remote.messages import (
+    METADATA_TAG,
+    Data,
+    Exit,
+    GetMetadata,
+    Metadata,
+    Sample,
+    Scores,
+)
+from recollect.remote.requests import get_metadata
 from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
@@ -58,9 +69,9 @@ def client(end: Any, env: Any = PLAIN, **kw: Any) -> RemoteReplay:
 class Silent:
     """A manager's end that welcomes and then answers only what it is told to."""
 
-    def __init__(self, end: LocalCarrier) -> None:
+    def __init__(self, end: LocalCarrier, **kw: Any) -> None:
         self.end, self.seen = end, []
-        self.fake = ReplayBufferManager(PLAIN, 1, None)
+        self.fake = ReplayBufferManager(PLAIN, 1, None, **kw)
         self.answers = 0
         self.over = threading.Event()
         self.thread = threading.Thread(target=self._work, daemon=True)
@@ -89,6 +100,24 @@ class Silent:
         self.over.set()
         self.thread.join(5)
         self.fake.close()
+
+
+class Told:
+    """An end that notes by which call frames leave."""
+
+    def __init__(self, end: LocalCarrier) -> None:
+        self.end, self.calls = end, []
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.end, name)
+
+    def send(self, dest: int, tag: int, parts: Any, timeout: float = 30.0) -> None:
+        self.calls.append(("send", type(decode(b"".join(parts))[0])))
+        self.end.send(dest, tag, parts, timeout)
+
+    def isend(self, dest: int, tag: int, parts: Any) -> Any:
+        self.calls.append(("isend", type(decode(b"".join(parts))[0])))
+        return self.end.isend(dest, tag, parts)
 
 
 @pytest.fixture
@@ -161,12 +190,15 @@ def test_a_wrong_container_is_not_taken(ends: list[LocalCarrier], manager: Repla
 
 def test_what_add_takes_is_copied(ends: list[LocalCarrier], silent: Silent) -> None:
     ids = np.arange(3)
+    packed = item_space(PLAIN).encode(samples([3, 4])).rows
     replay = client(ends[0], mode="async_comm")
     replay.add({"id": ids})
-    ids[:] = -1
+    replay.add(packed)
+    eventually(lambda: sum(isinstance(m, Data) for m in silent.seen) == 2)  # unheard: both are sent again
+    ids[:] = packed[:] = 99
     silent.answers = 9
     replay.close()
-    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2]
+    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3, 4]
 
 
 def test_too_large_a_container_is_refused_and_what_waits_stays(
@@ -231,15 +263,32 @@ def test_a_sync_add_past_its_deadline_waits_here(ends: list[LocalCarrier], silen
     replay.close()
 
 
+def test_a_sync_add_is_never_given_anothers_answer(ends: list[LocalCarrier]) -> None:
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        return {"first": float(obj["id"][0])}
+
+    silent = Silent(ends[1], scoring_function=score)
+    replay = client(ends[0], window=1, deadline=0.2, retry_s=0.1)
+    with pytest.raises(DeadlineError):
+        replay.add(samples([1]))
+    silent.answers = 99
+    replay._line.deadline = 10.0
+    assert replay.add(samples([2])) == {"first": 2.0}
+    assert replay.flush() == [{"first": 1.0}] and replay.close() == []
+    silent.close()
+
+
 def test_a_scoring_error_names_its_container_and_the_rest_is_delivered(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:
-    replay = client(ends[0], mode="async_comm", window=3)
+    told = Told(ends[0])
+    replay = client(told, mode="async_comm", window=3)
     for ids in ([-1, 0], [1], [2]):
         replay.add(samples(ids))
     with pytest.raises(ScoringError, match="below zero") as caught:
         replay.add(samples([-3]))
     assert (caught.value.seq, caught.value.kept) == (1, 2)
+    assert told.calls.count(("isend", Data)) == 4  # the one just given is on its way
     assert replay.add(samples([5])) == {"first": 1.0}
     with pytest.raises(ScoringError) as last:
         replay.close()
@@ -282,9 +331,9 @@ def test_close_past_its_deadline_says_what_is_lost_and_exits(
     assert replay.stats().lost == 10 and replay.stats().pending == 0
     assert_doors(replay.stats())
     eventually(lambda: any(isinstance(m, Exit) for m in silent.seen))
-    (left,) = {(m.undelivered, m.writer) for m in silent.seen if isinstance(m, Exit)}
+    (left,) = {(m.undelivered, m.writer, m.reason) for m in silent.seen if isinstance(m, Exit)}
     writers = {m.writer for m in silent.seen if isinstance(m, Data)}
-    assert left[0] == 10 and left[1] in writers
+    assert left[0] == 10 and left[1] in writers and left[2] == "deadline"
     assert replay.close() == []
     with pytest.raises(ClosedError):
         replay.add(samples([1]))
@@ -297,6 +346,27 @@ def test_leaving_with_an_error_delivers_and_shows_that_error(
         replay.add(samples([1]))
         raise KeyError("mine")
     assert manager.buffer[:]["id"].tolist() == [1] and manager.exit_counter == 1
+
+
+def test_leaving_with_an_error_shows_that_error_though_closing_fails(
+    ends: list[LocalCarrier], silent: Silent
+) -> None:
+    with pytest.raises(KeyError, match="mine"), client(ends[0], mode="async_comm", deadline=0.2) as replay:
+        replay.add(samples([1]))
+        raise KeyError("mine")
+    assert replay.stats().lost == 1
+
+
+def test_what_waits_for_a_full_container_is_lost_with_the_rest(ends: list[LocalCarrier]) -> None:
+    silent = Silent(ends[1])
+    replay = client(ends[0], send_every=3, deadline=0.2)
+    replay.add(samples([1, 2]))
+    silent.close()
+    replay._session.is_ready = False  # as when a connection is lost
+    with pytest.raises(DeadlineError) as caught:
+        replay.close()
+    assert caught.value.undelivered == replay.stats().lost == 2
+    assert_doors(replay.stats())
 
 
 # -- a manager that is gone
@@ -366,7 +436,8 @@ class Blind:
         self.rank, self.size, self.max_frame = end.rank, end.size, end.max_frame
 
     def send(self, *args: Any) -> None:
-        self.end.send(*args)
+        with suppress(PeerDiedError):
+            self.end.send(*args)
 
     def isend(self, *args: Any) -> Any:
         return self.end.isend(*args)
@@ -405,8 +476,8 @@ def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
     os.kill(child.pid, signal.SIGKILL)
     child.join(10)
     start = monotonic()
-    with pytest.raises(PeerDiedError, match="manager is gone"):
-        replay.add(samples([2]))
+    with pytest.raises(PeerDiedError, match="manager is gone; 2 items wait here"):
+        replay.add(samples([2, 3]))
     assert monotonic() - start < 5.0
     ends[0].close()
     child.close()
@@ -422,8 +493,6 @@ def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:
     made.start(async_send=False)
     slow = TcpCarrier.join([server.address], token=TOKEN, rank=0)
     fast = TcpCarrier.join([server.address], token=TOKEN, rank=2)
-    from recollect.remote.messages import Sample
-
     for request in range(3):
         slow.send(1, 0, encode(Sample(request, 1_000_000, "uniform", True)), 10.0)  # 16 MB each, never read
     with client(fast, SAMPLE) as replay:
@@ -439,7 +508,7 @@ def test_a_baseline_that_is_no_finite_number_filters_nothing(ends: list[LocalCar
     with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as manager:
         manager.start()
         with client(ends[0], SAMPLE, baseline_filtering=True) as replay:
-            replay.add(samples([1], [0.0]))
+            replay.add(samples([1], [-1.0]))  # none is known yet
             replay._session.baseline = odd
             replay.add(samples([2, 3], [-5.0, 5.0]))
             assert replay.stats().filtered == 0 and replay.stats().kept == 3
@@ -453,21 +522,225 @@ def test_a_container_for_a_manager_that_never_came_is_not_taken(ends: list[Local
     replay.close()
 
 
-def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() -> None:
-    session = Session(item_space(PLAIN), 0)
+# -- asking
 
-    def welcome(last_seq: int) -> list[Any]:
-        session.greet()
-        text = session.items.text if session.items else ""
-        message = Welcome(session._hello, bytes(16), last_seq, 8, None, text, 0, "host", 1)
-        return session.hear(message, memoryview(b""))
 
-    welcome(0)
-    for i in range(3000):
-        entry = session.put(session.items.encode(samples([i, i])))
-        session.hear(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
-        session.hand_out(entry)
-    assert len(session._acked_items) <= 4 * 8 + 1024
-    with pytest.warns(RuntimeWarning, match="6000 items"):
-        welcome(0)
-    assert session.forgotten == 6000
+def test_metadata_leaves_scores_alone_and_old_answers_aside(ends: list[LocalCarrier], silent: Silent) -> None:
+    silent.answers = 9
+    with client(ends[0], mode="async_comm", retry_s=5.0) as replay:
+        for i in range(2):
+            replay.add(samples([i]))
+        ends[1].send(0, METADATA_TAG, encode(Metadata(123, {"old": 1})))
+        ends[1].send(0, METADATA_TAG, [b"not a frame"])
+        got = replay.metadata()
+        assert "old" not in got and got["length"] == 2 and replay.stats().stray == 1
+        assert len(replay.flush()) == 2 and replay.stats().retried == 0
+
+
+def test_metadata_waits_for_no_scores(ends: list[LocalCarrier], silent: Silent) -> None:
+    replay = client(ends[0], mode="async_comm", deadline=0.5)
+    replay.add(samples([1]))
+    assert replay.metadata()["length"] == 0
+    with pytest.raises(DeadlineError):
+        replay.close()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan"), float("inf")])
+def test_metadata_is_waited_for_a_finite_time(ends: list[LocalCarrier], timeout: float) -> None:
+    with pytest.raises(ValueError, match="timeout"):
+        ReplayBufferManager.get_metadata(1, ends[0], timeout=timeout)
+
+
+def test_metadata_is_asked_for_again_and_ends_in_time(ends: list[LocalCarrier]) -> None:
+    with pytest.raises(DeadlineError, match=r"rank 1.*0\.05 s"):
+        ReplayBufferManager.get_metadata(1, ends[0], timeout=0.05)
+    with pytest.raises(ValueError, match="timeout"):
+        ReplayBufferManager.get_metadata(1, ends[0], timeout=float("nan"))
+    asked: list[int] = []
+
+    def answer_the_second() -> None:
+        while len(asked) < 2:
+            message, _, _ = decode(ends[1].recv(0, timeout=10.0)[2])
+            assert isinstance(message, GetMetadata)
+            asked.append(message.request)
+        ends[1].send(0, METADATA_TAG, encode(Metadata(message.request, {"x": 1}), tag=METADATA_TAG))
+
+    ends[1].recv(0, timeout=10.0)  # of the first call
+    thread = threading.Thread(target=answer_the_second, daemon=True)
+    thread.start()
+    assert get_metadata(ends[0], 1, 10.0, retry_s=0.05) == {"x": 1} and asked[0] == asked[1]
+    thread.join(10.0)
+
+
+def test_a_draw_waits_for_no_adds_and_is_asked_for_again(ends: list[LocalCarrier], silent: Silent) -> None:
+    silent.fake.add(samples([5]))
+    real, lost = silent.fake._serving.handle, []
+
+    def lose_one(rank: int, received: Any) -> Any:
+        if isinstance(received.message, Sample) and not lost:
+            lost.append(received.message)
+            return []
+        return real(rank, received)
+
+    silent.fake._serving.handle = lose_one  # type: ignore[method-assign]
+    replay = client(ends[0], mode="async_comm", retry_s=0.1)
+    replay.add(samples([1]))
+    assert replay.sample(3)["id"].tolist() == [5, 5, 5] and len(lost) == 1
+    assert replay.stats().pending == 1
+    silent.answers = 9
+    replay.close()
+
+
+def test_nothing_to_draw_is_told_as_such(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
+    with client(ends[0]) as replay, pytest.raises(EmptyError, match="nothing can be drawn"):
+        replay.sample(1)
+
+
+def test_how_to_draw_travels(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as manager:
+        manager.add(samples(range(20), [-np.inf] * 19 + [0.0]))
+        manager.start()
+        with client(ends[0], SAMPLE) as replay:
+            assert set(replay.sample(50, by="log_reward")["id"].tolist()) == {19}
+            assert sorted(replay.sample(20, replace=False)["id"].tolist()) == list(range(20))
+            with pytest.raises(ValueError, match="by"):
+                replay.sample(1, by="luck")
+            with pytest.raises(ValueError, match="n:"):
+                replay.sample(-1)
+
+
+# -- what is told
+
+
+def test_sends_bytes_and_seconds_are_counted(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+        replay.add(samples([2, 3]))
+        stats = replay.stats()
+    assert stats.nbytes == manager.stats().senders[0].nbytes - len(
+        b"".join(encode(Exit(2**60, bytes(16), 0, "")))
+    )
+    assert stats.encode_s > 0 and stats.send_s > 0 and stats.wait_s > 0
+    assert (stats.sent, stats.retried, stats.pending) == (2, 0, 0)
+
+
+def test_reasons_of_the_manager_reach_the_worker(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, capacity=1, communication_backend=ends[1]) as manager:
+        manager.start()
+        with client(ends[0], SAMPLE) as replay:
+            replay.add(samples([1, 2], [1.0, 0.0]))
+            assert replay.stats().reasons == {"too_low": 1} and replay.stats().kept == 1
+
+
+def test_a_container_that_was_refused_says_which_and_is_lost(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(sender: int, frame: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+        with monkeypatch.context() as disk:
+            disk.setattr(manager._desk.saving, "write", full)
+            with pytest.raises(RemoteError, match="No space") as caught:
+                replay.add(samples([2]))
+        assert (caught.value.seq, caught.value.kept) == (2, 0)
+        assert replay.add(samples([3])) == {"first": 3.0}
+        assert replay.stats().lost == 1
+        assert_doors(replay.stats())
+    assert manager.buffer[:]["id"].tolist() == [1, 3]
+
+
+# -- windows that the manager sets
+
+
+def test_a_window_is_never_beyond_the_managers(ends: list[LocalCarrier]) -> None:
+    silent = Silent(ends[1], limits=Limits(max_window=2))
+    replay = client(ends[0], mode="async_comm", window=9, retry_s=5.0, deadline=0.2)
+    assert [replay.add(samples([i])) for i in range(2)] == [None, None]
+    with pytest.raises(DeadlineError, match="an answer"):
+        replay.add(samples([2]))
+    with pytest.raises(DeadlineError):
+        replay.close()
+    silent.close()
+
+
+def test_unanswered_adds_of_a_sync_client_are_bounded_too(ends: list[LocalCarrier]) -> None:
+    silent = Silent(ends[1], limits=Limits(max_window=1))
+    replay = client(ends[0], retry_s=5.0, deadline=0.2)
+    for accepted, what in ((True, "its answer"), (False, "room in its window")):
+        with pytest.raises(DeadlineError, match=what) as caught:
+            replay.add(samples([1]))
+        assert caught.value.accepted is accepted
+    with pytest.raises(DeadlineError) as caught:
+        replay.close()
+    assert caught.value.undelivered == 1
+    silent.close()
+
+
+@pytest.mark.parametrize(
+    ("mode", "call"), [("sync", "send"), ("async_score", "send"), ("async_comm", "isend")]
+)
+def test_only_async_comm_does_not_wait_for_the_carrier(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, mode: str, call: str
+) -> None:
+    told = Told(ends[0])
+    with client(told, mode=mode) as replay:
+        replay.add(samples([1]))
+        assert [name for name, kind in told.calls if kind is Data] == [call]
+
+
+# -- filtering
+
+
+def test_a_baseline_known_from_the_welcome_filters_the_first_container(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, capacity=2, communication_backend=ends[1]) as manager:
+        manager.add(samples([1, 2], [3.0, 4.0]))
+        manager.start()
+        with client(ends[0], SAMPLE, baseline_filtering=True, refresh_after=2) as replay:
+            assert replay.baseline is None
+            assert (
+                replay.add(samples([5, 6], [3.0, 2.9])) is not None
+            )  # as good as the baseline is good enough
+            assert (replay.stats().filtered, replay.stats().kept, replay.baseline) == (1, 1, 3.0)
+            for _ in range(3):  # one that passes ends the row
+                assert replay.add(samples([7], [0.0])) is None
+                assert replay.add(samples([8], [3.5])) is not None
+            assert (replay.stats().skipped, replay.stats().forced) == (3, 0)
+            for i in range(6):
+                assert (replay.add(samples([9], [0.0])) is None) == (i % 2 == 0)
+            assert (replay.stats().skipped, replay.stats().forced) == (6, 3)
+            assert_doors(replay.stats())
+
+
+def test_filtering_needs_rewards_of_the_managers_space_too(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with (
+        client(ends[0], None, baseline_filtering=True) as replay,
+        pytest.raises(ValueError, match="log_reward"),
+    ):
+        replay.add(samples([1]))
+
+
+def test_samples_may_be_scored_only_too(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
+    with client(ends[0], scoring_only=True) as replay:
+        assert replay.add(samples([4])) == {"first": 4.0}
+        assert replay.stats().passed == 1 and len(manager.buffer) == 0
+
+
+def test_what_waits_for_a_full_container_is_dropped_with_the_rest() -> None:
+    server = TcpCarrier.serve(1, token=TOKEN)
+    made = ReplayBufferManager(PLAIN, 1, None, communication_backend=server).start()
+    carrier = TcpCarrier.join([server.address], token=TOKEN, rank=0)
+    replay = client(carrier, when_down="drop", reconnect_s=0.1, send_every=3)
+    for i in range(4):
+        replay.add(samples([i]))
+    made.close()
+    server.close()
+    with pytest.raises(PeerDiedError):
+        replay.sample(1)
+    assert replay.stats().pending == 1 and replay.add(samples([7])) is None
+    assert (replay.stats().kept, replay.stats().dropped, replay.stats().pending) == (3, 2, 0)
+    assert_doors(replay.stats())
+    carrier.close()

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, ReplayBufferManager
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -85,6 +87,77 @@ def test_hello_is_welcomed_with_what_a_client_needs() -> None:
     Peer(m).data(1, [1])
     assert Peer(m).hello().last_seq == 1
     assert Peer(m, writer=bytes(16)[:-1] + b"x").hello().last_seq == 0
+    assert Peer(m).hello().incarnation == welcome.incarnation != Peer(made()).hello().incarnation
+
+
+def test_a_welcome_brings_the_baseline() -> None:
+    m = ReplayBufferManager(SAMPLE, 9, None, capacity=2)
+    assert Peer(m).hello().baseline is None
+    m.add(samples([1, 2], [3.0, 4.0]))
+    assert Peer(m).hello().baseline == 3.0
+
+
+def test_anybody_may_draw_and_ask() -> None:
+    m = made(n=1, worker_ranks=[0])
+    m.add(samples([5]))
+    stranger = Peer(m, 3)
+    ((_, drawn),) = stranger.say(Sample(1, 2, "uniform", True))
+    ((_, told),) = stranger.say(GetMetadata(2))
+    assert (drawn.request, drawn.n) == (1, 2) and told.values["length"] == 1
+
+
+def test_a_log_that_cannot_be_written_refuses_the_container_and_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path))
+    peer = Peer(m)
+    peer.hello()
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.os.writev", full)
+        (refused,) = peer.data(1, [1])
+    assert refused.error == "RemoteError" and "No space" in refused.text
+    assert held(m) == [] and m.stats().offered == 0
+    assert isinstance(peer.data(1, [1])[0], Scores) and held(m) == [1]
+    m.close()
+
+
+def test_what_a_sender_sent_is_counted() -> None:
+    m = made()
+    peer = Peer(m, 4)
+    sent = []
+    real = peer.send
+    peer.send = lambda frame: sent.append(len(frame)) or real(frame)  # type: ignore[method-assign]
+    peer.hello()
+    peer.data(1, [1, 2, 3])
+    peer.say(GetMetadata(5))
+    about = m.stats().senders[4]
+    assert (about.requests, about.items, about.nbytes, about.state) == (3, 3, sum(sent), "present")
+    assert m._comm_stats[4] == {
+        "requests": 3, "items": 3, "nbytes": sum(sent), "malformed": 0, "undelivered": 0, "state": "present",
+    }  # fmt: skip
+    peer.say(Exit(6, WRITER, 0, ""))
+    assert m.stats().senders[4].state == "left" and m.stats().containers == 1
+
+
+def test_the_exit_of_anothers_writer_is_nobodys() -> None:
+    m = made()
+    Peer(m, 0).hello()
+    Peer(m, 1, b"z" * 16).hello()
+    assert [type(a) for _, a in Peer(m, 1, WRITER).say(Exit(3, WRITER, 4, ""))] == [Goodbye]
+    assert m.exit_counter == 0 and m._book.states() == {0: "present", 1: "present"}
+
+
+def test_a_new_client_of_a_rank_ends_the_answers_of_its_earlier_one() -> None:
+    m = made()
+    old, new = Peer(m, 0), Peer(m, 0, b"z" * 16)
+    old.hello()
+    old.data(1, [1])
+    new.hello()
+    assert old.data(1, [1]) == [] and m.stats().duplicates == 1 and held(m) == [1]
 
 
 @pytest.mark.parametrize(
@@ -175,6 +248,19 @@ def test_blocks_that_do_not_fit_are_malformed_and_change_nothing() -> None:
     assert isinstance(peer.data(1, [1])[0], Scores)
 
 
+def test_a_number_of_items_beyond_reason_is_malformed(tmp_path: Path) -> None:
+    """Of trajectories without fields nothing travels but their number; a manager must not make room for it."""
+    step = spaces.Dict({"action": spaces.Discrete(3)})
+    env = spaces.Dict({"steps": spaces.Sequence(step, stack=True)})
+    m = ReplayBufferManager(env, 9, None, max_length=4, checkpoint=Checkpoint(tmp_path))
+    peer = Peer(m)
+    peer.hello()
+    ((_, answer),) = peer.say(Data(1, WRITER, 1, m._desk.items.id, 2**60, 0, True))
+    assert answer.error == "FrameError" and m.stats().offered == 0
+    assert not m._desk.saving.log.path.stat().st_size
+    m.close()
+
+
 def test_the_sixteenth_malformed_frame_in_a_row_shuts_a_peer_out() -> None:
     m = made()
     peer, other = Peer(m, 0), Peer(m, 1, b"y" * 16)
@@ -224,7 +310,11 @@ def test_metadata_is_about_finite_rewards() -> None:
     m.add(samples([1, 2, 3], [-np.inf, 1.0, 3.0]), sender_rank=4)
     got = m._compute_metadata()
     assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 3.0, 2.0)
-    assert (got["length"], got["n_items"]) == (3, {"4": 3})
+    assert (got["length"], got["n_items"], got["capacity"]) == (3, {"4": 3}, 10_000)
+    assert got["baseline_log_reward"] == m.stats().baseline == 1.0
+    assert (got["n_present"], got["n_left"]) == (0, 0)
+    Peer(m, 4).say(GetMetadata(5))
+    assert m._compute_metadata()["n_requests"] == {"4": 1}
 
 
 def test_exit_counts_a_rank_once_and_what_it_could_not_deliver() -> None:
@@ -259,6 +349,23 @@ def test_who_has_left_stays_away_over_a_restart_and_its_answers_are_kept(tmp_pat
     second.close()
 
 
+def test_a_logged_container_is_scored_again_after_a_kill_and_has_its_answer(tmp_path: Path) -> None:
+    calls: list[int] = []
+
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        calls.append(sender_rank)
+        return {"n": float(obj["id"].sum())}
+
+    first = made(scoring_function=score, checkpoint=Checkpoint(tmp_path))
+    Peer(first, 6).hello()
+    (answer,) = Peer(first, 6).data(1, [1, 2])
+    first._desk.close()
+    second = made(scoring_function=score, checkpoint=Checkpoint(tmp_path, resume=True))
+    assert calls == [6, 6] and Peer(second, 6).hello().last_seq == 1
+    assert Peer(second, 6).data(1, [1, 2]) == [answer] and held(second) == [1, 2]
+    second.close()
+
+
 def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
     m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
     peer, saving = Peer(m), m._desk.saving
@@ -276,6 +383,184 @@ def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
     m.close()
 
 
+def full_disk(*args: Any, **kw: Any) -> Any:
+    raise OSError(28, "No space left on device")
+
+
+def test_a_dump_that_fails_is_warned_of_once_and_tried_again_while_the_log_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    peer, saving = Peer(m), m._desk.saving
+    peer.hello()
+    peer.data(1, [1])
+    first = saving.log.path
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.storage.dump.write_manifest", full_disk)
+        before = saving._dumped_at
+        with pytest.warns(RuntimeWarning, match=r"checkpoint.*No space"):
+            m._desk.tick(before + 11.0)
+        assert saving._dumped_at > before  # its next time counts from here
+        for n in (1, 2, 3):
+            assert m.stats().dump_errors == n and isinstance(peer.data(n + 1, [n + 1])[0], Scores)
+            with warnings.catch_warnings(action="error"):
+                m._desk.tick(saving._dumped_at + 9.0)  # not before its time
+                m._desk.tick(saving._dumped_at + 11.0)
+    assert saving.log.path == first
+    m._desk.close()
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
+    assert held(m) == [1, 2, 3, 4] and Peer(m).hello().last_seq == 4
+    m._desk.tick(m._desk.saving._dumped_at + 11.0)
+    assert m._desk.saving.log.path != first and not first.exists() and m.stats().dump_errors == 0
+    m.close()
+
+
+def test_another_dump_that_fails_is_warned_of_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path))
+    for _ in range(2):
+        with monkeypatch.context() as disk:
+            disk.setattr("recollect.storage.dump.write_manifest", full_disk)
+            with pytest.warns(RuntimeWarning, match="free the disk"):
+                m._desk.saving.try_dump()
+        m._desk.saving.try_dump()
+    m.close()
+
+
+@pytest.mark.parametrize(
+    "step", ["storage.dump.DumpWriter._sweep", "remote.checkpoint.Log", "remote.checkpoint.sync_directory"]
+)
+def test_behind_a_commit_without_its_log_nothing_is_taken_before_another_dump(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
+) -> None:
+    """A restart would take the new commit, and never look into the old log."""
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    peer, saving = Peer(m), m._desk.saving
+    peer.hello()
+    peer.data(1, [1])
+    with monkeypatch.context() as disk:
+        disk.setattr(f"recollect.{step}", full_disk)
+        with pytest.warns(RuntimeWarning, match="No space"):
+            m._desk.tick(saving._dumped_at + 11.0)
+        (refused,) = peer.data(2, [2])
+        assert refused.error == "RemoteError" and "No space" in refused.text
+        with pytest.raises(OSError, match="No space"):
+            m.add(samples([3]))
+        assert held(m) == [1] and m.stats().offered == 1
+    assert isinstance(peer.data(2, [2])[0], Scores)
+    m._desk.close()
+    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert held(m) == [1, 2] and Peer(m).hello().last_seq == 2
+    m.close()
+
+
+def test_an_old_log_that_cannot_be_deleted_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path))
+    first, real = m._desk.saving.log.path, Path.unlink
+
+    def unlink(path: Path, **kw: Any) -> None:
+        (full_disk if path == first else real)(path, **kw)
+
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.Path.unlink", unlink)
+        m._desk.saving.dump()
+    assert first.exists() and m._desk.saving.log.path != first
+    m._desk.saving.dump()
+    assert list(tmp_path.glob("log-*.bin")) == [m._desk.saving.log.path]
+    m.close()
+
+
+def test_nothing_is_stored_under_a_new_name_of_the_forwarder_before_a_dump_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(remote_manager_rank=5, checkpoint=Checkpoint(tmp_path))
+    peer = Peer(m)
+    peer.hello()
+    m._desk.forwarder._session.renumber()
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.storage.dump.write_manifest", full_disk)
+        with pytest.warns(RuntimeWarning, match="No space"):
+            Peer(m, 5).say(Goodbye(1))
+        assert peer.data(1, [1])[0].error == "RemoteError" and held(m) == []
+        assert Peer(m, 5).say(Goodbye(1)) == [] and m.stats().dump_errors == 2
+    first = m._desk.saving.log.path
+    assert isinstance(peer.data(1, [1])[0], Scores) and m._desk.saving.log.path != first
+    m.close()
+
+
+def test_a_dump_that_fails_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (end,) = LocalCarrier.group(1)
+    m = ReplayBufferManager(PLAIN, 0, 0, communication_backend=end, checkpoint=Checkpoint(tmp_path))
+    m.add(samples([1]))
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.storage.dump.write_manifest", full_disk)
+        with pytest.warns(RuntimeWarning, match="No space"):
+            m.run()
+    assert m.stats().dump_errors == 1
+    m.close()
+    end.close()
+    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert held(m) == [1]
+    m.close()
+
+
+class Sent:
+    """A carrier that keeps what is sent."""
+
+    max_frame = 1 << 20
+
+    def __init__(self) -> None:
+        self.messages: list[AnyMessage] = []
+
+    def send(self, dest: int, tag: int, parts: Any, timeout: float = 30.0) -> None:
+        self.messages.append(decode(joined(parts))[0])
+
+
+def test_what_cannot_be_synced_is_answered_when_a_dump_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path, power_safe=True))
+    m._carrier = carrier = Sent()
+    Peer(m).hello()
+    packed = ITEMS.encode(samples([1]))
+    frame = joined(encode(Data(5, WRITER, 1, ITEMS.id, 1, 1, False), packed.blocks()))
+    first = m._desk.saving.log.path
+
+    def come() -> None:
+        m._handle_message_sync(0, Received(*decode(frame)[::2], memoryview(frame)))
+
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.os.fdatasync", full_disk)
+        disk.setattr("recollect.storage.dump.write_manifest", full_disk)
+        come()
+    assert carrier.messages == [] and m.stats().unsent == 1
+    come()  # the client's retry; that another sync says all is well proves nothing
+    assert [type(message) for message in carrier.messages] == [Scores] and held(m) == [1]
+    assert m._desk.saving.log.path != first
+    m.close()
+
+
+def test_an_add_here_that_cannot_be_synced_is_not_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = made(checkpoint=Checkpoint(tmp_path, power_safe=True))
+    m.add(samples([1]))
+    log = m._desk.saving.log.path
+    nbytes = log.stat().st_size
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.os.fdatasync", full_disk)
+        with pytest.raises(OSError, match="No space"):
+            m.add(samples([2]))
+    assert held(m) == [1] and log.stat().st_size == nbytes
+    m.add(samples([3]))
+    assert m._desk.saving.log.path != log  # of what else was in it nobody knows whether it is on disk
+    m._desk.close()
+    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert held(m) == [1, 3]
+    m.close()
+
+
 def test_drawing_what_is_not_there_is_an_answer() -> None:
     peer = Peer(made())
     ((_, empty),) = peer.say(Sample(1, 3, "uniform", True))
@@ -286,6 +571,8 @@ def test_drawing_what_is_not_there_is_an_answer() -> None:
     assert few.error == "ValueError" and "without replacement" in few.text
     ((_, by),) = peer.say(Sample(3, 3, "log_reward", True))
     assert by.error == "ValueError"
+    ((_, many),) = peer.say(Sample(4, 2**50, "uniform", True))
+    assert "Memory" in many.error and many.request == 4
 
 
 def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_end() -> None:
@@ -305,5 +592,6 @@ def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_
     assert [a.error for a in late(data(2))] == ["ClosedError"]
     assert [a.error for a in late(Sample(1, 1, "uniform", True))] == ["ClosedError"]
     assert [a.error for a in late(GetMetadata(1))] == ["ClosedError"]
+    assert [a.error for a in late(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))] == ["ClosedError"]
     assert [type(a) for a in late(Exit(1, WRITER, 0, ""))] == [Goodbye]
     assert late(Goodbye(1)) == [] and held(m) == [1]

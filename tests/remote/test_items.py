@@ -38,6 +38,16 @@ def test_an_object_with_a_trajectory_space_brings_its_length() -> None:
     assert item_space(Env(), 3).max_length == 3
 
 
+def test_a_wrapped_environment_brings_both_too() -> None:
+    class Env(gymnasium.Env):
+        observation_space = action_space = spaces.Discrete(2)
+        trajectory_space = grid()
+        max_length = 7
+
+    items = item_space(gymnasium.Wrapper(gymnasium.Wrapper(Env())))
+    assert items.is_trajectory and items.max_length == 7 and items.id == item_space(Env()).id
+
+
 @pytest.mark.parametrize("wrong", [0, -1, True, 2**31])
 def test_a_length_must_be_one(wrong: Any) -> None:
     with pytest.raises(ValueError, match="max_length"):
@@ -105,6 +115,7 @@ def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool)
     steps, mask = first.to_padded(max(given_) + more)
     assert mask.sum(1).tolist() == given_ and steps["state"].shape == (n, max(given_) + more, 2)
     assert not steps["state"][~mask].any()
+    assert first.to_padded()[1].shape == (n, max(given_))
     if time_major:
         steps = {key: np.swapaxes(value, 0, 1) for key, value in steps.items()}
     back = Trajectories.from_padded(steps, given_, time_major, log_rewards=first.log_rewards, **first.fields)
@@ -121,6 +132,7 @@ def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool)
         (lambda: Trajectories({"x": np.zeros(3)}, [1, 1]), "x: must have 2 rows, got 3"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [0.0]), "log_rewards"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1.0, 1.0]), "integers"),
+        (lambda: Trajectories({"x": np.zeros(2)}, [[1], [1]]), "1-D"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], goal=np.zeros(3)), "goal"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [1, 2]), "floats"),
     ],
@@ -152,6 +164,28 @@ def test_containers_of_another_kind_are_refused() -> None:
         with pytest.raises((SchemaError, TypeError)):
             trajectories.add(wrong)
     assert len(m.buffer) == len(trajectories.buffer) == 0
+
+
+def test_a_log_reward_has_one_name() -> None:
+    with pytest.raises(ValueError, match="must be given as log_rewards"):
+        Trajectories({"x": np.zeros(2)}, [1, 1], log_reward=np.zeros(2))
+
+
+def test_a_block_of_trajectories_that_does_not_fit_is_refused() -> None:
+    items = item_space(grid(), MAX_LENGTH)
+    two = paths([1, 2], [0.0, 1.0], [2, 3])
+    block = {"steps": [one["steps"] for one in two], **two.fields, "log_reward": two.log_rewards}
+    none = {key: leaf[:0] for key, leaf in two[0]["steps"].items()}
+    for wrong, text in (
+        ({**block, "steps": [none, two[1]["steps"]]}, "at least 1 step"),
+        ({**block, "steps": [two[1]["steps"]]}, "length must be 2 as that of the fields, got 1"),
+        ({**block, "more": two.log_rewards}, "keys"),
+    ):
+        with pytest.raises(SchemaError, match=text):
+            items.encode(wrong)
+    bare = item_space(spaces.Dict({"steps": grid()["steps"]}), MAX_LENGTH)
+    with pytest.raises(SchemaError, match="goal: is no field"):
+        bare.encode(Trajectories(two.steps, two.lengths, goal=np.zeros(2)))
 
 
 def test_parts_join_to_one_container() -> None:
@@ -193,3 +227,16 @@ def test_a_described_space_comes_back(space: Any) -> None:
 def test_a_described_space_beyond_reason_is_refused(text: str) -> None:
     with pytest.raises(SchemaError):
         space_of_text(text)
+
+
+@pytest.mark.parametrize(
+    "leaf",
+    [
+        '{"type":"box","dtype":"float32","shape":[134217728,2]}',
+        '{"type":"multibinary","n":[134217728,2]}',
+        '{"type":"multibinary","n":134217729}',
+    ],
+)
+def test_the_size_of_a_described_leaf_is_looked_at_first(leaf: str) -> None:
+    with pytest.raises(SchemaError, match="must have at most 1073741824 bytes"):
+        space_of_text(f'{{"type":"dict","items":[["x",{leaf}]]}}')

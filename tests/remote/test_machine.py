@@ -1,4 +1,4 @@
-"""Exactly once, in order, over a network that drops, repeats, delays and reorders, and over restarts.
+"""Exactly once, in order, over a network that drops, repeats, delays and reorders, and over restarts of all.
 
 Client sessions and a manager's desk are joined by a list of frames in flight; hypothesis decides what happens to them.
 """
@@ -9,6 +9,7 @@ import os
 import shutil
 import tempfile
 import warnings
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -25,11 +26,20 @@ from recollect.remote.wire import decode, joined
 N_CLIENTS = 2
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
 MANAGER = N_CLIENTS
-BASE = 1_000_000  # ids of client c are c * BASE, c * BASE + 1, …
+BASE = 1_000_000  # the ids of life i are i * BASE, i * BASE + 1, …
+
+
+@dataclass
+class Life:
+    """A worker's process, from its start to its end: its session, and what it added, in order."""
+
+    session: Session
+    added: list[int] = field(default_factory=list)
+    is_over: bool = False
 
 
 class Network(RuleBasedStateMachine):
-    """Frames in flight as (source, dest, bytes); the model is what each client added, in order."""
+    """Frames in flight as (source, dest, bytes); the model is what each life of a worker added, in order."""
 
     frames = Bundle("frames")
     with_checkpoint = True
@@ -38,15 +48,19 @@ class Network(RuleBasedStateMachine):
     def begin(self) -> None:
         self.path = tempfile.mkdtemp(dir=IN_MEMORY)  # as SIGKILL does, nothing here loses what was written
         self.manager = self._made(resume=False)
-        self.clients = [Session(item_space(PLAIN), rank) for rank in range(N_CLIENTS)]
-        self.added: list[list[int]] = [[] for _ in self.clients]
         self.flight: list[tuple[int, int, bytes]] = []
-        for rank in range(N_CLIENTS):
-            self._say(rank, [self.clients[rank].greet()])
+        self.lives: list[Life] = []
+        self.clients: list[Life] = [self._born(rank) for rank in range(N_CLIENTS)]
 
     def _made(self, resume: bool) -> ReplayBufferManager:
         save = Checkpoint(self.path, resume=resume) if self.with_checkpoint else None
         return ReplayBufferManager(PLAIN, MANAGER, None, capacity=400, checkpoint=save)
+
+    def _born(self, rank: int) -> Life:
+        life = Life(Session(item_space(PLAIN), rank))
+        self.lives.append(life)
+        self._say(rank, [life.session.greet()])
+        return life
 
     def _say(self, rank: int, frames: list[Any]) -> None:
         self.flight += [(rank, MANAGER, joined(parts)) for parts in frames]
@@ -59,16 +73,16 @@ class Network(RuleBasedStateMachine):
             replies = self.manager._serving.handle(source, received)
             self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
         else:
-            client = self.clients[dest]
-            self._say(dest, client.hear(message, body))
+            self._say(dest, self.clients[dest].session.hear(message, body))
 
     @rule(client=st.integers(0, N_CLIENTS - 1), n=st.integers(1, 3))
     def add(self, client: int, n: int) -> None:
-        session = self.clients[client]
+        life = self.clients[client]
+        session = life.session
         if session.is_ready and session.n_unanswered < 6:
-            first = client * BASE + sum(map(len, [self.added[client]]))
+            first = self.lives.index(life) * BASE + len(life.added)
             ids = list(range(first, first + n))
-            self.added[client] += ids
+            life.added += ids
             session.doors.offered += n
             packed = item_space(PLAIN).encode(samples(ids))
             self._say(client, [session.put(packed).parts])
@@ -109,7 +123,7 @@ class Network(RuleBasedStateMachine):
 
     @rule(client=st.integers(0, N_CLIENTS - 1))
     def retry(self, client: int) -> None:
-        session = self.clients[client]
+        session = self.clients[client].session
         self._say(client, session.unanswered() if session.is_ready else [session.greet()])
 
     @rule()
@@ -120,38 +134,47 @@ class Network(RuleBasedStateMachine):
         self.manager.buffer.close()
         self.manager = self._made(resume=True)
 
+    @rule(client=st.integers(0, N_CLIENTS - 1))
+    def kill_and_restart_a_worker(self, client: int) -> None:
+        """What it had sent may still arrive, behind what its successor sends."""
+        self.clients[client].is_over = True
+        self.clients[client] = self._born(client)
+
     @rule()
     def dump(self) -> None:
         self.manager._desk.saving.dump()
 
     def _stored(self) -> list[list[int]]:
         ids = self.manager.buffer[:]["id"].tolist()
-        return [[i for i in ids if i // BASE == c] for c in range(N_CLIENTS)]
+        return [[i for i in ids if i // BASE == life] for life in range(len(self.lives))]
 
     @invariant()
     def what_is_stored_is_what_was_added_once_and_in_order(self) -> None:
         if not hasattr(self, "manager"):
             return
-        for client, stored in enumerate(self._stored()):
-            assert stored == self.added[client][: len(stored)]
-            answered = sum(e.n for e in self.clients[client].entries.values() if isinstance(e.answer, dict))
-            assert len(stored) >= answered  # what was acknowledged is there
-        assert_doors(self.manager.stats())
+        for life, stored in zip(self.lives, self._stored()):
+            assert stored == life.added[: len(stored)]
+            session = life.session
+            assert len(stored) >= session.doors.kept  # what was acknowledged is there
+            assert session.doors.offered == len(life.added) == session.doors.kept + session.n_pending
+        stats = self.manager.stats()
+        assert stats.offered == len(self.manager.buffer)
+        assert_doors(stats)
 
     def teardown(self) -> None:
         if not hasattr(self, "manager"):
             return
         for _ in range(10):  # now the network is sound: everything arrives
-            for rank, session in enumerate(self.clients):
+            for rank, life in enumerate(self.clients):
+                session = life.session
                 self._say(rank, session.unanswered() if session.is_ready else [session.greet()])
             while self.flight:
                 self._deliver(self.flight.pop(0))
-        assert self._stored() == self.added
-        for session in self.clients:
-            assert session.n_unanswered == 0
-            assert session.doors.kept == session.doors.offered
-            assert session.forgotten == 0
-        assert self.manager.stats().offered == sum(map(len, self.added))
+        self.what_is_stored_is_what_was_added_once_and_in_order()
+        for life, stored in zip(self.lives, self._stored()):
+            if not life.is_over:
+                assert stored == life.added
+                assert life.session.n_unanswered == 0 and life.session.forgotten == 0
         self.manager.close()
         shutil.rmtree(self.path)
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import FrozenInstanceError
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
 
+import recollect as rc
 from recollect.errors import (
     ClosedError,
     DeadlineError,
@@ -32,11 +32,12 @@ from recollect.remote import (
     LocalCarrier,
     RemoteReplay,
     ReplayBufferManager,
+    Shards,
     Trajectories,
 )
-from recollect.remote.desk import Reply
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
+from recollect.remote.timing import Timing
 from recollect.remote.wire import encode
 
 INF = float("inf")
@@ -56,7 +57,9 @@ def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferMana
         {"baseline_percentile": 1.5},
         {"baseline_percentile": float("nan")},
         {"baseline_ema_alpha": 0.0},
+        {"baseline_ema_alpha": 1.5},
         {"capacity": 0},
+        {"capacity": True},
         {"communication_backend": "carrier pigeon"},
         {"communication_backend": 7},
         {"remote_manager_rank": 1},
@@ -64,6 +67,7 @@ def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferMana
         {"worker_ranks": [2, 2]},
         {"storage": "memmap"},
         {"evict": "newest"},
+        {"shards": Shards((2, 3))},
     ],
 )
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
@@ -89,6 +93,37 @@ def test_defaults_are_those_of_the_page() -> None:
     )  # fmt: skip
     m = manager()
     assert m._baseline_ema is None and m._pending_sends == [] and m.exit_counter == 0 and m.is_running
+
+
+@pytest.mark.parametrize(
+    ("wrong", "name"),
+    [
+        (lambda: ReplayBufferManager(SAMPLE, -1, 1), "rank"),
+        (lambda: ReplayBufferManager(SAMPLE, 1, -1), "num_training_ranks"),
+        (lambda: manager(n=3, worker_ranks=[2, 3]), "num_training_ranks"),
+        (lambda: manager(PLAIN, evict="lowest"), "evict"),
+        (lambda: manager(diverse_replay_buffer=True), "diversity"),
+        (lambda: Diversity(p=0.5), "p"),
+        (lambda: Diversity(p=float("nan")), "p"),
+        (lambda: Diversity(cutoff=float("nan")), "cutoff"),
+        (lambda: Shards((2, 2)), "manager_ranks"),
+        (lambda: Shards((2, 3), sync_s=0.0), "sync_s"),
+        (lambda: Checkpoint("x", every_s=-1.0), "every_s"),
+        (lambda: Limits(max_window=0), "max_window"),
+        *[(lambda n=n: Limits(**{n: float("nan")}), n)
+          for n in ("join_s", "rejoin_s", "silence_s", "send_s", "drain_s")],
+    ],
+)  # fmt: skip
+def test_what_cannot_be_is_a_value_error(wrong: Callable[[], Any], name: str) -> None:
+    with pytest.raises(ValueError, match=f"^{name}:"):
+        wrong()
+
+
+@pytest.mark.parametrize(
+    "fine", [{"baseline_percentile": 0}, {"baseline_percentile": 1}, {"baseline_ema_alpha": 1}]
+)
+def test_the_ends_of_a_range_belong_to_it(fine: dict[str, Any]) -> None:
+    manager(**fine).close()
 
 
 def test_trajectories_need_a_length() -> None:
@@ -199,41 +234,6 @@ def test_a_wrong_container_changes_nothing() -> None:
     assert_doors(m.stats())
 
 
-# -- diversity
-
-
-@given(
-    st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(-3, 3)), max_size=6), max_size=5),
-    st.sampled_from([0.0, 1.0, 2.5]),
-    st.sampled_from([1.0, 2.0, INF]),
-    st.integers(1, 8),
-)  # fmt: skip
-def test_no_two_kept_items_are_close(containers: Any, cutoff: float, p: float, capacity: int) -> None:
-    m = manager(grid(), capacity=capacity, max_length=MAX_LENGTH, diverse_replay_buffer=True,
-                diversity=Diversity(cutoff=cutoff, p=p))  # fmt: skip
-    n = 0
-    for rows in containers:
-        finals = np.array([[x, y] for x, y, _ in rows], float).reshape(-1, 2)
-        m.add(paths(range(n, n + len(rows)), [float(r) for *_, r in rows], finals=finals))
-        n += len(rows)
-        kept = m.buffer[:]["final_state"]
-        for i in range(len(kept)):
-            for j in range(i):
-                assert np.linalg.norm(kept[i] - kept[j], ord=p) > cutoff
-        assert_doors(m.stats())
-    assert m.stats().offered == n
-
-
-def test_a_better_item_makes_its_worse_neighbours_leave() -> None:
-    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
-    m.add(paths([1, 2], [0.0, 0.0], finals=[[0, 0], [5, 5]]))
-    m.add(paths([3], [1.0], finals=[[0, 1]]))
-    m.add(paths([4], [0.5], finals=[[0, 1]]))
-    assert sorted(m.buffer[:]["id"].tolist()) == [2, 3]
-    stats = m.stats()
-    assert (stats.removed, stats.rejected["too_close"]) == (1, 1)
-
-
 # -- the baseline
 
 
@@ -278,57 +278,19 @@ def test_quantiles_are_numpys_to_the_last_bit(values: Any, q: float) -> None:
     assert ranking.quantile(q) == np.quantile(values, q)
 
 
-# -- scoring
+def test_of_equal_rewards_each_leaves_the_order_by_itself() -> None:
+    ranking = Ranking(5)
+    ranking.set(np.arange(5), np.array([1.0, 3.0, 1.0, 2.0, 1.0]))
+    assert ranking.finite().tolist() == [1.0, 1.0, 1.0, 2.0, 3.0]
+    ranking.set(np.array([0, 2]), np.array([5.0, 4.0]))
+    assert ranking.finite().tolist() == [1.0, 2.0, 3.0, 4.0, 5.0]
 
 
-def test_a_scoring_function_sees_the_container_and_what_was_kept() -> None:
-    seen: list[Any] = []
-
-    def score(obj: Any, sender_rank: int) -> dict[str, float]:
-        seen.append((obj, sender_rank))
-        return {"score": float(obj.kept.mean()), "baseline_log_reward": 99.0}
-
-    m = manager(grid(), scoring_function=score, capacity=2, max_length=MAX_LENGTH)
-    scores = m.add(paths([1, 2, 3], [0.0, 1.0, 2.0], lengths=[1, 2, 3]), sender_rank=5)
-    obj, rank = seen[0]
-    assert rank == 5
-    assert obj.kept.tolist() == [False, True, True] and obj.row[0] == -1
-    assert m.buffer.storage.get(obj.row[1:].tolist())["id"].tolist() == [2, 3]
-    assert obj.lengths.tolist() == [1, 2, 3] and len(obj.steps["state"]) == 6
-    assert obj.fields["final_state"].tolist() == [[1, 1.5], [2, 2.5], [3, 3.5]]
-    assert obj.log_rewards.tolist() == [0.0, 1.0, 2.0]
-    assert scores == {"score": pytest.approx(2 / 3), "baseline_log_reward": 1.0}
-    kept = obj.fields["final_state"]
-    kept[:] = -7  # its own memory
-    assert (m.buffer[:]["final_state"] >= 0).all()
-
-
-@pytest.mark.parametrize(
-    "function",
-    [
-        lambda obj, sender_rank: 1 / 0,
-        lambda obj, sender_rank: 3,
-        lambda obj, sender_rank: {"score": "high"},
-        lambda obj, sender_rank: {1: 2.0},
-        lambda obj, sender_rank: {"score": np.zeros(2)},
-        lambda obj, sender_rank: {"score": None},
-        lambda obj, sender_rank: {"score": 10**400},
-    ],
-)
-def test_a_broken_scoring_function_is_that_containers_error(function: Callable[..., Any]) -> None:
-    m = manager(scoring_function=function)
-    with pytest.raises(ScoringError) as caught:
-        m.add(samples([1, 2], [0.0, 1.0]))
-    assert caught.value.kept == 2
-    assert m.stats().scoring_errors == 1 and m.stats().live == 2
-
-
-def test_nan_and_infinite_scores_pass() -> None:
-    m = manager(
-        PLAIN, scoring_function=lambda obj, sender_rank: {"a": float("nan"), "b": -INF, "c": np.float32(2)}
-    )
-    scores = m.add(samples([1]))
-    assert np.isnan(scores["a"]) and scores["b"] == -INF and scores["c"] == 2.0
+def test_a_container_without_a_finite_reward_leaves_the_average_as_it_is() -> None:
+    m = manager()
+    assert "baseline_log_reward" not in m.add(samples([1], [-INF]))
+    m.add(samples([2], [2.0]))
+    assert m.add(samples([3, 4], [-INF, -INF]))["baseline_log_reward"] == 2.0
 
 
 # -- drawing
@@ -346,6 +308,21 @@ def test_drawing_by_reward_follows_the_rewards() -> None:
         m.sample(4, by="log_reward", replace=False)
     with pytest.raises(ValueError, match="by"):
         m.sample(1, by="luck")
+
+
+def test_drawing_by_reward_without_replacement_follows_the_rewards_too() -> None:
+    m = manager(seed=0)
+    m.add(samples([0, 1, 2], [np.log(1), np.log(3), np.log(6)]))
+    first = [int(m.sample(1, by="log_reward", replace=False)["id"][0]) for _ in range(3000)]
+    assert np.bincount(first, minlength=3) / 3000 == pytest.approx([0.1, 0.3, 0.6], abs=0.04)
+
+
+@pytest.mark.parametrize("n", [-1, 1.5, True])
+def test_so_many_items_must_be_a_number(n: Any) -> None:
+    m = manager()
+    m.add(samples([1], [0.0]))
+    with pytest.raises(ValueError, match="n:"):
+        m.sample(n)
 
 
 def test_nothing_can_be_drawn_from_nothing() -> None:
@@ -476,6 +453,7 @@ def test_metadata_neither_waits_for_scores_nor_is_taken_for_them(rig: Any) -> No
             replay.add(samples([i], [float(i)]))
         got = replay.metadata()
         assert got["n_modes"] == 3 and got["length"] == 3 and got["n_present"] == 1
+        assert replay.stats().retried == 0
         assert ReplayBufferManager.get_metadata(1, ends[0])["log_reward_max"] == 2.0
         assert len(replay.flush()) == 3
     go.set()
@@ -550,7 +528,7 @@ def test_several_adds_make_one_container(rig: Any) -> None:
         got = [replay.add(samples([i], [0.0])) for i in range(4)]
         assert [g is None for g in got] == [True, True, False, True]
         assert replay.stats().pending == 1
-        assert len(replay.flush()) == 1
+        assert len(replay.flush()) == 1 and replay.stats().retried == 0
     assert r.manager.stats().containers == 2 and r.manager.stats().offered == 4
 
 
@@ -567,8 +545,6 @@ def test_scoring_only_sends_no_steps(rig: Any) -> None:
 
 
 def test_a_batch_and_packed_rows_are_containers_too(rig: Any) -> None:
-    import recollect as rc
-
     buf = rc.ReplayBuffer.create("memory", SAMPLE, capacity=10)
     buf.extend(samples(range(4), np.zeros(4)))
     r = rig()
@@ -605,6 +581,97 @@ def test_nobody_came() -> None:
     with pytest.raises(DeadlineError, match="no worker came"):
         m.run()
     ends[1].close()
+
+
+def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(communication_backend=ends[1])
+    m.stop()
+    assert m.run().offered == 0 and m.is_running is False
+    ends[1].close()
+
+
+def test_it_runs_once_at_a_time_and_close_tells_how_it_ended(rig: Any) -> None:
+    r = rig(limits=Limits(join_s=0.2), n=1)
+    with pytest.raises(RuntimeError, match="already running"):
+        r.manager.start()
+    assert ended(r.manager)
+    with pytest.raises(DeadlineError, match="no worker came"):
+        r.manager.close()
+    r.manager.close()
+    for call in (
+        lambda: r.manager.add(samples([1], [0.0])),
+        lambda: r.manager.sample(1),
+        r.manager.run,
+        r.manager.start,
+    ):
+        with pytest.raises(ClosedError):
+            call()
+
+
+def test_close_waits_for_the_loop_and_gives_up_the_buffer(rig: Any) -> None:
+    r = rig(n=None)
+    with r.client() as replay:
+        replay.add(samples([1, 2], [3.0, 4.0]))
+        before = r.manager.stats()
+    r.manager.close()
+    assert not r.manager._thread.is_alive() and not r.manager.is_running
+    with pytest.raises(ClosedError):
+        r.manager.buffer[:]
+    after = r.manager.stats()
+    assert (after.live, after.baseline) == (before.live, before.baseline) == (2, 3.0)
+
+
+def test_a_carrier_that_is_closed_ends_it(rig: Any) -> None:
+    r = rig(n=None)
+    r.ends[1].close()
+    assert ended(r.manager) and not r.manager.is_running
+    r.manager.close()
+
+
+def test_run_returns_when_the_carrier_is_closed() -> None:
+    ends = LocalCarrier.group(2)
+    with manager(n=None, communication_backend=ends[1]) as m:
+        m.add(samples([1], [0.0]))
+        ends[1].close()
+        assert m.run().live == 1 and not m.is_running
+    ends[0].close()
+
+
+def test_it_can_be_run_again(rig: Any) -> None:
+    r = rig(n=1, workers=1)
+    for i in range(2):
+        if i:
+            r.manager._book.workers.clear()
+            r.manager.start()
+        with r.client() as replay:
+            replay.add(samples([i], [0.0]))
+            assert r.manager._serving._undertaker is None  # nobody else takes what comes
+        assert ended(r.manager)
+    assert r.manager.buffer[:]["id"].tolist() == [0, 1]
+
+
+@pytest.mark.parametrize(
+    "call", [lambda m: m.add(samples([1], [0.0])), lambda m: m.sample(1), lambda m: m.stats()]
+)
+def test_other_threads_wait_while_the_manager_works(call: Callable[[Any], Any]) -> None:
+    m = manager()
+    m.add(samples([0], [0.0]))
+    with ThreadPoolExecutor(1) as beside:
+        with m._lock:
+            waiting = beside.submit(call, m)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.05)
+        waiting.result(10.0)
+
+
+def test_at_the_end_a_checkpoint_is_written(rig: Any, tmp_path: Path) -> None:
+    r = rig(checkpoint=Checkpoint(tmp_path))
+    with r.client() as replay:
+        replay.add(samples([1], [0.0]))
+    assert ended(r.manager)
+    (log,) = tmp_path.glob("log-*.bin")
+    assert not log.stat().st_size  # the dump has it
 
 
 def test_a_worker_that_vanishes_has_left_after_rejoin(rig: Any) -> None:
@@ -675,161 +742,40 @@ def test_forwarding_gives_another_manager_what_was_kept() -> None:
         end.close()
 
 
-# -- checkpoint
-
-
-def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
-    class Novelty:
-        def __init__(self) -> None:
-            self.seen = 0
-
-        def __call__(self, obj: Any, sender_rank: int) -> dict[str, float]:
-            self.seen += len(obj)
-            return {"seen": float(self.seen)}
-
-        def state_dict(self) -> dict[str, int]:
-            return {"seen": self.seen}
-
-        def load_state_dict(self, state: dict[str, int]) -> None:
-            self.seen = state["seen"]
-
-    def made(**kw: Any) -> ReplayBufferManager:
-        return manager(grid(), scoring_function=Novelty(), capacity=4, max_length=MAX_LENGTH,
-                       checkpoint=Checkpoint(tmp_path / "m", **kw))  # fmt: skip
-
-    a = made()
-    for i in range(6):
-        scores = a.add(paths([2 * i, 2 * i + 1], [float(i), -float(i)]))
-        if i == 2:
-            a._desk.saving.dump()
-    before = a.stats()
-    held = a.buffer[:]
-    a._desk.saving.log.close()
-    with pytest.raises(FileExistsError, match="resume"):
-        made()
-    b = made(resume=True)
-    assert b.stats() == before
-    assert b.buffer[:]["id"].tolist() == held["id"].tolist()
-    assert b.scoring_function.seen == scores["seen"] == 12
-    assert b._baseline_ema == a._baseline_ema
-    b.close()
-    with pytest.raises(ValueError, match="capacity"):
-        manager(grid(), capacity=5, max_length=MAX_LENGTH, checkpoint=Checkpoint(tmp_path / "m", resume=True))
-
-
-@pytest.mark.parametrize("cut", [1, 10, 40, 200])
-def test_a_torn_record_was_never_acknowledged(tmp_path: Path, cut: int) -> None:
-    a = manager(checkpoint=Checkpoint(tmp_path))
-    for i in range(3):
-        a.add(samples([i], [0.0]))
-    log = a._desk.saving.log.path
-    data = log.read_bytes()
-    log.write_bytes(data[: len(data) - cut])
-    b = manager(checkpoint=Checkpoint(tmp_path, resume=True))
-    n = len(b.buffer)
-    assert b.buffer[:]["id"].tolist() == list(range(n)) and n == (2 if cut < 150 else n)
-    b.add(samples([9], [0.0]))
-    b._desk.saving.log.close()
-    c = manager(checkpoint=Checkpoint(tmp_path, resume=True))
-    assert c.buffer[:]["id"].tolist() == [*range(n), 9]
-
-
-def test_a_log_that_cannot_be_written_changes_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    m = manager(checkpoint=Checkpoint(tmp_path))
-
-    def full(*args: Any) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr("recollect.remote.checkpoint.os.writev", full)
-    with pytest.raises(OSError, match="No space"):
-        m.add(samples([1], [0.0]))
-    assert len(m.buffer) == 0 and m.stats().offered == 0
-
-
-def test_a_record_that_was_written_in_part_is_taken_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    m = manager(checkpoint=Checkpoint(tmp_path))
-    m.add(samples([0], [0.0]))
-
-    def part(fd: int, parts: Any) -> int:
-        return os.write(fd, parts[0])
-
-    def full(*args: Any) -> int:
-        raise OSError(28, "No space left on device")
-
-    with monkeypatch.context() as disk:
-        disk.setattr(
-            "recollect.remote.checkpoint.os", SimpleNamespace(**{**vars(os), "writev": part, "write": full})
-        )
-        with pytest.raises(OSError, match="No space"):
-            m.add(samples([1], [0.0]))
-    m.add(samples([2], [0.0]))
-    m._desk.close()
-    again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
-    assert again.buffer[:]["id"].tolist() == [0, 2]
-    again.close()
-
-
-def test_answers_that_a_worker_does_not_take_are_bounded_and_others_are_not_held_up() -> None:
-    class Stuck:
-        def is_complete(self) -> bool:
-            return False
-
-    class Never:
-        def isend(self, dest: int, tag: int, parts: Any) -> Any:
-            return Stuck()
-
-    m = manager(limits=Limits(max_window=4))
-    for _ in range(20):
-        m._serving._answer_soon(Never(), Reply(0, 0, []))  # type: ignore[arg-type]
-    assert len(m._pending_sends) == 5 and m._serving.unsent == 15
-    m._serving._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
-    assert len(m._pending_sends) == 6
-
-
-def test_power_safe_syncs_before_answers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    synced: list[int] = []
-    real = os.fdatasync
-    monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", lambda fd: (synced.append(fd), real(fd)))
-    ends = LocalCarrier.group(2)
-    m = ReplayBufferManager(
-        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
+def test_a_manager_that_stores_nothing_forwards_everything() -> None:
+    ends = LocalCarrier.group(3)
+    last = ReplayBufferManager(SAMPLE, 2, 1, communication_backend=ends[2], worker_ranks=[1]).start()
+    first = ReplayBufferManager(
+        SAMPLE,
+        1,
+        1,
+        store_locally=False,
+        communication_backend=ends[1],
+        worker_ranks=[0],
+        remote_manager_rank=2,
     ).start()
     with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
-        for i in range(3):
-            replay.add(samples([i], [0.0]))
-            assert len(synced) == i + 1
-    m.close()
+        replay.add(samples([1, 2], [0.0, 1.0]))
+        assert replay.stats().passed == 2
+    assert ended(first) and ended(last)
+    assert last.buffer[:]["id"].tolist() == [1, 2] and last.exit_counter == 1
+    for m in (first, last):
+        m.close()
     for end in ends:
         end.close()
 
 
-def test_power_safe_syncs_once_for_all_messages_at_hand(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    synced: list[int] = []
-    monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", synced.append)
-    ends = LocalCarrier.group(2)
-    m = ReplayBufferManager(
-        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
-    )
-    replay = RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0, mode="async_comm", window=8)
-    with ThreadPoolExecutor(1) as beside:  # it says Hello, and then sends while nobody works
-        greeted = beside.submit(replay.add, samples([0], [0.0]))
-        while not greeted.done():
-            m._serving._serve(True)
-        greeted.result(10)
-    for i in range(1, 6):
-        replay.add(samples([i], [0.0]))
-    synced.clear()
-    m._serving._serve(True)
-    assert len(m.buffer) == 6 and len(synced) == 1
-    m.start()
-    assert len(replay.close()) == 6
-    m.close()
+def test_what_cannot_be_forwarded_in_time_is_lost_and_counted() -> None:
+    ends = LocalCarrier.group(3)
+    first = ReplayBufferManager(
+        SAMPLE, 1, 1, communication_backend=ends[1], remote_manager_rank=2, limits=Limits(drain_s=0.1)
+    ).start()
+    with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
+        replay.add(samples([1, 2], [0.0, 1.0]))
+    assert ended(first)
+    doors = first.stats().forwarded
+    assert (doors.offered, doors.lost, doors.pending) == (2, 2, 0)
+    first.close()
     for end in ends:
         end.close()
 
@@ -844,3 +790,35 @@ def test_the_summary_is_printed(capsys: pytest.CaptureFixture[str], rig: Any) ->
     phases = r.manager.stats().phases
     assert {"recv", "validate", "store", "score", "baseline", "send"} <= set(phases)
     assert phases["store"].count == 1 and len(r.manager._timing_data["store"]) == 1
+
+
+def test_nothing_is_printed_or_timed_unless_asked_for(capsys: pytest.CaptureFixture[str], rig: Any) -> None:
+    r = rig()
+    with r.client() as replay:
+        replay.add(samples([1], [0.0]))
+    assert ended(r.manager)
+    assert capsys.readouterr().out == "" and r.manager.stats().phases == {} and r.manager._timing_data == {}
+
+
+def test_stats_are_a_record_of_one_moment() -> None:
+    with manager() as m:
+        stats = m.stats()
+        with pytest.raises(FrozenInstanceError):
+            stats.offered = 5  # type: ignore[misc]
+        m.add(samples([1], [0.0]))
+        assert stats.offered == stats.live == 0
+
+
+def test_phases_have_their_figures_and_the_last_thousand() -> None:
+    timing = Timing(True)
+    for seconds in [1.0, 3.0, *[2.0] * 1008]:
+        timing.add("store", seconds)
+    phase = timing.phases()["store"]
+    assert (phase.count, phase.total_s, phase.mean_s, phase.min_s, phase.max_s) == (
+        1010,
+        2020.0,
+        2.0,
+        1.0,
+        3.0,
+    )
+    assert timing.recent() == {"store": [2.0] * 1000}

@@ -321,6 +321,60 @@ def test_a_worker_that_raises_is_a_worker_error_after_the_others_finished(tmp_pa
     assert (tmp_path / "finished").exists() and "rank 1" not in str(caught.value)
 
 
+def test_a_dead_worker_is_started_again_as_often_as_told(tmp_path: Path) -> None:
+    def die_once(ctx: Any) -> int:
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with ctx.replay(SAMPLE) as replay:
+            replay.add(samples([1], [0.0]))
+            return os.getpid()
+
+    out = launch(die_once, plain_manager, n_workers=1, max_restarts=1)
+    assert out.results.keys() == {0} and out.stats[1].offered == 1
+
+
+def test_a_dead_worker_is_named_with_how_it_ended(tmp_path: Path) -> None:
+    def die(ctx: Any) -> None:
+        with open(tmp_path / "lives", "a") as f:
+            f.write("x")
+        replay = ctx.replay(SAMPLE)
+        replay.add(samples([1], [0.0]))
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with pytest.raises(WorkerError, match="rank 0: its process ended with code -9"):
+        launch(die, plain_manager, n_workers=1)
+    assert (tmp_path / "lives").read_text() == "x"
+
+
+def test_every_rank_has_a_seed_of_its_own_and_names_find_the_launched_carrier() -> None:
+    def look(ctx: Any) -> Any:
+        with RemoteReplay(SAMPLE, ctx.manager_rank, "local") as replay:
+            replay.add(samples([1], [0.0]))
+        return ctx.seed, type(ctx.carrier).__name__
+
+    first, again, other = (launch(look, plain_manager, seed=seed).results for seed in (0, 0, 1))
+    assert (
+        first == again and first.keys() == {0, 1} and {kind for _, kind in first.values()} == {"LocalCarrier"}
+    )
+    assert len({seed for seed, _ in [*first.values(), *other.values()]}) == 4
+
+
+def test_a_launch_that_is_interrupted_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait_for_ever(ctx: Any) -> None:
+        with ctx.replay(SAMPLE) as replay:
+            replay.add(samples([1], [0.0]))
+            threading.Event().wait(100)
+
+    def interrupted(*args: Any, **kw: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(launching, "wait", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        launch(wait_for_ever, plain_manager, n_workers=1)
+    assert not [child for child in multiprocessing.active_children() if "recollect-rank" in child.name]
+
+
 def test_launch_needs_a_carrier_it_knows_and_a_world_that_fits(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(ValueError, match="carrier"):
         launch(count, plain_manager, carrier="pigeon")
@@ -385,7 +439,8 @@ def test_the_example_learns(budget: int, capfd: pytest.CaptureFixture[str]) -> N
         assert capfd.readouterr().out.count("L1 distance 1.40 before") == 2
 
 
-def test_a_dead_manager_with_a_checkpoint_is_restarted(tmp_path: Path) -> None:
+@pytest.mark.parametrize("carrier", ["local", "tcp"])
+def test_a_dead_manager_with_a_checkpoint_is_restarted(tmp_path: Path, carrier: str) -> None:
     flag = tmp_path / "killed"
 
     def die_once(obj: Any, sender_rank: int) -> dict[str, float]:
@@ -406,6 +461,6 @@ def test_a_dead_manager_with_a_checkpoint_is_restarted(tmp_path: Path) -> None:
                 replay.add(samples([i], [0.0]))
             return sorted(replay.sample(20, replace=False)["id"].tolist())
 
-    out = launch(worker, manager, n_workers=1)
+    out = launch(worker, manager, n_workers=1, carrier=carrier)
     assert out.results[0] == list(range(20))
     assert out.stats[1].offered == 20 and flag.exists()

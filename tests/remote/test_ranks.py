@@ -59,6 +59,15 @@ def test_places_that_nobody_took_count_as_left() -> None:
     assert b.n_left == 2
 
 
+def test_who_leaves_without_a_place_is_not_counted() -> None:
+    b = book(2)
+    b.admit(0, HOST, ME, 1.0)
+    b.leave(4)  # it never said Hello, but a place was free
+    assert b.states() == {0: "present", 4: "left"}
+    b.leave(5)
+    assert b.n_left == 1 and not b.is_over
+
+
 def test_a_lost_connection_may_come_back_for_a_while() -> None:
     b = book(2)
     b.admit(0, "elsewhere", 0, 0.0)

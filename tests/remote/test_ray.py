@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from recollect.errors import PeerDiedError, WorkerError
+from recollect.errors import DeadlineError, PeerDiedError, WorkerError
+from recollect.remote import RayCarrier, TcpCarrier, launch
+from recollect.remote.carriers.ray import Registry
 
 pytestmark = [pytest.mark.timeout(240), pytest.mark.filterwarnings("ignore")]
 
@@ -29,24 +32,18 @@ def manager(ctx: Any) -> Any:
 
 
 def test_actors_share_a_manager(ray_cluster: Any) -> None:
-    from recollect.remote import launch
-
     out = launch(count, manager, n_workers=2, carrier="ray")
     assert set(out.results) == {0, 1} and out.stats[2].offered == 200
 
 
 @pytest.mark.soak
 def test_an_actor_that_raises_is_a_worker_error(ray_cluster: Any) -> None:
-    from recollect.remote import launch
-
     with pytest.raises(WorkerError, match="asked to fail"):
         launch(count, manager, n_workers=2, carrier="ray", seed=-1)
 
 
 @pytest.mark.soak
 def test_a_driver_joins_a_job(ray_cluster: Any) -> None:
-    from recollect.remote import RayCarrier
-
     server = RayCarrier.serve("test-job", 3)
     worker = RayCarrier.join("test-job")
     worker.send(3, 0, [b"hello"])
@@ -58,10 +55,6 @@ def test_a_driver_joins_a_job(ray_cluster: Any) -> None:
 
 def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cluster: the registry says where the managers of a job listened."""
-    from types import SimpleNamespace
-
-    from recollect.remote import RayCarrier, TcpCarrier
-
     token = bytes(32)
     own, ended = (TcpCarrier.serve(rank, token=token) for rank in (3, 2))
     ended.close()
@@ -80,3 +73,113 @@ def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytes
         worker.send(2, 0, [b"hello"])
     worker.close()
     own.close()
+
+
+class Died(Exception):
+    """What Ray says of an actor whose process ended."""
+
+
+class Ray:
+    """As much of Ray as `launch` needs, in one process; what an actor does is done when it is asked for."""
+
+    exceptions = SimpleNamespace(RayActorError=Died)
+
+    def __init__(self, work: Any) -> None:
+        self.work, self.killed, self.started = work, 0, []
+        self.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2")
+        self.n_nodes = 1
+
+    def is_initialized(self) -> bool:
+        return True
+
+    def nodes(self) -> list[dict[str, bool]]:
+        return [{"Alive": True}] * self.n_nodes + [{"Alive": False}]
+
+    def remote(self, **options: Any) -> Any:
+        def run(worker: Any, manager: Any, layout: Any, job: str, rank: int, seed: int) -> Any:
+            self.started.append(rank)
+            return len(self.started), rank
+
+        actor = SimpleNamespace(run=SimpleNamespace(remote=run))
+        return lambda cls: SimpleNamespace(remote=lambda: actor)
+
+    def wait(self, futures: list[Any], num_returns: int) -> Any:
+        return futures[:1], futures[1:]
+
+    def get(self, future: Any, timeout: float | None = None) -> Any:
+        return self.work(future[1], self.started.count(future[1])) if isinstance(future, tuple) else future
+
+    def kill(self, actor: Any) -> None:
+        self.killed += 1
+
+
+def ray_that(monkeypatch: pytest.MonkeyPatch, work: Any) -> Ray:
+    made = Ray(work)
+    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: made)
+    registry = Registry()
+    named = SimpleNamespace(
+        **{n: SimpleNamespace(remote=getattr(registry, n)) for n in ("token", "enter", "addresses")}
+    )
+    monkeypatch.setattr("recollect.remote.carriers.ray._registry", lambda job: named)
+    return made
+
+
+def test_a_manager_that_died_is_started_again_and_a_worker_as_often_as_told(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def work(rank: int, life: int) -> Any:
+        if life == 1 and rank in (1, 2):
+            raise Died("its process is gone")
+        return ("stats" if rank == 2 else "result"), f"{rank} in life {life}"
+
+    ray = ray_that(monkeypatch, work)
+    out = launch(count, manager, carrier="ray", max_restarts=1)
+    assert out.results == {0: "0 in life 1", 1: "1 in life 2"} and out.stats == {2: "2 in life 2"}
+    assert ray.killed == 4  # three actors and the registry
+    ray = ray_that(monkeypatch, work)
+    with pytest.raises(WorkerError, match="rank 1: its process is gone"):
+        launch(count, manager, carrier="ray")
+    assert sorted(ray.started) == [0, 1, 2, 2] and ray.killed == 4
+
+
+def test_what_raises_in_an_actor_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, life: int) -> Any:
+        if rank < 2:
+            raise KeyError(f"mine {rank}")
+        return "stats", None
+
+    ray = ray_that(monkeypatch, work)
+    with pytest.raises(WorkerError, match="(?s)rank 0: 'mine 0'.*rank 1: 'mine 1'"):
+        launch(count, manager, carrier="ray", max_restarts=5)
+    assert sorted(ray.started) == [0, 1, 2]
+
+
+def test_ray_binds_to_the_nodes_address_if_there_are_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray = ray_that(monkeypatch, None)
+    for n_nodes, host in ((1, "127.0.0.1"), (2, "127.0.0.2")):
+        ray.n_nodes = n_nodes
+        server = RayCarrier.serve("job", 3)
+        assert server.address.rpartition(":")[0] == host
+        worker = RayCarrier.join("job", 1, timeout=20.0)
+        worker.send(3, 0, [b"hello"])
+        assert bytes(server.recv(timeout=10.0)[2]) == b"hello"
+        worker.close()
+        server.close()
+
+
+def test_a_manager_started_again_on_its_node_listens_where_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_that(monkeypatch, None)
+    first = RayCarrier.serve("job", 3)
+    first.close()
+    with RayCarrier.serve("job", 3) as again, RayCarrier.serve("job", 4) as other:
+        assert again.address == first.address != other.address and again.token == other.token == first.token
+    assert Registry().token() != Registry().token()
+
+
+@pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
+def test_managers_are_waited_for_a_finite_time(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
+    ray_that(monkeypatch, None)
+    with pytest.raises(ValueError, match="timeout"):
+        RayCarrier.join("job", timeout=timeout)
+    with pytest.raises(DeadlineError, match="must have 1 managers, got 0"):
+        RayCarrier.join("job", timeout=0.0)

@@ -111,10 +111,25 @@ def test_managers_agree_over_a_carrier() -> None:
             return False
 
         eventually(agree)
+        assert managers[1].stats().baseline == managers[1]._compute_metadata()["baseline_log_reward"] == 1.0
+        assert managers[1].buffer[:]["id"].tolist() == [0, 1, 2, 3]  # items stay where they are
     for manager in managers:
         manager.close()
     for end in ends:
         end.close()
+
+
+@pytest.mark.parametrize("strategy", ["min", "percentile", "ema"])
+def test_a_shard_says_what_it_holds(strategy: str) -> None:
+    m = ReplayBufferManager(
+        SAMPLE, 2, None, capacity=3, shards=Shards((2, 3)), baseline_strategy=strategy, baseline_ema_alpha=0.5
+    )
+    assert m._desk.shelf.summary().is_full is False
+    m.add(samples([1, 2], [4.0, -np.inf]))
+    m.add(samples([3], [2.0]))
+    got = m._desk.shelf.summary()
+    assert (got.lowest, got.is_full, got.ema, got.containers) == (2.0, True, 3.0, 2)
+    assert got.values.tolist() == ([2.0, 4.0] if strategy == "percentile" else [])
 
 
 def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:

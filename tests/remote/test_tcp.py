@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hmac
 import os
+import pickle
 import random
 import shutil
 import socket
@@ -18,7 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from recollect.errors import AuthError, DeadlineError, PeerDiedError
+from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.carriers import tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
@@ -330,3 +332,255 @@ def test_sizes_that_are_wrong_count_and_shut_out_too(server: TcpCarrier) -> None
     assert made.stats().senders[5].malformed == 16
     rogue.close()
     made.close()
+
+
+def test_what_the_serving_end_would_not_take_is_refused_here() -> None:
+    """Sent, it would end the connection, again and again, until this peer is shut out."""
+    env = {"x": ((1000,), "uint8")}
+    with (
+        TcpCarrier.serve(0, token=TOKEN, max_frame=1 << 16) as small,
+        TcpCarrier.join([small.address], token=TOKEN, rank=1) as worker,
+        TcpCarrier.join([small.address], token=TOKEN, rank=2, max_frame=4096) as smaller,
+        ReplayBufferManager(env, 0, None, communication_backend=small) as made,
+    ):
+        assert (worker.max_frame, smaller.max_frame) == (1 << 16, 4096)
+        made.start()
+        with RemoteReplay(env, 0, worker, deadline=SOON) as replay:
+            with pytest.raises(FrameError, match="65536 bytes, got 100512"):
+                replay.add({"x": np.zeros((100, 1000), "uint8")})
+            assert replay.add({"x": np.zeros((9, 1000), "uint8")}) == {"score": float("inf")}
+        assert made.stats().malformed == 0
+
+
+def test_a_machine_that_vanished_is_seen_within_20_s(server: TcpCarrier) -> None:
+    """Both ends ask the system to look: silence of a peer, and frames that nobody takes, end a connection."""
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    for sock in (worker._outward[0].sock, server._outward[1].sock):
+        assert sock.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE)
+        idle, every, tries, taken = (
+            sock.getsockopt(socket.IPPROTO_TCP, getattr(socket, f"TCP_{name}"))
+            for name in ("KEEPIDLE", "KEEPINTVL", "KEEPCNT", "USER_TIMEOUT")
+        )
+        assert idle + every * tries < 20 and 0 < taken < 20_000
+    worker.close()
+
+
+def test_it_listens_on_loopback_unless_told_otherwise() -> None:
+    with TcpCarrier.serve(0) as alone, TcpCarrier.serve(0, "[::1]:0", token=TOKEN) as other:
+        host, _, port = alone.address.rpartition(":")
+        assert host == "127.0.0.1" and int(port) > 0 and len(alone.token) == 32
+        assert other.address.startswith("[::1]:") and (alone.size, alone.rank) == (None, 0)
+        with TcpCarrier.join([other.address], token=TOKEN, rank=1) as worker:
+            worker.send(0, 0, [b"six"], SOON)
+            assert bytes(other.recv(timeout=SOON)[2]) == b"six"
+
+
+def test_tokens_are_given_or_in_the_environment_or_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RECOLLECT_TOKEN", raising=False)
+    made = [TcpCarrier.serve(0) for _ in range(2)]
+    assert made[0].token != made[1].token
+    monkeypatch.setenv("RECOLLECT_TOKEN", "of the environment ü")
+    made += [TcpCarrier.serve(0), TcpCarrier.serve(0, token=TOKEN.decode())]
+    assert [carrier.token for carrier in made[2:]] == ["of the environment ü".encode(), TOKEN]
+    for carrier in made:
+        carrier.close()
+
+
+def test_who_joins_must_be_given_a_token(monkeypatch: pytest.MonkeyPatch, server: TcpCarrier) -> None:
+    monkeypatch.delenv("RECOLLECT_TOKEN", raising=False)
+    with pytest.raises(AuthError, match="must be given"):
+        TcpCarrier.join([server.address])
+
+
+def test_the_numbers_that_guard_strangers() -> None:
+    assert (tcp.PROOF_S, tcp.MOST_STRANGERS, tcp.TOKEN_NBYTES) == (5.0, 64, 16)
+
+
+class Stranger:
+    """The socket of one who sends whatever it is asked for, and notes what it was told."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data, self.read, self.heard, self.is_closed = data, 0, b"", False
+
+    def settimeout(self, seconds: float) -> None:
+        assert 0 < seconds <= tcp.PROOF_S
+
+    def recv(self, n: int) -> bytes:
+        self.read += n
+        part, self.data = self.data[:n], self.data[n:]
+        return part
+
+    def sendall(self, data: bytes) -> None:
+        self.heard += data
+
+    def close(self) -> None:
+        self.is_closed = True
+
+
+def hello(magic: bytes = b"RCTC", version: int = 1, nonce: bytes = bytes(32)) -> bytes:
+    return struct.pack("<4sHH32s16sq", magic, version, 0, nonce, bytes(16), 5)
+
+
+@pytest.mark.parametrize(
+    "data", [bytes(1 << 16), hello() + bytes(1 << 16), hello(version=2) + bytes(99), hello()[:9]]
+)
+def test_of_a_stranger_little_is_read(server: TcpCarrier, data: bytes) -> None:
+    stranger = Stranger(data)
+    server._greeted(stranger)  # type: ignore[arg-type]
+    assert stranger.read <= 4096 and stranger.is_closed and server.refused == 1
+    assert server.alive() == {0} and (b"RCTC" in data and data[4] == 1 and len(data) > 64) == bool(
+        stranger.heard
+    )
+
+
+def test_nonces_are_fresh_and_a_proof_is_no_proof_of_the_other_side(server: TcpCarrier) -> None:
+    """What was heard in one handshake is of no use in the next, nor as the answer to itself."""
+    nonces = set()
+    for _ in range(2):
+        stranger = Stranger(hello() + bytes(32))
+        server._greeted(stranger)  # type: ignore[arg-type]
+        nonces.add(stranger.heard[:32])
+    assert len(nonces) == 2
+    mine, theirs = os.urandom(32), os.urandom(32)
+    proofs = {
+        server._proof(side, *pair)
+        for side in (b"join", b"serve")
+        for pair in ((mine, theirs), (mine, mine), (theirs, theirs))
+    }
+    assert len(proofs) == 6
+    assert server._proof(b"join", mine, theirs) == hmac.digest(
+        TOKEN, b"recollect join" + mine + theirs, "sha256"
+    )
+
+
+def test_who_joins_makes_a_new_nonce_each_time() -> None:
+    heard = []
+    with socket.create_server(("127.0.0.1", 0)) as fake:
+
+        def listen() -> None:
+            for _ in range(2):
+                sock, _ = fake.accept()
+                with sock:
+                    heard.append(sock.recv(4096)[8:40])
+
+        thread = threading.Thread(target=listen, daemon=True)
+        thread.start()
+        for _ in range(2):
+            with pytest.raises(DeadlineError):
+                TcpCarrier.join([f"127.0.0.1:{fake.getsockname()[1]}"], token=TOKEN, timeout=0.0)
+        thread.join(SOON)
+    assert len(set(heard)) == 2
+
+
+def test_a_stranger_that_trickles_has_no_more_time(
+    monkeypatch: pytest.MonkeyPatch, server: TcpCarrier
+) -> None:
+    now, waits = [0.0], []
+    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+
+    class Slow(Stranger):
+        def settimeout(self, seconds: float) -> None:
+            waits.append(seconds)
+
+        def recv(self, n: int) -> bytes:
+            now[0] += 1.0
+            if waits[-1] < 1.0:
+                raise TimeoutError
+            return super().recv(1)
+
+    stranger = Slow(hello() + bytes(32))
+    server._greeted(stranger)  # type: ignore[arg-type]
+    assert stranger.is_closed and stranger.read == 5
+
+
+def test_a_carrier_belongs_to_its_process(server: TcpCarrier) -> None:
+    with pytest.raises(TypeError, match="one process"):
+        pickle.dumps(server)
+
+
+def test_who_has_to_join_by_itself_is_not_called(server: TcpCarrier) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    worker.close()
+    eventually(lambda: 1 not in server.alive())
+    with pytest.raises(PeerDiedError, match="rank 1: is gone, and has to join again"):
+        server.reconnect(1, 0.1)
+    for rank, text in ((1, "is gone"), (2, "has not joined")):
+        with pytest.raises(PeerDiedError, match=f"rank {rank}: {text}"):
+            server.send(rank, 0, [b"x"], 0.1)
+    with pytest.raises(ValueError, match="this one"):
+        server.send(0, 0, [b"x"], 0.1)
+
+
+def test_who_does_not_answer_any_more_is_gone(server: TcpCarrier) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    server.close()
+    eventually(lambda: 0 not in worker.alive())
+    with pytest.raises(PeerDiedError, match="rank 0: does not answer at 127"):
+        worker.reconnect(0, 0.05)
+    worker.close()
+
+
+def test_close_wakes_a_sender_that_waits(server: TcpCarrier) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    caught: list[Exception] = []
+
+    def send() -> None:
+        try:
+            while True:
+                worker.send(0, 0, [bytes(8 << 20)], SOON)
+        except Exception as error:
+            caught.append(error)
+
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    eventually(lambda: worker._turns.is_led and any(link.out for link in worker._links.values()))
+    handle = worker.isend(0, 0, [b"behind it"])
+    worker.close()
+    thread.join(SOON)
+    assert [type(error) for error in caught] == [ClosedError]
+    with pytest.raises(ClosedError):
+        handle.is_complete()
+
+
+def test_more_than_is_taken_waits_at_its_sender() -> None:
+    """What lies unread is bounded; once it is taken, the rest comes."""
+    small = TcpCarrier.serve(3, token=TOKEN, max_frame=1 << 16)
+    worker = TcpCarrier.join([small.address], token=TOKEN, rank=1, max_frame=1 << 16)
+    block = bytes(1 << 15)
+    handles = [worker.isend(3, 0, [block]) for _ in range(1000)]
+    eventually(lambda: bool(small.alive()) and small._inbox.nbytes(1) > 1 << 16)
+    for _ in range(50):
+        small.alive()
+    assert small._inbox.nbytes(1) < 8 << 20 and not handles[-1].is_complete()
+    for _ in range(1000):
+        assert small.recv(1, timeout=SOON)[2].nbytes == len(block)
+    eventually(handles[-1].is_complete)
+    worker.close()
+    small.close()
+
+
+@pytest.mark.parametrize(
+    "header", [HEADER.pack(MAGIC + 1, 0, 4), HEADER.pack(MAGIC, 1 << 16, 4)], ids=["magic", "tag"]
+)
+def test_what_is_no_frame_closes_the_connection(server: TcpCarrier, header: bytes) -> None:
+    rogue = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    rogue._outward[0].sock.send(header + b"1234")
+    eventually(lambda: 1 not in server.alive() and server.malformed == {1: 1})
+    rogue.close()
+
+
+def test_a_client_connects_again_when_its_connection_was_closed(server: TcpCarrier) -> None:
+    """As after a frame that was damaged on its way: that connection ends, and nothing is lost."""
+    env = {"id": ((), "int64")}
+    with ReplayBufferManager(env, 0, None, communication_backend=server) as made:
+        made.start()
+        carrier = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+        with RemoteReplay(env, 0, carrier, deadline=SOON, retry_s=0.2) as replay:
+            for i in range(5):
+                replay.add({"id": np.array([i])})
+                if i % 2:
+                    carrier.send(0, 0, [b"damaged"], SOON)
+                    eventually(lambda n=i // 2 + 1: made.stats().malformed == n)
+                    eventually(lambda: 0 not in carrier.alive())
+        assert made.buffer[:]["id"].tolist() == [0, 1, 2, 3, 4]
+        carrier.close()

@@ -44,6 +44,20 @@ def test_blocks_are_aligned() -> None:
     assert frame.find(blocks[2].tobytes()) % 64 == 0
 
 
+def test_a_frame_byte_by_byte() -> None:
+    """Little-endian, on every machine."""
+    block = np.arange(70, dtype=np.uint8)
+    head = b"\x97\x06\x03\xc4\x10" + ID + b"\x01\x02\x00\x01"
+    body = block.tobytes() + bytes(58) + b"end"
+    prefix = (
+        b"RECL" + b"\x01\x00" + b"\x05\x00" + len(head).to_bytes(4, "little")
+        + _core.crc32c_portable(head).to_bytes(4, "little") + len(body).to_bytes(8, "little")
+        + _core.crc32c_portable(body).to_bytes(4, "little") + bytes(4)
+    )  # fmt: skip
+    frame = joined(encode(Items(3, ID, 1, 2, 0, 1), [block, np.frombuffer(b"end", np.uint8)], tag=5))
+    assert len(prefix) == 32 and frame == (prefix + head).ljust(64, b"\0") + body
+
+
 @pytest.mark.parametrize("n", [1, 16, 1000])
 def test_a_container_costs_at_most_512_bytes_more(n: int) -> None:
     message, blocks = data_frame(n, [1] * n)
@@ -76,6 +90,24 @@ def test_sizes_are_checked_before_memory_is_taken() -> None:
             cut_items(got, body, TRAJECTORY)
         with pytest.raises(FrameError):
             cut_items(got, body, Shapes(8))
+
+
+def test_blocks_fill_the_body_and_rows_are_as_many_as_items() -> None:
+    message, blocks = data_frame()
+    assert not refused(joined(encode(message, blocks)))
+    assert refused(joined(encode(message, [*blocks, np.zeros(8, np.uint8)])))
+    assert refused(joined(encode(message, blocks[:2])))
+    for n_rows, is_refused in ((2, False), (3, True), (1, True)):
+        frame = joined(encode(Data(1, ID, 1, ID, 2, n_rows, False), [np.zeros((2, 8), np.uint8)]))
+        assert refused(frame, Shapes(8)) == is_refused
+
+
+def test_items_of_no_bytes_are_bounded_too() -> None:
+    """Of trajectories without fields nothing travels to be scored: no size tells how many there can be."""
+    bare = Shapes(24, 0, True)
+    for n, is_refused in ((1 << 16, False), ((1 << 16) + 1, True), (2**60, True)):
+        frame = joined(encode(Data(1, ID, 1, ID, n, 0, True)))
+        assert refused(frame, bare) == is_refused
 
 
 @pytest.mark.parametrize("lengths", [[0, 3], [-1, 4], [1, 1], [2, 2], [2**31 - 1, 2]])
@@ -160,6 +192,38 @@ def test_a_deep_head_is_a_frame_error() -> None:
     prefix = wire.PREFIX.pack(wire.MAGIC, 1, 0, len(head), _core.crc32c(head), 0, 0, 0)
     with pytest.raises(FrameError):
         decode(prefix + head)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"\x93\x07\x01\x02",  # GetMetadata with one field too many
+        b"\x92\x07\xff",  # a request of -1
+        b"\x92\x63\x01",  # no such message
+        b"\x94\x05\x01\x01\xa4luck",  # Sample without `replace`
+        b"\x95\x05\x01\x01\xa4luck\xc3",  # drawn by luck
+        b"\x95\x09\x01\xc4\x0fxxxxxxxxxxxxxxx\x00\xa0",  # Exit of a writer of 15 bytes
+        msgspec.msgpack.encode([1, 1, "king", ID, 0, "host", 0, 1, ""]),
+        msgspec.msgpack.encode([3, 1, ID, 0, ID, 1, 1, False]),  # numbers begin at 1
+    ],
+)
+def test_fields_have_the_types_they_should(head: bytes) -> None:
+    prefix = wire.PREFIX.pack(wire.MAGIC, messages.PROTOCOL, 0, len(head), _core.crc32c(head), 0, 0, 0)
+    with pytest.raises(FrameError, match="head must be a message"):
+        decode(prefix + head)
+
+
+def test_only_some_messages_have_blocks() -> None:
+    frame = joined(encode(GetMetadata(1), [np.zeros(3, np.uint8)]))
+    with pytest.raises(FrameError, match="GetMetadata has no blocks, got 3"):
+        decode(frame)
+
+
+def test_what_is_to_be_scored_only_has_no_steps() -> None:
+    fields = np.zeros((2, 16), np.uint8)
+    for n_rows, is_refused in ((0, False), (2, True)):
+        frame = joined(encode(Data(1, ID, 1, ID, 2, n_rows, True), [fields]))
+        assert refused(frame) == is_refused
 
 
 def test_a_head_beyond_reason_is_refused_before_it_is_read() -> None:

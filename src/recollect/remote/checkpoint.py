@@ -20,7 +20,7 @@ from recollect import _core
 from recollect.errors import FormatError
 from recollect.remote.forwarding import ForwardState
 from recollect.replay import ReplayBuffer, snapshot
-from recollect.storage.dump import STORAGE, file_crc, open_named, read_manifest, sync_directory
+from recollect.storage.dump import STORAGE, file_crc, last_commit, open_named, read_manifest, sync_directory
 
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c
 _MAGIC = 0x474F4C52  # "RLOG"
@@ -51,10 +51,11 @@ class Log:
     """
 
     def __init__(self, path: Path, commit: int) -> None:
-        self.path = path / f"log-{commit}.bin"
+        self.path, self.commit = path / f"log-{commit}.bin", commit
         self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
-        self._end = os.fstat(self._fd).st_size
+        self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
+        self.is_torn = False  # it ends in what is no record: what followed would not be read
 
     def write(self, sender: int, frame: Any) -> None:
         """Append a frame; it outlives this process once this returns. All or nothing."""
@@ -66,11 +67,21 @@ class Log:
             while done < want:
                 done += os.write(self._fd, (head + bytes(view))[done:])
         except BaseException:
-            with suppress(OSError):
-                os.ftruncate(self._fd, self._end)
+            self._cut(self._end)
             raise
-        self._end += want
+        self._before, self._end = self._end, self._end + want
         self._unsynced = True
+
+    def take_back(self) -> None:
+        """Cut off the record that was written last; once."""
+        self._end = self._before
+        self._cut(self._end)
+
+    def _cut(self, end: int) -> None:
+        try:
+            os.ftruncate(self._fd, end)
+        except OSError:
+            self.is_torn = True
 
     def sync(self) -> None:
         """Make what was written survive a power loss."""
@@ -95,7 +106,7 @@ class Log:
                 at += _RECORD.size + nbytes
                 yield sender, frame
         os.ftruncate(self._fd, at)
-        self._end = at
+        self._end = self._before = at
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -112,11 +123,21 @@ def write(buffer: ReplayBuffer, path: Path, state: State) -> Log:
     """Dump buffer and state in one commit, and return the log that follows it."""
     commit = snapshot.dump(buffer, path, False, {NAME: msgspec.msgpack.encode(state)})
     log = Log(path, commit)
-    sync_directory(path)
+    try:
+        sync_directory(path)
+    except BaseException:
+        log.close()
+        raise
     for old in path.glob("log-*.bin"):
         if old != log.path:
-            old.unlink(missing_ok=True)
+            with suppress(OSError):  # nobody reads it any more; the next dump tries again
+                old.unlink(missing_ok=True)
     return log
+
+
+def is_followed_by(path: Path, log: Log) -> bool:
+    """Whether this log belongs to the newest commit."""
+    return last_commit(path) == log.commit
 
 
 def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log]:

@@ -313,10 +313,12 @@ class RemoteReplay:
         with self._lock:
             self._check_open()
             self._connect()
-            line = self._line
+            line, session = self._line, self._session
             if line.carrier is None:
                 return {}
-            return requests.get_metadata(line.carrier, self.manager_rank, self.deadline, line.retry_s)
+            return requests.get_metadata(
+                line.carrier, self.manager_rank, self.deadline, line.retry_s, session.count_stray
+            )
 
     # -- ending
 

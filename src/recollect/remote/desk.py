@@ -41,7 +41,7 @@ from recollect.remote.records import Checkpoint, ManagerStats
 from recollect.remote.saving import Saving
 from recollect.remote.shelf import Shelf
 from recollect.remote.store import Outcome
-from recollect.remote.wire import MAX_FRAME, cut_items, cut_values, encode, joined
+from recollect.remote.wire import MAX_FRAME, MOST_FRAME, cut_items, cut_values, encode, joined
 from recollect.remote.writers import Writer, Writers
 
 if TYPE_CHECKING:
@@ -230,8 +230,7 @@ class Desk:
             head = Data(
                 0, HERE, writer.last_seq + 1, self.items.id, packed.n, len(packed.rows), packed.scoring_only
             )
-            self.saving.write(sender, joined(encode(head, packed.blocks())))
-            self.saving.commit()
+            self.saving.write_through(sender, joined(encode(head, packed.blocks(), max_frame=MOST_FRAME)))
         return self._work_here(packed, sender, writer)
 
     def _work_here(self, packed: Packed, sender: int, writer: Writer) -> dict[str, float]:
@@ -306,7 +305,7 @@ class Desk:
 
     def stats(self, **more: Any) -> ManagerStats:
         forwarded = None if self.forwarder is None else self.forwarder.stats()
-        return self.shelf.stats(forwarded=forwarded, **more)
+        return self.shelf.stats(forwarded=forwarded, dump_errors=self.saving.n_failed, **more)
 
     def close(self) -> None:
         """Give up the buffer and the log."""

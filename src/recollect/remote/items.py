@@ -203,9 +203,7 @@ def stored_places(layout: Layout) -> StoredPlaces:
 
 def item_space(env: Any, max_length: int | None = None, *, needs_length: bool = True) -> ItemSpace:
     """Return what one item is, from a space, a short form, an environment, or what has a `trajectory_space`."""
-    space = getattr(env, "trajectory_space", None)
-    if space is None and hasattr(env, "get_wrapper_attr") and env.has_wrapper_attr("trajectory_space"):
-        space = env.get_wrapper_attr("trajectory_space")
+    space = _of_env(env, "trajectory_space")
     if space is None:
         is_env = isinstance(env, gymnasium.Env | gymnasium.vector.VectorEnv)
         space = transition_space(env) if is_env else env
@@ -216,12 +214,20 @@ def item_space(env: Any, max_length: int | None = None, *, needs_length: bool = 
             raise ValueError(f"max_length: is for trajectories, got {max_length} for items of {space}")
         return _sample_space(space)
     if max_length is None:
-        max_length = getattr(env, "max_length", None)
+        max_length = _of_env(env, "max_length")
     if max_length is None and needs_length:
         raise ValueError("max_length: trajectories need the most steps of one, got none; pass max_length=")
     if max_length is not None and (isinstance(max_length, bool) or not 1 <= int(max_length) < 2**31):
         raise ValueError(f"max_length: must be at least 1, got {max_length!r}")
     return _trajectory_space(space, step, 0 if max_length is None else int(max_length))
+
+
+def _of_env(env: Any, name: str) -> Any:
+    """An attribute of an object, or of what it wraps; None if there is none."""
+    found = getattr(env, name, None)
+    if found is None and hasattr(env, "get_wrapper_attr") and env.has_wrapper_attr(name):
+        found = env.get_wrapper_attr(name)
+    return found
 
 
 def _sample_space(space: Space[Any]) -> ItemSpace:

@@ -57,8 +57,8 @@ def launch(
     """Run `worker(ctx)` on each worker rank, and serve what `manager(ctx)` returns on each manager rank.
 
     `local` and `tcp` start processes here, `ray` actors; under `mpi` and `torch` every rank calls it. A worker that
-    raises: the others finish, then WorkerError. A manager that dies is started again up to `max_restarts` times, and
-    once more if it has a checkpoint; so is a worker, up to `max_restarts`.
+    raises: the others finish, then WorkerError. A worker that dies is started again up to `max_restarts` times, a
+    manager at least once: with a checkpoint it goes on where it was.
     """
     if carrier not in NAMES:
         raise ValueError(f"carrier: must be one of {list(NAMES)}, got {carrier!r}")
@@ -68,9 +68,14 @@ def launch(
     if carrier == "ray":
         from recollect.remote.carriers.ray import launch_on_ray
 
-        launched: Launched = launch_on_ray(worker, manager, layout, seed)
+        launched: Launched = launch_on_ray(worker, manager, layout, max_restarts, seed)
         return launched
     return _Family(worker, manager, layout, carrier, max_restarts, seed).run()
+
+
+def most_restarts(rank: int, layout: RankLayout, max_restarts: int) -> int:
+    """How often the process of a rank may die before that is an error."""
+    return max(max_restarts, 1) if rank in layout.managers else max_restarts
 
 
 def run_rank(worker: Work, manager: Work, layout: RankLayout, carrier: Carrier, seed: int) -> tuple[str, Any]:
@@ -185,9 +190,7 @@ class _Family:
         code = child.process.exitcode
         child.process.join()
         child.pipe.close()
-        is_manager = child.rank in self.layout.managers
-        most = max(self.max_restarts, 1) if is_manager else self.max_restarts
-        if child.restarts < most:
+        if child.restarts < most_restarts(child.rank, self.layout, self.max_restarts):
             self._start(child.rank, child.restarts + 1)
             return
         child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} and without a word")

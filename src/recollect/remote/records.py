@@ -33,6 +33,9 @@ class Shards:
 class Checkpoint:
     """Where a manager writes itself, how often, and whether it goes on from what is there.
 
+    A dump that the disk refuses is counted (`dump_errors`), warned of and tried again; until then the log goes on. A
+    container that cannot be logged is refused.
+
     >>> Checkpoint("runs/m0", resume=True)
     Checkpoint(path='runs/m0', every_s=300.0, resume=True, power_safe=False)
     """
@@ -120,6 +123,7 @@ class ManagerStats:
     senders: Mapping[int, Sender] = field(default_factory=dict)
     phases: Mapping[str, Phase] = field(default_factory=dict)
     forwarded: Any = None
+    dump_errors: int = 0
 
     @property
     def n_rejected(self) -> int:

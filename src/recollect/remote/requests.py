@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
@@ -13,8 +14,11 @@ from recollect.remote.session import as_error
 from recollect.remote.wire import decode, encode
 
 
-def get_metadata(carrier: Carrier, manager_rank: int, timeout: float, retry_s: float = 5.0) -> dict[str, Any]:
-    """Ask a manager for its metadata; answers to older requests are left aside."""
+def get_metadata(
+    carrier: Carrier, manager_rank: int, timeout: float, retry_s: float = 5.0,
+    count_stray: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Ask a manager for its metadata; answers to older requests are dropped and counted."""
     end = monotonic() + check_timeout(timeout)
     request = secrets.randbits(60)
     frame = encode(GetMetadata(request))
@@ -33,6 +37,7 @@ def get_metadata(carrier: Carrier, manager_rank: int, timeout: float, retry_s: f
             except FrameError:
                 continue
             if message.request != request:
+                count_stray()
                 continue
             if isinstance(message, Failed):
                 raise as_error(message)

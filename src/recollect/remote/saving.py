@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from time import monotonic
@@ -22,6 +23,9 @@ Repeat = Callable[[int, Data, memoryview], None]
 class Saving:
     """The dump and the log of one manager; without a checkpoint nothing is ever written.
 
+    A dump that fails loses nothing, for the log goes on: it is counted, warned of, and tried again at its next time.
+    Only where a restart would not read the log at hand, nothing is logged or answered before a dump was written.
+
     Ownership: owns the log. Concurrency: the manager's lock is held in every call.
     """
 
@@ -31,8 +35,11 @@ class Saving:
         self.shelf, self.writers, self.checkpoint, self.forwarder = shelf, writers, checkpoint, forwarder
         self.config = _config(shelf)
         self.log: saved.Log | None = None
-        self._dumped_at = 0.0
+        self.n_failed = 0  # dumps that could not be written
+        self._dumped_at = 0.0  # or tried in vain
         self._forwards_as: bytes | None = None  # in the dump
+        self._log_is_over = False  # a restart would not read it, or not all of it
+        self._warned = False
 
     def open(self, repeat: Repeat) -> None:
         """Make the buffer, or take it from the checkpoint and `repeat` the work of its log."""
@@ -56,34 +63,80 @@ class Saving:
 
     def write(self, sender: int, frame: Any) -> None:
         """Log a container; it outlives this process once this returns. OSError: it is not logged."""
-        if self.log is not None:
-            self.log.write(sender, frame)
+        if self.log is None:
+            return
+        if self._log_is_over or self.log.is_torn:
+            self.dump()
+        self.log.write(sender, frame)
+
+    def write_through(self, sender: int, frame: Any) -> None:
+        """Log a container, on disk if a power loss must not undo it. OSError: it is not logged."""
+        self.write(sender, frame)
+        if self.log is not None and self.waits_for_disk:
+            try:
+                self.log.sync()
+            except OSError:
+                self._log_is_over = True
+                self.log.take_back()
+                raise
 
     def commit(self) -> None:
-        """What was logged must be on disk before answers leave, if a power loss must not undo it."""
-        if self.log is not None and self.waits_for_disk:
-            self.log.sync()
+        """What was logged must be on disk before answers leave, if a power loss must not undo it.
+
+        OSError: it is not there. Another sync may say that it is when it is not, so a dump has to be.
+        """
+        if self.log is None or not self.waits_for_disk:
+            return
+        if not self._log_is_over:
+            try:
+                self.log.sync()
+            except OSError:
+                self._log_is_over = True
+        if self._log_is_over:
+            self.dump()
 
     def tick(self, now: float) -> None:
         """Dump, if it is time."""
         if self.checkpoint is not None and now - self._dumped_at >= self.checkpoint.every_s:
-            self.dump()
+            self.try_dump()
 
     def follow_forwarder(self) -> None:
         """Dump when it goes on under another name, before anything is stored under it: numbers begin anew."""
-        if self.forwarder is not None and self.forwarder.writer != self._forwards_as:
+        if self.checkpoint is None or self.forwarder is None or self._log_is_over:
+            return
+        if self.forwarder.writer != self._forwards_as:
+            self._log_is_over = True
+            self.try_dump()
+
+    def try_dump(self) -> None:
+        """Dump; if the disk does not let it, say so and go on."""
+        try:
             self.dump()
+        except OSError as error:
+            self._dumped_at = monotonic()
+            if not self._warned:
+                self._warned = True
+                warnings.warn(
+                    f"checkpoint: a dump cannot be written ({error}); it is tried again, and the last one and its "
+                    "log stay; free the disk", RuntimeWarning, stacklevel=2,
+                )  # fmt: skip
 
     def dump(self) -> None:
-        """Write everything, and begin a new log."""
+        """Write everything, and begin a new log. OSError: it is counted, and nothing that was saved is lost."""
         if self.checkpoint is None:
             return
-        with self.shelf.manager._timing.phase("dump"):
-            path = Path(self.checkpoint.path)
-            old, self.log = self.log, saved.write(self.shelf.buffer, path, self._state())
+        path, old = Path(self.checkpoint.path), self.log
+        try:
+            with self.shelf.manager._timing.phase("dump"):
+                self.log = saved.write(self.shelf.buffer, path, self._state())
+        except OSError:
+            self.n_failed += 1
+            # It may have failed behind its commit: then a restart takes that one, and looks for another log.
+            self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
+            raise
         if old is not None:
             old.close()
-        self._dumped_at = monotonic()
+        self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer
 
     def _state(self) -> saved.State:

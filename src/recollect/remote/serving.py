@@ -123,8 +123,13 @@ class Serving:
     def answer(self, replies: list[Reply], is_async: bool) -> None:
         """Send answers; what cannot be sent is counted, and fetched by the client's retry."""
         manager, carrier = self.manager, self.carrier
-        manager._desk.saving.commit()
         self.prune()
+        try:
+            with manager._lock:
+                manager._desk.saving.commit()
+        except OSError:  # what is not on disk is not acknowledged
+            self.unsent += len(replies)
+            return
         with manager._timing.phase("send"):
             for reply in replies:
                 try:
@@ -232,7 +237,7 @@ class Serving:
                 self.answer(self._late(rank, frame), async_send)
             self.prune()
         with manager._lock:
-            manager._desk.saving.dump()
+            manager._desk.saving.try_dump()
         if getattr(carrier, "sees_death", True):
             self._undertaker = threading.Thread(
                 target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True

@@ -100,6 +100,10 @@ class Session:
         self._request += 1
         return self._request
 
+    def count_stray(self) -> None:
+        """An answer came that nobody waits for."""
+        self.stray += 1
+
     # -- the connection
 
     def greet(self) -> Parts:

@@ -96,6 +96,9 @@ class CarrierContract:
             a.recv(timeout=timeout)
         with pytest.raises(ValueError, match="timeout"):
             a.send(b.rank, 0, [b""], timeout)
+        handle = a.isend(b.rank, 0, [b""])
+        with pytest.raises(ValueError, match="timeout"):
+            handle.wait(timeout)
 
     def test_a_deadline_says_what_was_awaited(self, pair: Any) -> None:
         a, b = pair

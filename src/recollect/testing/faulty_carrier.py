@@ -66,7 +66,8 @@ class FaultyCarrier:
         if fault == "repeat":
             return [frame, frame]
         if fault == "delay":
-            self._held.append([self._random.randint(1, 4), dest, tag, frame])
+            later = self._random.randint(1, 4)
+            self._held.append([later + 1, dest, tag, frame])  # this send is counted too
         elif fault == "cut":
             return [frame[: self._random.randrange(len(frame) + 1)]]
         elif fault == "corrupt" and frame:

@@ -11,6 +11,7 @@ import os
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any, Self
 
@@ -49,19 +50,16 @@ def _mpi() -> Any:
 class MpiHandle:
     """An MPI send under way."""
 
-    def __init__(self, carrier: MpiCarrier, request: Any, frame: Any) -> None:
-        self._carrier, self._request = carrier, request
+    def __init__(self, carrier: MpiCarrier, request: Any, dest: int, frame: Any) -> None:
+        self._carrier, self._request, self.dest = carrier, request, dest
         self.frame = frame  # MPI reads it until the request is complete
         self.is_done = False
-        self.error: Exception | None = None
 
     def is_complete(self) -> bool:
         """Whether the frame has left."""
-        if not self.is_done and self.error is None:
+        if not self.is_done:
             with self._carrier._lock:
                 self._test()
-        if self.error is not None:
-            raise self.error
         return self.is_done
 
     def _test(self) -> bool:
@@ -71,7 +69,10 @@ class MpiHandle:
 
     def wait(self, timeout: float = TIMEOUT) -> None:
         """Wait until the frame has left."""
-        self._carrier._wait(lambda: True if self.is_complete() else None, timeout, lambda: "send")
+        what = f"send to rank {self.dest}"
+        self._carrier._wait(
+            lambda: True if self.is_complete() else None, check_timeout(timeout), lambda: what
+        )
 
 
 class MpiCarrier:
@@ -100,6 +101,7 @@ class MpiCarrier:
         self.is_closed = False
         self._lock = threading.RLock()
         self._status = mpi.Status()  # used with the lock
+        self.malformed: dict[int, int] = {}  # by rank: frames that were too large
         self._sending: deque[MpiHandle] = deque()
         self._flusher: threading.Thread | None = None
         self._comm, request = base.Idup()
@@ -132,9 +134,7 @@ class MpiCarrier:
         check_timeout(timeout)
         handle = self.isend(dest, tag, parts)
         if not handle.is_done:
-            self._wait(
-                lambda: True if handle.is_complete() else None, timeout, lambda: f"send to rank {dest}"
-            )
+            handle.wait(timeout)
 
     def isend(self, dest: int, tag: int, parts: Sequence[Any]) -> MpiHandle:
         """Begin to send a frame, and never wait."""
@@ -149,7 +149,7 @@ class MpiCarrier:
         with self._lock:
             self._push()
             request = self._comm.Isend([frame, self._mpi.BYTE], dest=dest, tag=tag)
-            handle = MpiHandle(self, request, frame)
+            handle = MpiHandle(self, request, dest, frame)
             if not handle._test():
                 self._sending.append(handle)
                 self._ensure_flusher()
@@ -204,9 +204,18 @@ class MpiCarrier:
             if message is None:
                 return None
             found, its_tag, n = status.Get_source(), status.Get_tag(), status.Get_count(mpi.BYTE)
+            if n > self.max_frame:
+                self._discard(message, found)
+                return None
             frame = np.empty(n, np.uint8)
             message.Recv([frame, mpi.BYTE])
         return found, its_tag, frame.data if n else memoryview(bytearray())
+
+    def _discard(self, message: Any, source: int) -> None:
+        """Let a frame that is too large go, and take no memory for it. With the lock."""
+        with suppress(self._mpi.Exception):  # it says that the message was cut
+            message.Recv([bytearray(1), self._mpi.BYTE])
+        self.malformed[source] = self.malformed.get(source, 0) + 1
 
     def alive(self) -> frozenset[int]:
         """All ranks: MPI does not tell who is gone; managers and clients look at the processes themselves."""

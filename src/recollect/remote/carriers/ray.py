@@ -10,6 +10,7 @@ import time
 from typing import Any
 
 from recollect.errors import DeadlineError, MissingExtraError, WorkerError
+from recollect.remote.carriers.base import check_timeout
 from recollect.remote.carriers.tcp import TcpCarrier
 from recollect.remote.ranks import RankLayout
 from recollect.remote.wire import MAX_FRAME
@@ -90,7 +91,7 @@ class RayCarrier(TcpCarrier):
         """
         ray = _ray()
         registry = _registry(job)
-        end = time.monotonic() + timeout
+        end = time.monotonic() + check_timeout(timeout)
         while True:
             found = ray.get(registry.addresses.remote(), timeout=_ASK_S)
             if len(found) >= n_managers:
@@ -137,31 +138,45 @@ class _Rank:
             carrier.close()
 
 
-def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, seed: int) -> Any:
-    """Do `launch` with an actor per rank."""
-    from recollect.remote.launching import Launched
+def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: int, seed: int) -> Any:
+    """Do `launch` with an actor per rank; one whose process dies is started again as `launch` says."""
+    from recollect.remote.launching import Launched, most_restarts
 
     ray = _ray()
     if not ray.is_initialized():
         ray.init(log_to_driver=False)
     job = secrets.token_hex(8)
     registry = _registry(job)  # held here, so that a manager that starts again finds its address and token
-    actor = ray.remote(num_cpus=0)(_Rank)
-    ranks = [*layout.managers, *layout.workers]
-    actors = {rank: actor.remote() for rank in ranks}
-    futures = {rank: a.run.remote(worker, manager, layout, job, rank, seed) for rank, a in actors.items()}
-    launched, failed = Launched(), []
+    kind_of_actor = ray.remote(num_cpus=0)(_Rank)
+    actors: dict[int, Any] = {}
+    running: dict[Any, int] = {}  # what will be the outcome of which rank
+
+    def start(rank: int) -> None:
+        actors[rank] = kind_of_actor.remote()
+        running[actors[rank].run.remote(worker, manager, layout, job, rank, seed)] = rank
+
+    launched, failed = Launched(), {}
+    restarts = dict.fromkeys([*layout.managers, *layout.workers], 0)
     try:
-        for rank in sorted(ranks):
+        for rank in restarts:
+            start(rank)
+        while running:
+            (done,), _ = ray.wait(list(running), num_returns=1)
+            rank = running.pop(done)
             try:
-                kind, value = ray.get(futures[rank])
+                kind, value = ray.get(done)
             except Exception as error:
-                failed.append(f"rank {rank}: {error}")
+                is_dead = isinstance(error, ray.exceptions.RayActorError)
+                if is_dead and restarts[rank] < most_restarts(rank, layout, max_restarts):
+                    restarts[rank] += 1
+                    start(rank)
+                else:
+                    failed[rank] = f"rank {rank}: {error}"
                 continue
             (launched.results if kind == "result" else launched.stats)[rank] = value
     finally:
         for one in (*actors.values(), registry):
             ray.kill(one)
     if failed:
-        raise WorkerError("launch: " + "\n".join(failed))
+        raise WorkerError("launch: " + "\n".join(failed[rank] for rank in sorted(failed)))
     return launched

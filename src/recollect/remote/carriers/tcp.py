@@ -171,7 +171,7 @@ class TcpCarrier(StreamCarrier):
             sock.sendall(_HELLO.pack(_MAGIC, _VERSION, 0, nonce, self._session, self.rank))
             theirs = _exactly(sock, 32)
             sock.sendall(self._proof(b"join", nonce, theirs))
-            status, mine, server, _, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size))
+            status, mine, server, most, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size))
             if status != _OK:
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
@@ -183,6 +183,7 @@ class TcpCarrier(StreamCarrier):
             sock.close()
             raise
         self.rank = mine
+        self.max_frame = min(self.max_frame, most)  # more would end the connection
         self._addresses[server] = address
         self._admit(self._tuned(sock, server))
 

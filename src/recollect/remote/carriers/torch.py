@@ -44,6 +44,7 @@ def TorchCarrier(group: Any = None, *, max_frame: int = MAX_FRAME) -> TcpCarrier
     is_one_node = len({name for name, _ in first}) == 1
     bind = "127.0.0.1" if is_one_node else socket.gethostbyname(host)
     carrier = TcpCarrier.serve(rank, f"{bind}:0", token=first[0][1], max_frame=max_frame)
+    carrier.size = size  # nobody comes and goes here
     addresses: list[Any] = [None] * size
     distributed.all_gather_object(addresses, carrier.address, group=group)
     carrier.link(addresses[:rank])

@@ -1,0 +1,143 @@
+"""Diversity: what is too close stays out, or makes room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
+
+from recollect.remote import (
+    Diversity,
+    ReplayBufferManager,
+    diversity,
+)
+
+INF = float("inf")
+
+
+def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferManager:
+    return ReplayBufferManager(env, 1, n, **kw)
+
+
+@given(
+    st.lists(st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6), st.integers(-3, 3)), max_size=6), max_size=5),
+    st.sampled_from([0.0, 1.0, 2.5]),
+    st.sampled_from([1.0, 2.0, INF]),
+    st.integers(1, 8),
+)  # fmt: skip
+def test_no_two_kept_items_are_close(containers: Any, cutoff: float, p: float, capacity: int) -> None:
+    m = manager(grid(), capacity=capacity, max_length=MAX_LENGTH, diverse_replay_buffer=True,
+                diversity=Diversity(cutoff=cutoff, p=p))  # fmt: skip
+    n = 0
+    for rows in containers:
+        finals = np.array([[x, y] for x, y, _ in rows], float).reshape(-1, 2)
+        m.add(paths(range(n, n + len(rows)), [float(r) for *_, r in rows], finals=finals))
+        n += len(rows)
+        kept = m.buffer[:]["final_state"]
+        for i in range(len(kept)):
+            for j in range(i):
+                assert np.linalg.norm(kept[i] - kept[j], ord=p) > cutoff
+        assert_doors(m.stats())
+    assert m.stats().offered == n
+
+
+def test_a_better_item_makes_its_worse_neighbours_leave() -> None:
+    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
+    m.add(paths([1, 2], [0.0, 0.0], finals=[[0, 0], [5, 5]]))
+    m.add(paths([3], [1.0], finals=[[0, 1]]))
+    m.add(paths([4], [0.5], finals=[[0, 1]]))
+    assert sorted(m.buffer[:]["id"].tolist()) == [2, 3]
+    stats = m.stats()
+    assert (stats.removed, stats.rejected["too_close"]) == (1, 1)
+
+
+def flat(key: Any, **leaves: Any) -> ReplayBufferManager:
+    return manager({**SAMPLE, **leaves}, diverse_replay_buffer=True, diversity=key, capacity=3)
+
+
+def test_samples_may_be_diverse_by_any_leaf_flattened() -> None:
+    m = flat(Diversity("at/xy", cutoff=1.0, p=3.0), at={"xy": ((2, 2), "float32")})
+
+    def put(number: int, reward: float, *corner: float) -> None:
+        xy = np.zeros((1, 2, 2), "float32")
+        xy[0, 1] = corner
+        m.add({**samples([number], [reward]), "at": {"xy": xy}})
+
+    put(1, 0.0, 0.0, 0.0)
+    put(2, 0.0, 0.8, -0.8)  # 1.008 away
+    put(3, 0.0, 0.75, 0.75)  # 0.945 from the first; by p=2 it would be 1.06
+    put(4, 0.0, np.nan, 0.0)
+    put(5, 0.0, np.inf, 0.0)
+    assert m.buffer[:]["id"].tolist() == [1, 2]
+    assert dict(m.stats().rejected) == {"too_close": 1, "bad_value": 2}
+    put(6, 2.0, 9.0, 9.0)
+    put(7, 1.0, 5.0, 5.0)  # full: the lowest and older one leaves
+    put(8, -1.0, 20.0, 20.0)
+    assert sorted(m.buffer[:]["id"].tolist()) == [2, 6, 7] and m.stats().rejected["too_low"] == 1
+    assert_doors(m.stats())
+
+
+def test_a_negative_cutoff_tests_nothing_and_zero_admits_no_duplicate() -> None:
+    for cutoff, kept in ((-1.0, [1, 2]), (0.0, [1])):
+        m = flat(Diversity("id", cutoff=cutoff))
+        m.add(samples([1], [0.0]))
+        m.add({"id": np.array([1]), "log_reward": np.array([0.0])})
+        assert len(m.buffer) == len(kept)
+
+
+def test_with_a_negative_cutoff_items_keep_their_order() -> None:
+    m = flat(Diversity("id", cutoff=-1.0))
+    m.add(samples([1, 2, 3], [0.0, 2.0, 1.0]))
+    assert m.buffer[:]["id"].tolist() == [1, 2, 3]
+
+
+def test_items_without_a_reward_may_be_diverse() -> None:
+    m = manager(PLAIN, diverse_replay_buffer=True, diversity=Diversity("id", cutoff=1.0), capacity=9)
+    m.add(samples([1, 5, 2, 9]))
+    m.add(samples([6, 12]))
+    assert sorted(m.buffer[:]["id"].tolist()) == [1, 5, 9, 12]
+
+
+def test_the_baseline_follows_what_was_removed() -> None:
+    m = manager(
+        grid(), max_length=MAX_LENGTH, capacity=2, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0)
+    )
+    m.add(paths([1, 2], [0.0, 5.0], finals=[[0, 0], [9, 9]]))
+    m.add(paths([3], [1.0], finals=[[0, 1]]))
+    assert m.add(paths([4], [3.0], finals=[[4, 4]]))["baseline_log_reward"] == 3.0
+
+
+def test_the_baseline_follows_what_was_removed_from_between() -> None:
+    m = flat(Diversity("id", cutoff=1.0))
+    m.add(samples([10], [5.0]))
+    m.add(samples([20], [0.0]))
+    m.add(samples([30], [7.0]))
+    assert m.add(samples([21], [1.0]))["baseline_log_reward"] == 1.0
+    assert sorted(m.buffer[:]["log_reward"].tolist()) == [1.0, 5.0, 7.0]
+    assert m.add(samples([40], [6.0]))["baseline_log_reward"] == 5.0
+
+
+def test_distances_are_looked_at_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes: list[int] = []
+    real = diversity._distance
+
+    def noted(gap: Any, p: float) -> Any:
+        sizes.append(gap.nbytes)
+        return real(gap, p)
+
+    rng = np.random.default_rng(0)
+    points, others = rng.normal(size=(5, 3)), rng.normal(size=(101, 3))
+    rule = Diversity(cutoff=2.0, p=2)
+    whole = diversity.near(points, others, rule)
+    monkeypatch.setattr(diversity, "_distance", noted)
+    monkeypatch.setattr(diversity, "BLOCK_NBYTES", 4096)
+    np.testing.assert_equal(diversity.near(points, others, rule), whole)
+    assert len(sizes) > 1 and max(sizes) <= 4096 and whole.any() and not whole.all()
+
+
+def test_a_block_has_at_most_32_mb() -> None:
+    assert diversity.BLOCK_NBYTES == 32 << 20

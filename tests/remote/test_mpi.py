@@ -1,0 +1,225 @@
+"""MpiCarrier without MPI: the contract, how a wait sleeps, and what is said when MPI is not there.
+
+`Mpi` stands for mpi4py's module; a message is a tuple in its receiver's list. Real ranks are in `test_jobs`.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from recollect.errors import DeadlineError, MissingExtraError
+from recollect.remote import MpiCarrier
+from recollect.remote.backends import carrier_of
+from recollect.remote.carriers import mpi
+from recollect.testing import CarrierContract
+
+
+class Request:
+    """A send or a duplication; complete once `is_over` says so."""
+
+    def __init__(self, is_over: Callable[[], bool]) -> None:
+        self.Test = is_over
+
+
+class Cut(RuntimeError):
+    """What MPI says of a message that did not fit."""
+
+
+class Message:
+    def __init__(self, frame: bytes) -> None:
+        self.frame = frame
+
+    def Recv(self, into: Any) -> None:
+        if len(into[0]) < len(self.frame):
+            raise Cut("Message truncated")
+        into[0][:] = memoryview(self.frame)
+
+
+class Status:
+    found: tuple[int, int, int]
+
+    def Get_source(self) -> int:
+        return self.found[0]
+
+    def Get_tag(self) -> int:
+        return self.found[1]
+
+    def Get_count(self, unit: Any) -> int:
+        return self.found[2]
+
+
+class Comm:
+    """One rank's end of a world of lists; a long message leaves when it is received, as MPI's do."""
+
+    def __init__(self, world: list[list[tuple[int, int, bytes]]], rank: int) -> None:
+        self.world, self.rank = world, rank
+        self.all_came = True
+
+    def Get_rank(self) -> int:
+        return self.rank
+
+    def Get_size(self) -> int:
+        return len(self.world)
+
+    def Idup(self) -> tuple[Comm, Request]:
+        return self, Request(lambda: self.all_came)
+
+    def Isend(self, message: Any, dest: int, tag: int) -> Request:
+        entry = (self.rank, tag, bytes(message[0]))
+        self.world[dest].append(entry)
+        is_short = len(entry[2]) < 4096
+        return Request(lambda: is_short or not any(e is entry for e in self.world[dest]))
+
+    def Improbe(self, source: int, tag: int, status: Status) -> Message | None:
+        for i, (its_source, its_tag, frame) in enumerate(self.world[self.rank]):
+            if source in (-1, its_source) and tag in (-1, its_tag):
+                del self.world[self.rank][i]
+                status.found = (its_source, its_tag, len(frame))
+                return Message(frame)
+        return None
+
+
+class Mpi(ModuleType):
+    BYTE, ANY_SOURCE, ANY_TAG, THREAD_SERIALIZED = "byte", -1, -1, 2
+    Status, Exception = Status, Cut
+    level = 2
+    is_initialized, is_finalized = True, False
+
+    def Is_initialized(self) -> bool:
+        return self.is_initialized
+
+    def Is_finalized(self) -> bool:
+        return self.is_finalized
+
+    def Query_thread(self) -> int:
+        return self.level
+
+
+@pytest.fixture(autouse=True)
+def module(monkeypatch: pytest.MonkeyPatch) -> Mpi:
+    made = Mpi("mpi4py.MPI")
+    made.COMM_WORLD = Comm([[]], 0)
+    monkeypatch.setattr(mpi, "_mpi", lambda: made)
+    return made
+
+
+def ends(n: int) -> list[MpiCarrier]:
+    world: list[Any] = [[] for _ in range(n)]
+    return [MpiCarrier(Comm(world, rank), max_frame=2 << 20) for rank in range(n)]
+
+
+class TestContract(CarrierContract):
+    sees_close = False
+
+    def make(self, n: int) -> list[Any]:
+        return ends(n)
+
+
+def test_a_wait_yields_for_two_milliseconds_and_then_naps(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By a clock that only waiting moves."""
+    now, naps, yields = [0.0], [], []
+
+    def nap(seconds: float) -> None:
+        naps.append(seconds)
+        now[0] += seconds
+
+    def give_way() -> None:
+        yields.append(now[0])
+        now[0] += 0.0001
+
+    (end,) = ends(1)
+    monkeypatch.setattr(mpi, "monotonic", lambda: now[0])
+    monkeypatch.setattr(mpi, "sleep", nap)
+    monkeypatch.setattr(mpi.os, "sched_yield", give_way)
+    with pytest.raises(DeadlineError, match=r"tag 3.*rank 0.*0\.1 s"):
+        end.recv(0, 3, 0.1)
+    assert yields and max(yields) < 0.002
+    assert naps and max(naps) <= 0.001 and sum(naps) == pytest.approx(0.098, abs=0.001)
+
+
+def test_a_send_that_nobody_takes_ends_in_a_deadline_that_names_the_rank() -> None:
+    a, b = ends(2)
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        a.send(1, 0, [bytes(8192)], 0.01)
+    handle = a.isend(1, 0, [bytes(8192)])
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        handle.wait(0.01)
+    for _ in range(2):
+        b.recv(0, timeout=1.0)
+    handle.wait(1.0)
+    a.close()
+    b.close()
+
+
+def test_too_large_a_frame_takes_no_memory_and_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = ends(2)
+    a.max_frame = 1 << 30
+    for frame in (b"before", bytes((2 << 20) + 1), b"after"):
+        a.isend(1, 0, [frame])
+    sizes: list[int] = []
+    real = mpi.np.empty
+    monkeypatch.setattr(mpi.np, "empty", lambda n, dtype: sizes.append(n) or real(n, dtype))
+    assert [bytes(b.recv(0, timeout=1.0)[2]) for _ in range(2)] == [b"before", b"after"]
+    assert b.malformed == {0: 1} and sizes == [6, 5]
+    a.close()
+    b.close()
+
+
+def test_a_rank_that_never_makes_its_carrier_is_waited_for_a_while() -> None:
+    comm = Comm([[], [], []], 0)
+    comm.all_came = False
+    with pytest.raises(DeadlineError, match="all 3 ranks"):
+        MpiCarrier(comm, open_s=0.01)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("is_initialized", False, "initialised"),
+        ("is_finalized", True, "initialised"),
+        ("level", 1, "threads"),
+    ],
+)
+def test_mpi_must_be_ready_for_it(module: Mpi, name: str, value: Any, text: str) -> None:
+    setattr(module, name, value)
+    with pytest.raises(RuntimeError, match=text):
+        MpiCarrier()
+
+
+def test_the_name_is_one_carrier_over_the_world(module: Mpi) -> None:
+    first = carrier_of("mpi")
+    assert first is carrier_of("mpi") and (first.rank, first.size) == (0, 1)
+    first.close()
+    second = carrier_of("mpi")
+    assert second is not first
+    second.close()
+
+
+def test_after_finalize_nothing_touches_mpi(module: Mpi) -> None:
+    a, _ = ends(2)
+    handle = a.isend(1, 0, [bytes(8192)])
+    flusher = a._flusher
+    assert isinstance(flusher, threading.Thread)
+    module.is_finalized = True
+    flusher.join(10.0)
+    assert not flusher.is_alive() and not handle.is_done
+    a._sending.clear()
+    a.close()
+
+
+def test_a_missing_mpi_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Package(ModuleType):
+        def __getattr__(self, name: str) -> Any:
+            raise RuntimeError("cannot load MPI library")
+
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "mpi4py", Package("mpi4py"))
+    monkeypatch.delitem(sys.modules, "mpi4py.MPI", raising=False)
+    with pytest.raises(MissingExtraError, match=r'cannot load.*pip install "recollect\[mpi\]".*"local"'):
+        carrier_of("mpi")

@@ -1,0 +1,354 @@
+"""A manager's checkpoint: what it comes back with, what does not fit, and what a kill or a full disk leaves."""
+
+from __future__ import annotations
+
+import os
+import pickle
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, grid, paths, samples
+
+import recollect as rc
+from recollect.errors import (
+    FormatError,
+    RemoteError,
+    ScoringError,
+)
+from recollect.remote import (
+    Checkpoint,
+    Diversity,
+    LocalCarrier,
+    RemoteReplay,
+    ReplayBufferManager,
+)
+from recollect.remote.messages import Goodbye
+from recollect.remote.wire import encode
+
+INF = float("inf")
+
+
+def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferManager:
+    return ReplayBufferManager(env, 1, n, **kw)
+
+
+def saved(tmp_path: Path, resume: bool = True, **kw: Any) -> ReplayBufferManager:
+    return manager(checkpoint=Checkpoint(tmp_path, resume=resume), **{"capacity": 4, **kw})
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
+    class Novelty:
+        def __init__(self) -> None:
+            self.seen = 0
+
+        def __call__(self, obj: Any, sender_rank: int) -> dict[str, float]:
+            self.seen += len(obj)
+            return {"seen": float(self.seen)}
+
+        def state_dict(self) -> dict[str, int]:
+            return {"seen": self.seen}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.seen = state["seen"]
+
+    def made(**kw: Any) -> ReplayBufferManager:
+        return manager(grid(), scoring_function=Novelty(), capacity=4, max_length=MAX_LENGTH,
+                       checkpoint=Checkpoint(tmp_path / "m", **kw))  # fmt: skip
+
+    a = made()
+    for i in range(6):
+        scores = a.add(paths([2 * i, 2 * i + 1], [float(i), -float(i)]))
+        if i == 2:
+            a._desk.saving.dump()
+    before = a.stats()
+    held = a.buffer[:]
+    a._desk.saving.log.close()
+    with pytest.raises(FileExistsError, match="resume"):
+        made()
+    b = made(resume=True)
+    assert b.stats() == before
+    assert b.buffer[:]["id"].tolist() == held["id"].tolist()
+    assert b.scoring_function.seen == scores["seen"] == 12
+    assert b._baseline_ema == a._baseline_ema
+    b.close()
+    with pytest.raises(ValueError, match="capacity"):
+        manager(grid(), capacity=5, max_length=MAX_LENGTH, checkpoint=Checkpoint(tmp_path / "m", resume=True))
+
+
+def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -> None:
+    a = saved(tmp_path, resume=False, seed=3)
+    a.add(samples(range(4), np.zeros(4)))
+    a.sample(7)
+    a._desk.saving.dump()
+    drawn = a.sample(50)["id"].tolist()
+    a._desk.close()
+    b = saved(tmp_path, seed=4)
+    assert b.sample(50)["id"].tolist() == drawn
+    b.close()
+
+
+@pytest.mark.parametrize(
+    ("other", "name"),
+    [
+        ({"capacity": 5}, "capacity"),
+        ({"env": PLAIN, "evict": "oldest"}, "space"),
+        ({"evict": "oldest"}, "evict"),
+        ({"baseline_strategy": "ema"}, "strategy"),
+        ({"baseline_percentile": 0.2}, "percentile"),
+        ({"baseline_ema_alpha": 0.2}, "alpha"),
+        ({"store_locally": False}, "store_locally"),
+        ({"diverse_replay_buffer": True, "diversity": Diversity("id")}, "diverse"),
+    ],
+)
+def test_a_checkpoint_that_does_not_fit_is_a_value_error(
+    tmp_path: Path, other: dict[str, Any], name: str
+) -> None:
+    saved(tmp_path, resume=False).close()
+    with pytest.raises(ValueError, match=f"{name}.*choose another path|space"):
+        saved(tmp_path, **other)
+    saved(tmp_path).close()
+
+
+def test_a_checkpoint_of_other_lengths_or_of_a_buffer_alone_is_a_value_error(tmp_path: Path) -> None:
+    saved(tmp_path, resume=False, env=grid(), max_length=4).close()
+    with pytest.raises(ValueError, match="max_length"):
+        saved(tmp_path, env=grid(), max_length=5)
+    with rc.ReplayBuffer.create("memory", SAMPLE, capacity=4) as alone:
+        alone.dumps(tmp_path / "alone")
+    with pytest.raises(ValueError, match="of a buffer alone"):
+        saved(tmp_path / "alone")
+
+
+@pytest.mark.parametrize("part", [0.0, 0.5])
+def test_a_damaged_checkpoint_is_named(tmp_path: Path, part: float) -> None:
+    saved(tmp_path, resume=False).close()
+    (state,) = tmp_path.glob("**/manager-*.bin")
+    data = bytearray(state.read_bytes())
+    data[int(part * len(data))] ^= 1
+    state.write_bytes(data)
+    with pytest.raises(FormatError, match=rf"{state.name}.*checksum"):
+        saved(tmp_path)
+
+
+def test_a_checkpoint_of_a_later_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as later:
+        later.setattr("recollect.remote.checkpoint.VERSION", 2)
+        saved(tmp_path, resume=False).close()
+    with pytest.raises(FormatError, match="version must be 1, got 2"):
+        saved(tmp_path)
+
+
+def test_a_new_log_is_on_disk_before_the_old_one_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[str]] = []
+
+    def look(path: Path) -> None:
+        seen.append(sorted(log.name for log in path.glob("log-*.bin")))
+
+    a = saved(tmp_path, resume=False)
+    old = a._desk.saving.log.path.name
+    monkeypatch.setattr("recollect.remote.checkpoint.sync_directory", look)
+    a._desk.saving.dump()
+    assert seen == [sorted([old, a._desk.saving.log.path.name])] and not (tmp_path / old).exists()
+    a.close()
+
+
+def test_an_add_here_may_be_larger_than_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing travels; what is logged is bounded by the log alone."""
+    monkeypatch.setitem(encode.__kwdefaults__, "max_frame", 4096)
+    a = saved(tmp_path, resume=False, capacity=1000)
+    a.add(samples(range(1000), np.zeros(1000)))
+    a._desk.close()
+    b = saved(tmp_path, capacity=1000)
+    assert len(b.buffer) == 1000
+    b.close()
+
+
+def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
+    a = saved(tmp_path, resume=False)
+    a._desk.saving.log.write(0, b"".join(encode(Goodbye(1))))
+    a._desk.close()
+    with pytest.raises(RemoteError, match="must hold containers"):
+        saved(tmp_path)
+
+
+def test_a_record_that_was_damaged_ends_the_log(tmp_path: Path) -> None:
+    a = saved(tmp_path, resume=False)
+    for i in range(2):
+        a.add(samples([i], [0.0]))
+    log = a._desk.saving.log.path
+    a._desk.close()
+    data = bytearray(log.read_bytes())
+    data[-1] ^= 1
+    log.write_bytes(data)
+    b = saved(tmp_path)
+    assert b.buffer[:]["id"].tolist() == [0] and log.stat().st_size < len(data)
+    b.close()
+
+
+def test_a_container_that_could_not_be_scored_does_not_stop_a_restart(tmp_path: Path) -> None:
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        raise KeyError("never")
+
+    a = saved(tmp_path, resume=False, scoring_function=score)
+    with pytest.raises(ScoringError):
+        a.add(samples([1], [0.0]))
+    a._desk.close()
+    b = saved(tmp_path, scoring_function=score)
+    assert b.buffer[:]["id"].tolist() == [1] and b.stats().scoring_errors == 1
+    b.close()
+
+
+def test_a_shared_buffer_stays_shared_over_a_restart(tmp_path: Path) -> None:
+    saved(tmp_path, resume=False, storage="shared").close()
+    with saved(tmp_path, storage="shared") as m:
+        pickle.loads(pickle.dumps(m.buffer)).close()
+
+
+@pytest.mark.parametrize("cut", [1, 10, 40, 200])
+def test_a_torn_record_was_never_acknowledged(tmp_path: Path, cut: int) -> None:
+    a = manager(checkpoint=Checkpoint(tmp_path))
+    for i in range(3):
+        a.add(samples([i], [0.0]))
+    log = a._desk.saving.log.path
+    data = log.read_bytes()
+    log.write_bytes(data[: len(data) - cut])
+    b = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    n = len(b.buffer)
+    assert b.buffer[:]["id"].tolist() == list(range(n)) and n == (2 if cut < 150 else n)
+    b.add(samples([9], [0.0]))
+    b._desk.saving.log.close()
+    c = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert c.buffer[:]["id"].tolist() == [*range(n), 9]
+
+
+def test_a_log_that_cannot_be_written_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = manager(checkpoint=Checkpoint(tmp_path))
+
+    def full(*args: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("recollect.remote.checkpoint.os.writev", full)
+    with pytest.raises(OSError, match="No space"):
+        m.add(samples([1], [0.0]))
+    assert len(m.buffer) == 0 and m.stats().offered == 0
+
+
+def test_a_record_that_was_written_in_part_is_taken_back(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = manager(checkpoint=Checkpoint(tmp_path))
+    m.add(samples([0], [0.0]))
+
+    def part(fd: int, parts: Any) -> int:
+        return os.write(fd, parts[0])
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(
+            "recollect.remote.checkpoint.os", SimpleNamespace(**{**vars(os), "writev": part, "write": full})
+        )
+        with pytest.raises(OSError, match="No space"):
+            m.add(samples([1], [0.0]))
+    m.add(samples([2], [0.0]))
+    m._desk.close()
+    again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert again.buffer[:]["id"].tolist() == [0, 2]
+    again.close()
+
+
+def test_behind_a_record_that_cannot_be_taken_back_nothing_is_logged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A restart would read no further than that record."""
+    m = manager(checkpoint=Checkpoint(tmp_path))
+    m.add(samples([0], [0.0]))
+
+    def part(fd: int, parts: Any) -> int:
+        return os.write(fd, parts[0])
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    broken = {**vars(os), "writev": part, "write": full, "ftruncate": full}
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.os", SimpleNamespace(**broken))
+        with pytest.raises(OSError, match="No space"):
+            m.add(samples([1], [0.0]))
+    m.add(samples([2], [0.0]))
+    m._desk.close()
+    again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert again.buffer[:]["id"].tolist() == [0, 2]
+    again.close()
+
+
+def test_an_add_here_is_on_disk_before_it_returns_if_that_is_asked_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    for power_safe in (True, False):
+        m = manager(checkpoint=Checkpoint(tmp_path / str(power_safe), power_safe=power_safe))
+        with monkeypatch.context() as disk:
+            disk.setattr("recollect.remote.checkpoint.os.fdatasync", synced.append)
+            m.add(samples([1], [0.0]))
+        m.close()
+        assert len(synced) == 1
+
+
+def test_power_safe_syncs_before_answers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced: list[int] = []
+    real = os.fdatasync
+    monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", lambda fd: (synced.append(fd), real(fd)))
+    ends = LocalCarrier.group(2)
+    m = ReplayBufferManager(
+        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
+    ).start()
+    with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
+        for i in range(3):
+            replay.add(samples([i], [0.0]))
+            assert len(synced) == i + 1
+    m.close()
+    for end in ends:
+        end.close()
+
+
+def test_power_safe_syncs_once_for_all_messages_at_hand(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    synced: list[int] = []
+    monkeypatch.setattr("recollect.remote.checkpoint.os.fdatasync", synced.append)
+    ends = LocalCarrier.group(2)
+    m = ReplayBufferManager(
+        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
+    )
+    replay = RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0, mode="async_comm", window=8)
+    with ThreadPoolExecutor(1) as beside:  # it says Hello, and then sends while nobody works
+        greeted = beside.submit(replay.add, samples([0], [0.0]))
+        while not greeted.done():
+            m._serving._serve(True)
+        greeted.result(10)
+    for i in range(1, 6):
+        replay.add(samples([i], [0.0]))
+    synced.clear()
+    m._serving._serve(True)
+    assert len(m.buffer) == 6 and len(synced) == 1
+    m.start()
+    assert len(replay.close()) == 6
+    m.close()
+    for end in ends:
+        end.close()
+
+
+def test_a_dump_is_a_phase(tmp_path: Path) -> None:
+    with manager(timing=True, checkpoint=Checkpoint(tmp_path)) as m:
+        m._desk.saving.dump()
+        assert m.stats().phases["dump"].count == 2

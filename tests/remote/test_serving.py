@@ -1,0 +1,138 @@
+"""The manager's loop over a carrier that does as it is told: answers on their way, silence, and the end."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.remote.make import SAMPLE
+
+from recollect.errors import (
+    DeadlineError,
+)
+from recollect.remote import (
+    Limits,
+    ReplayBufferManager,
+)
+from recollect.remote.desk import Reply
+from recollect.remote.messages import Exit, Goodbye
+from recollect.remote.wire import encode
+
+INF = float("inf")
+
+
+def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferManager:
+    return ReplayBufferManager(env, 1, n, **kw)
+
+
+class Handle:
+    """A send that completes when it is told to."""
+
+    def __init__(self) -> None:
+        self.is_done = False
+
+    def is_complete(self) -> bool:
+        return self.is_done
+
+
+class Lazy:
+    """A carrier whose sends complete when they are told to."""
+
+    rank, size, max_frame, is_closed = 1, None, 1 << 20, False
+
+    def __init__(self) -> None:
+        self.sent: list[tuple[str, int]] = []
+        self.handles: list[Handle] = []
+        self.frames: list[tuple[int, int, memoryview]] = []
+
+    def send(self, dest: int, tag: int, parts: Any, timeout: float = 30.0) -> None:
+        self.sent.append(("send", dest))
+
+    def isend(self, dest: int, tag: int, parts: Any) -> Any:
+        self.sent.append(("isend", dest))
+        self.handles.append(Handle())
+        return self.handles[-1]
+
+    def recv(self, source: int = -1, tag: int = -1, timeout: float = 30.0) -> Any:
+        if not self.frames:
+            raise DeadlineError("nothing")
+        return self.frames.pop(0)
+
+    def alive(self) -> frozenset[int]:
+        return frozenset()
+
+    def close(self) -> None:
+        pass
+
+
+def test_the_pages_hooks_receive_answer_and_prune() -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+    frame = memoryview(b"".join(encode(Exit(1, bytes(16), 0, ""))))
+    carrier.frames = [(4, 0, frame)] * 3
+    rank, message, nbytes = m._recv_object()
+    assert (rank, type(message.message), nbytes) == (4, Exit, frame.nbytes)
+    m._handle_message_async(rank, message, nbytes)
+    m._handle_message_sync(*m._recv_object())
+    assert carrier.sent == [("isend", 4), ("send", 4)] and len(m._pending_sends) == 1
+    assert m.stats().pending_sends == 1
+    carrier.handles[0].is_done = True
+    m._prune_completed_sends()
+    assert m._pending_sends == []
+    m._handle_message_async(*m._recv_object())
+    carrier.handles[1].is_done = True
+    m._serving.answer([], is_async=True)  # pruned at every message
+    assert m._pending_sends == []
+    with pytest.raises(DeadlineError):
+        m._recv_object()
+
+
+@pytest.mark.parametrize("is_taken", [True, False])
+def test_at_the_end_answers_get_a_moment(monkeypatch: pytest.MonkeyPatch, is_taken: bool) -> None:
+    carrier, now = Lazy(), [0.0]
+    m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=5.0))
+
+    def nothing(*args: Any, timeout: float, **kw: Any) -> Any:
+        now[0] += max(timeout, 0.01)
+        carrier.handles[0].is_done = is_taken and now[0] > 2.0
+        raise DeadlineError("nothing")
+
+    monkeypatch.setattr("recollect.remote.serving.monotonic", lambda: now[0])
+    carrier.recv = nothing  # type: ignore[method-assign]
+    m._serving.answer([Reply(0, 0, [b""])], is_async=True)
+    m._serving._finish(carrier, True)
+    m._done.set()
+    assert now[0] == pytest.approx(2.0 if is_taken else 5.0, abs=0.2)
+
+
+def test_silence_counts_from_the_last_message_where_no_death_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("recollect.remote.serving.monotonic", lambda: now[0])
+    carrier = Lazy()
+    carrier.sees_death = False  # type: ignore[attr-defined]
+    m = manager(n=2, communication_backend=carrier, limits=Limits(silence_s=5.0))
+    m._book.admit(0, "elsewhere", 0, 0.0)
+    for now[0] in (4.0, 8.0):
+        carrier.frames = [(0, 0, memoryview(b"".join(encode(Goodbye(1)))))]
+        m._handle_message_async(*m._recv_object())
+        m._serving._tick(now[0])
+        assert m.exit_counter == 0
+    m._serving._tick(13.1)
+    assert m.exit_counter == 1
+
+
+def test_answers_that_a_worker_does_not_take_are_bounded_and_others_are_not_held_up() -> None:
+    class Stuck:
+        def is_complete(self) -> bool:
+            return False
+
+    class Never:
+        def isend(self, dest: int, tag: int, parts: Any) -> Any:
+            return Stuck()
+
+    m = manager(limits=Limits(max_window=4))
+    for _ in range(20):
+        m._serving._answer_soon(Never(), Reply(0, 0, []))  # type: ignore[arg-type]
+    assert len(m._pending_sends) == 5 and m._serving.unsent == 15
+    m._serving._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
+    assert len(m._pending_sends) == 6

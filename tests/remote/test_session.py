@@ -1,0 +1,78 @@
+"""A client without a carrier, frame by frame: what it sends again, what it drops and counts, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from tests.remote.make import PLAIN, grid, samples
+
+from recollect.errors import FrameError
+from recollect.remote.items import item_space
+from recollect.remote.messages import Failed, GetMetadata, Goodbye, Items, Scores, Welcome
+from recollect.remote.session import Session
+from recollect.remote.wire import decode
+
+
+@pytest.fixture
+def session() -> Session:
+    made = Session(item_space(PLAIN), 0)
+    made.greet()
+    text = made.items.text if made.items else ""
+    made.hear(Welcome(made._hello, bytes(16), 0, 8, None, text, 0, "host", 1), memoryview(b""))
+    return made
+
+
+def test_after_a_gap_a_client_sends_again_from_there(session: Session) -> None:
+    assert session.items is not None
+    entries = [session.put(session.items.encode(samples([i]))) for i in range(4)]
+    gap = Failed(entries[3].request, "Gap", "", expected=3)
+    assert session.hear(gap, memoryview(b"")) == [entries[2].parts, entries[3].parts]
+    assert [decode(b"".join(e.parts))[0].seq for e in entries] == [1, 2, 3, 4]
+
+
+def test_answers_that_a_client_does_not_wait_for_are_counted(session: Session) -> None:
+    old = Welcome(session._hello - 1, bytes(16), 99, 8, 5.0, "", 0, "host", 1)
+    for n, message in enumerate(
+        (Goodbye(1), Items(1, bytes(16), 0, 0, 0, 1), old, GetMetadata(1), Failed(1, "Gap", "", expected=2)),
+        1,
+    ):
+        assert session.hear(message, memoryview(b"")) == [] and session.stray == n
+    assert session.baseline is None and session.is_ready
+
+
+def test_a_client_hears_how_long_a_trajectory_may_be() -> None:
+    session = Session(item_space(grid(), needs_length=False), 0)
+    session.greet()
+    assert session.items is not None and session.items.max_length == 0
+    welcome = Welcome(session._hello, bytes(16), 0, 8, None, session.items.text, 5, "host", 1)
+    session.hear(welcome, memoryview(b""))
+    assert session.items.max_length == 5
+
+
+def test_scores_that_do_not_account_for_all_items_are_refused(session: Session) -> None:
+    assert session.items is not None
+    entry = session.put(session.items.encode(samples([1, 2])))
+    with pytest.raises(FrameError, match="account for 2 items"):
+        session.hear(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
+    assert entry.answer is None and session.doors.kept == 0
+
+
+def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() -> None:
+    session = Session(item_space(PLAIN), 0)
+
+    def welcome(last_seq: int) -> list[Any]:
+        session.greet()
+        text = session.items.text if session.items else ""
+        message = Welcome(session._hello, bytes(16), last_seq, 8, None, text, 0, "host", 1)
+        return session.hear(message, memoryview(b""))
+
+    welcome(0)
+    for i in range(3000):
+        entry = session.put(session.items.encode(samples([i, i])))
+        session.hear(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
+        session.hand_out(entry)
+    assert len(session._acked_items) <= 4 * 8 + 1024
+    with pytest.warns(RuntimeWarning, match="6000 items"):
+        welcome(0)
+    assert session.forgotten == 6000
