@@ -14,6 +14,7 @@ import threading
 from dataclasses import dataclass
 from pathlib import Path
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any, cast
 
 import gymnasium
@@ -28,7 +29,7 @@ from recollect.ipc import collector as collector_module
 from recollect.ipc import control as control_module
 from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
-from recollect.ipc.control import Control, Counters
+from recollect.ipc.control import Control, Counters, Permit
 from recollect.memory.ring import Ring
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
@@ -253,6 +254,11 @@ class TestRestart:
             assert int(ring.take(30.0).values["n"]) == 1  # the writer that claimed first is dead
             assert it.stats().restarts == 1
 
+    def test_a_resource_that_the_learner_has_closed_tells_of_no_rows(self) -> None:
+        with runner() as it:
+            it.own(Ring.create(crews.SLOT, 2)).cleanup()
+            assert not it._has_rows(0)
+
     @pytest.mark.parametrize("kind", ["ring", "replay"])
     def test_rows_in_an_owned_resource_are_a_start_too(self, kind: str) -> None:
         with runner(num_collectors=2) as it:
@@ -388,6 +394,22 @@ class TestPermits:
             it._crew._deadline = 0.0  # any work would take too long
             it.check_collectors()
 
+    def test_the_next_one_is_given_when_the_last_was_taken(self) -> None:
+        words = Control.create(1)
+        with runner() as it:
+            with pytest.raises(RuntimeError, match="permits: need collectors, got none"):
+                it.grant_permits(1)
+            group: Any = SimpleNamespace(
+                control=words, check=lambda: True, all_live=lambda done: done(0), close=words.close,
+                grant=lambda version, steps: words.grant(0, version, steps), members=[],
+            )  # fmt: skip
+            it._crew = group
+            it.grant_permits(1)
+            with pytest.raises(rc.DeadlineError, match="permits: taken"):
+                it.grant_permits(2, timeout=0.0)
+            assert words.take(0, 0.0, lambda: None) == Permit(1, 1, 1)
+            it.grant_permits(2, timeout=0.0)
+
     def test_the_learner_does_not_wait_for_ever(self) -> None:
         with runner() as it:
             say = it.own(Say.create())
@@ -460,16 +482,22 @@ class TestClose:
 
             def close(self) -> None:
                 order.append(self.name)
-                if self.name == "b":
-                    raise OSError("disk full")
+                if self.name in "bc":
+                    raise OSError(f"disk {self.name} is full")
+
+        class Shared(Thing):
+            def cleanup(self) -> None:
+                order.append(f"{self.name} for all")
 
         it = runner()
         for name in "abc":
             it.own(Thing(name))
+        it.own(Shared("d"))
         it._crew = Thing("collectors")  # type: ignore[assignment]
-        with pytest.raises(OSError, match="disk full"):
+        with pytest.raises(OSError, match="disk c is full") as caught:
             it.close()
-        assert order == ["collectors", "c", "b", "a"]
+        assert order == ["collectors", "d for all", "c", "b", "a"]
+        assert caught.value.__notes__ == ["and while closing: OSError('disk b is full')"]
 
     def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(crew, "JOIN_S", 0.2)
@@ -508,6 +536,20 @@ class TestClose:
         assert it.saved == 1 and is_gone(pids[0])
         with pytest.raises(rc.ClosedError):
             it.check_collectors()
+
+    def test_a_learn_that_calls_anothers_saves_once(self, caplog: pytest.LogCaptureFixture) -> None:
+        class Mine(crews.Told):
+            def learn(self, *args: Any, **kwargs: Any) -> Any:
+                return super().learn(*args, **kwargs)
+
+        def work(it: Any) -> None:
+            raise KeyboardInterrupt
+
+        it = Mine("CartPole-v1", {}, {}, device="cpu", num_envs=2)
+        it.work = work  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            it.learn(1)
+        assert it.saved == 1 and not caplog.records
 
     def test_dropped_without_close_its_collectors_end_by_themselves_with_what_they_started(self) -> None:
         it = runner()
@@ -629,11 +671,14 @@ class TestCounters:
         assert control.has_taken(0) and control.has_done(0) and not control.is_ready(0)
         control.close()
 
+    @pytest.mark.parametrize("how", ["permit", "stop"])
     @pytest.mark.parametrize("who", ["collector", "learner"])
-    def test_who_waits_for_a_permit_is_woken(self, who: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_who_waits_for_a_permit_is_woken(
+        self, who: str, how: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Not when it would look again anyway."""
         monkeypatch.setattr(control_module, "LOOK_S", 30.0)
-        control = Control.create(1)
+        control, found = Control.create(1), list[Any]()
         if who == "learner":
             control.grant(0, 1, 1)
             control.take(0, 1.0, lambda: None)
@@ -641,15 +686,26 @@ class TestCounters:
             "collector": lambda: control.take(0, 30.0, lambda: None),
             "learner": lambda: control.wait_for(lambda: control.has_done(0), lambda: None, 30.0, "permits"),
         }
-        thread = threading.Thread(target=waits[who])
+
+        def wait() -> None:
+            try:
+                found.append(waits[who]())
+            except rc.ClosedError:
+                found.append("closed")
+
+        thread = threading.Thread(target=wait)
         thread.start()
         wait_until(lambda: sleeps_in(thread, "take" if who == "collector" else "wait_for"), 10.0)
-        if who == "collector":
+        if how == "stop":
+            control.stop()
+        elif who == "collector":
             control.grant(0, 1, 1)
         else:
             control.finish(0)
         thread.join(10.0)
         assert not thread.is_alive()
+        if how == "stop":
+            assert found == [None if who == "collector" else "closed"]
         control.close()
 
     def test_a_beat_is_progress_and_a_permit_is_not_waited_for_for_ever(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 from dataclasses import FrozenInstanceError, fields, is_dataclass
 from time import monotonic_ns
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from tests.ipc import crews
 from tests.ipc.crews import Say, runner, wait_until
 
 import recollect as rc
-from recollect.ipc import async_runner, crew
+from recollect.ipc import async_runner, control, crew
 from recollect.ipc.collector_error import ExceptionWrapper, create_error_pipe
 from recollect.ipc.control import Counters
 from recollect.ipc.crew import Crew, Death
@@ -106,6 +107,31 @@ class TestDelays:
         assert bury(made, member, clock) == 1.0
         made.close()
 
+    @pytest.mark.parametrize("has_rows", [True, False])
+    def test_one_that_raised_is_started_again_once_its_lane_has_rows(
+        self, has_rows: bool, clock: Clock
+    ) -> None:
+        made, member = dying_crew(max_restarts=1, has_rows=has_rows)
+        try:
+            raise ValueError("the simulator gave up")
+        except ValueError:
+            report = ExceptionWrapper("collector 0")
+        made._ended = lambda m: Death(m.lane, 1, report)  # type: ignore[method-assign]
+        assert bury(made, member, clock) == (0.5 if has_rows else None)
+        made.close()
+
+    def test_it_is_not_started_before_its_time(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        still = StillCrew(monkeypatch)
+        (member,) = still.crew.members
+        still.crew.start()
+        still.crew._bury(member)
+        clock.now += 0.49
+        assert still.crew.check() and not member.is_running  # it will be
+        clock.now += 0.02
+        assert still.crew.check() and member.is_running
+        assert (member.restarts, member.recent, member.due) == (1, [clock.now], None)
+        still.crew.close()
+
     def test_one_killed_before_its_first_row_is_started_again(self, clock: Clock) -> None:
         """Only an exception of its own would come again."""
         made, member = dying_crew(max_restarts=1, has_rows=False)
@@ -120,7 +146,8 @@ class Still:
     fails_at = 0
     masks: ClassVar[list[set[signal.Signals]]] = []
 
-    def __init__(self, **kwargs: Any) -> None: ...
+    def __init__(self, args: Any, **kwargs: Any) -> None:
+        self.args = args
 
     def start(self) -> None:
         self.masks.append(signal.pthread_sigmask(signal.SIG_BLOCK, []))
@@ -154,9 +181,10 @@ class StillCrew:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, n: int = 1, **process: Any) -> None:
         self.events: list[Any] = []
         self.process = type("OneStill", (Still,), {"masks": [], **process})
+        self.bound: list[Any] = []
         self.crew = Crew(
-            n, make_job=lambda *_: (cast(Any, None), []), restart="on_death", max_restarts=9, start_method="spawn",
-            deadline=60.0, has_rows=lambda lane: True,
+            n, make_job=lambda *_: (cast(Any, None), self.bound), restart="on_death", max_restarts=9,
+            start_method="spawn", deadline=60.0, has_rows=lambda lane: True,
         )  # fmt: skip
         real = self.crew._context
         self.crew._context = SimpleNamespace(
@@ -168,13 +196,25 @@ class StillCrew:
 
 class TestEnding:
     def test_ten_seconds_then_sigterm_then_five_then_sigkill(
-        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
         still = StillCrew(monkeypatch)
         still.crew.start()
         still.crew.close()
+        assert still.crew.members[0].n_deaths == 0 and not caplog.records  # it did not die: it was ended
         # the last one is for what it may have started
         assert still.events == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0, signal.SIGKILL]
+
+    def test_an_end_is_seen_whoever_holds_what_the_process_had(self) -> None:
+        """What an environment forked has the end of every pipe of its collector."""
+        here, there = os.pipe()
+        process = subprocess.Popen(["true"])
+        ending = crew.Ending(SimpleNamespace(pid=process.pid, sentinel=here))
+        assert ending.wait(20.0) and process.returncode is None  # and nobody has reaped it
+        process.wait(20)
+        ending.close()
+        os.close(here)
+        os.close(there)
 
     def test_ctrl_c_meanwhile_hurries_and_is_raised(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -193,6 +233,47 @@ class TestEnding:
         with pytest.raises(OSError, match="no more processes"):
             still.crew.start()
         assert signal.SIGKILL in still.events and not still.crew.members[0].is_running
+
+    def test_ten_seconds_are_for_all_of_them(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
+        still = StillCrew(monkeypatch, n=2)
+        still.crew.start()
+        first, second = (m.ending for m in still.crew.members)
+
+        def wait(timeout_s: float) -> bool:
+            clock.now += timeout_s / 2
+            return Noted.wait(cast(Any, first), timeout_s)
+
+        monkeypatch.setattr(first, "wait", wait)
+        still.crew.close()
+        waits = [x for x in still.events if isinstance(x, float)]
+        assert first is not second and waits == [10.0, 5.0, 5.0, 2.5, 5.0, 2.5]
+
+    @pytest.mark.parametrize("fails_at", [0, 1])
+    def test_the_learner_keeps_no_end_of_its_collectors(
+        self, fails_at: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        closed, started = list[str](), list[Any]()
+        still = StillCrew(monkeypatch, fails_at=fails_at)
+        still.bound.append(SimpleNamespace(close=lambda: closed.append("bound")))
+        real = still.process.start
+        still.process.start = lambda self: (started.append(self), real(self))[1]
+        (member,) = still.crew.members
+        if fails_at:
+            with pytest.raises(OSError, match="no more processes"):
+                still.crew.start()
+            assert member.alive.closed and member.errors is not None and member.errors._connection.closed
+        else:
+            still.crew.start()
+            assert not member.alive.closed
+        ((_, theirs, send),) = (process.args for process in started)
+        assert theirs.closed and send._connection.closed and closed == ["bound"]
+        still.crew.close()
+
+    def test_once_closed_it_tells_of_no_death_again(self, clock: Clock) -> None:
+        made, member = dying_crew(max_restarts=0)
+        assert bury(made, member, clock) is None and member.death is not None
+        made.close()
+        assert made.check() is False
 
     @pytest.mark.parametrize("leads", [True, False])
     def test_signals_go_to_the_group(self, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,6 +308,50 @@ def test_a_restarted_collector_has_ten_times_the_deadline_again(monkeypatch: pyt
     with pytest.raises(rc.DeadlineError, match="within 600 s"):
         still.crew.check()
     still.crew.close()
+
+
+class TestWork:
+    """One that has work and shows no progress is stuck; the limit here is that of a collector without a step."""
+
+    LIMIT_NS = 600 * 10**9
+
+    @pytest.fixture
+    def now(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        found = [monotonic_ns()]
+        for module in (crew, control):
+            monkeypatch.setattr(module, "monotonic_ns", lambda: found[0])
+        return found
+
+    def test_running_free_it_always_has(self, now: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        still = StillCrew(monkeypatch)
+        still.crew.start()
+        assert still.crew.control.take(0, 0.0, lambda: None) is None  # it has asked, and nobody gives permits
+        now[0] += self.LIMIT_NS + 1
+        with pytest.raises(rc.DeadlineError, match="collector 0"):
+            still.crew.check()
+        still.crew.close()
+
+    def test_with_a_permit_it_has_from_when_that_was_given(
+        self, now: list[int], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch)
+        still.crew.start()
+        words = still.crew.control
+        still.crew.grant(1, 1)
+        assert words.take(0, 0.0, lambda: None)
+        words.finish(0)
+        now[0] += 2 * self.LIMIT_NS
+        still.crew.check()  # it waits for leave to go on
+        still.crew.grant(2, 1)
+        now[0] += self.LIMIT_NS
+        still.crew.check()
+        assert words.take(0, 0.0, lambda: None)
+        now[0] += self.LIMIT_NS
+        still.crew.check()
+        now[0] += 1
+        with pytest.raises(rc.DeadlineError, match="collector 0"):
+            still.crew.check()
+        still.crew.close()
 
 
 def test_a_lane_that_died_with_its_permit_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -274,25 +399,53 @@ class TestCores:
         monkeypatch.setattr(async_runner, "best_device", lambda: "xpu")
         it = runner(device=None)
         assert (it.device, it.collector_device) == ("xpu", "cpu")
+        assert runner(device="numpy").device == "numpy"
 
-    def test_what_a_collector_is_started_with(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        made: list[Any] = []
-
-        class NoCrew:
-            def __init__(self, n: int, *, make_job: Any, **kwargs: Any) -> None:
-                named = SimpleNamespace(name="handle")
-                made.append(make_job(1, 0, named, named)[0])
-
-            def start(self) -> None: ...
-
-            def close(self) -> None: ...
-
-        monkeypatch.setattr(async_runner, "Crew", NoCrew)
-        with runner(num_collectors=2, collector_device="numpy", collector_threads=3, deadline=7.0) as it:
+    def test_what_a_collector_is_started_with(self, no_crew: list[Any]) -> None:
+        given = {"sim_backend": "isaac", "env_cfg_overrides": {"speed": 2}}
+        with runner(
+            num_collectors=2, collector_device="numpy", collector_threads=3, deadline=7.0, **given
+        ) as it:
             it.start_collectors(crews.raise_at_once, {})
-        (job,) = made
+        (job,) = no_crew
         assert (job.lane, job.num_envs, job.seed) == (1, 2, async_runner.lane_seed(0, 1, 0))
         assert (job.device, job.threads, job.deadline, job.orphan_grace_s) == ("numpy", 3, 7.0, 5.0)
+        fn, env, kwargs = job.call._value
+        assert (fn, kwargs) == (crews.raise_at_once, {})
+        assert (env.env_name, env.overrides, env.sim_backend) == ("CartPole-v1", {"speed": 2}, "isaac")
+
+    def test_they_are_started_once_and_nothing_is_left_to_do_at_exit(
+        self, no_crew: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        to_do: list[Any] = []
+        monkeypatch.setattr(async_runner.atexit, "register", to_do.append)
+        monkeypatch.setattr(async_runner.atexit, "unregister", to_do.remove)
+        with runner() as it:
+            it.start_collectors(crews.raise_at_once, {})
+            with pytest.raises(RuntimeError, match="they run already"):
+                it.start_collectors(crews.raise_at_once, {})
+            assert len(to_do) == 1 == len(no_crew)
+        assert not to_do
+
+
+@pytest.fixture
+def no_crew(monkeypatch: pytest.MonkeyPatch) -> list[Any]:
+    """Runners start nothing; the job of lane 1 is noted."""
+    made: list[Any] = []
+
+    class NoCrew:
+        members: ClassVar[list[Any]] = []
+
+        def __init__(self, n: int, *, make_job: Any, **kwargs: Any) -> None:
+            named = SimpleNamespace(name="handle")
+            made.append(make_job(1, 0, named, named)[0])
+
+        def start(self) -> None: ...
+
+        def close(self) -> None: ...
+
+    monkeypatch.setattr(async_runner, "Crew", NoCrew)
+    return made
 
 
 def say_lane_and_make_workers(ctx: Any, parts: Any) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from gymnasium.vector import AutoresetMode
 from tests.learners.test_sac import without_collectors
 from tests.learners.test_sac_learner import flat
@@ -69,12 +70,17 @@ def test_restored_state_is_the_saved_one(tmp_path: Path) -> None:
     with without_collectors(runner()) as r:
         r.learn(4, 0, tmp_path)
     state = load_checkpoint(tmp_path / "model_4")
+    assert state["weight_version"] == 1  # nothing was trained
     with runner(seed=9) as r:
         r._make(r._look_at_env())
         r._restore(state, tmp_path / "model_4")
         a, b = flat(r._learner.get_state_dict()), flat(state["learner"])
         assert a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
         assert r.version == state["weight_version"]
+        network = r._learner.network.state_dict()
+        mine = {name: torch.zeros_like(x) for name, x in network.items()}
+        assert r._weights.read_weights_into(mine) == 2
+        assert all(torch.equal(x, mine[name]) for name, x in network.items())
 
 
 class FakeRing:
@@ -85,6 +91,7 @@ class FakeRing:
         self.taken: tuple[int, int] | None = None
 
     def wait_for_data(self, timeout: float) -> bool:
+        assert timeout == 1.0
         return bool(self.rollouts)
 
     def available(self) -> int:
@@ -122,7 +129,9 @@ def test_the_newest_rollouts_are_kept_and_the_others_counted(monkeypatch: pytest
     """Async RL trains on old rollouts unseen (miles#2030): what the pool cannot hold is skipped by the ring's count."""
     monkeypatch.setattr(appo, "monotonic_ns", lambda: 5_000_000)
     r = staging([(0, 1), (1, 2), (0, 3), (1, 4), (0, 5)])
-    assert r._stage() == 2
+    laps: list[str] = []
+    r._watch = SimpleNamespace(lap=laps.append)
+    assert r._stage() == 2 and laps == ["wait"]
     assert r._ring.skipped == 3 and [x for x, _ in r._ring.copied] == [(1, 4), (0, 5)]
     assert r._lags == [5.0, 4.0] and r._ages_ms == [5.0, 5.0]
 
@@ -139,11 +148,38 @@ def test_a_dead_collector_is_told_of_while_the_others_supply_rollouts() -> None:
 
 
 def test_rollouts_beyond_the_lag_are_skipped_and_counted() -> None:
-    r = staging([(0, 3), (1, 8)], max_lag=2)
+    r = staging([(0, 6), (1, 7)], max_lag=2)
     assert r._stage() == 1 and r._stale == 1
-    assert [x for x, _ in r._ring.copied] == [(1, 8)]
+    assert [x for x, _ in r._ring.copied] == [(1, 7)]  # two versions behind is not over two
     r._ring.stats = lambda: SimpleNamespace(dropped=3, skipped=5)
     assert r._loss_counts() == (3 + 5 + 1, 0)
+
+
+def test_while_no_rollout_comes_collectors_are_looked_after() -> None:
+    r, looks = staging([]), list[int]()
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 4:
+            r._ring.rollouts = [(0, 9)]
+
+    r.check_collectors = check
+    assert r._stage() == 1 and len(looks) == 4
+
+
+def test_in_step_whoever_lives_goes_on_when_a_lane_died_with_its_permit() -> None:
+    r, calls = staging([], sync_collection=True, staging=2), list[str]()
+    r.wait_permits_done = lambda: calls.append("done")
+
+    def permit() -> None:
+        calls.append("permit")
+        r._ring.rollouts = [(1, 9)]
+
+    r._permit = permit
+    assert r._stage() == 1 and calls == ["done", "permit", "done"]
+    r._ring.rollouts = [(1, 9), (0, 9)]
+    assert r._stage() == 2
+    assert [place for _, place in r._ring.copied] == [1, 3, 2]  # by lane, in the rounds' order
 
 
 def test_staged_rollouts_go_round_the_pool() -> None:

@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pickle
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +104,20 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
         save_checkpoint(path, state(2), dump_replay=full)
     assert load_checkpoint(path)["iteration"] == 1
     assert os.listdir(tmp_path) == ["model_1"]
+
+
+def test_an_older_one_stays_until_the_new_one_is_in_its_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, seen = save_checkpoint(tmp_path / "model_1", state(1)), shutil.rmtree, list[int]()
+
+    def remove(where: Path, **kwargs: Any) -> None:
+        real(where, **kwargs)
+        seen.append(load_checkpoint(path)["iteration"])
+
+    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove)
+    save_checkpoint(path, state(2))
+    assert seen == [2]  # what was removed is the older one, by then under another name
 
 
 def test_files_are_synced_before_the_rename_and_directories_round_it(

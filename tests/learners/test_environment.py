@@ -229,3 +229,119 @@ def test_no_declared_mode_is_next_step_with_a_warning() -> None:
 def test_terminated_at_the_time_limit_is_terminated() -> None:
     step = EnvDriver(Vector([result(term=(1, 0), trunc=(1, 1))]), seed=0).step(ACT)
     assert step.dones.tolist() == [True, True] and step.truncated.tolist() == [False, True]
+
+
+@pytest.mark.parametrize(
+    ("space", "actions", "wanted"),
+    [
+        (spaces.Box(-1, 2, (2, 1), np.float64), [[5, -5]], [[[2], [-1]]]),
+        (spaces.Discrete(3, start=-1), [[0], [2]], [-1, 1]),
+    ],
+)
+def test_actions_reach_the_environment_as_its_space_says(space: Any, actions: Any, wanted: Any) -> None:
+    spec = spaces_of(envs(lambda i: Other(BOX, action=space), NEXT_STEP, n=1))
+    found = spec.to_env(np.float32(actions))
+    assert found.tolist() == wanted and found.dtype == space.dtype
+
+
+@pytest.mark.parametrize(
+    ("space", "said"),
+    [
+        (spaces.Box(-np.inf, 1, (1,), np.float32), "bounds must be finite and apart"),
+        (spaces.Box(-1, np.inf, (1,), np.float32), "bounds must be finite and apart"),
+        (spaces.Box(1, 1, (1,), np.float32), "bounds must be finite and apart"),
+        (spaces.Discrete(3), r"must be a Box for a tanh policy, got Discrete\(3\)"),
+    ],
+)
+def test_bounds_that_a_tanh_policy_cannot_have_are_refused(space: Any, said: str) -> None:
+    with pytest.raises(EnvContractError, match=f"action: {said}"):
+        spaces_of(envs(lambda i: Other(BOX, action=space), NEXT_STEP, n=1)).action_bounds()
+
+
+def test_an_action_of_no_numbers_is_refused() -> None:
+    empty = spaces.Box(-1, 1, (0,), np.float32)
+    with pytest.raises(EnvContractError, match="action: must have at least one number"):
+        spaces_of(envs(lambda i: Other(BOX, action=empty), NEXT_STEP, n=1))
+
+
+def seen(mode: Any = NEXT_STEP, first: Any = None, steps: Any = ()) -> Any:
+    """A vector environment with an observation of two leaves and one for the critic."""
+    env = Vector(list(steps), mode, first or leaves())
+    inner = spaces.Dict({"a": spaces.Box(-1, 1, (1,), np.float32), "b": BOX})
+    env.single_observation_space = spaces.Dict({"obs": inner, "critic": BOX})
+    return env
+
+
+def leaves(**bad: int) -> dict[str, Any]:
+    """Observations of two slots; the leaves named are not finite in slot 1, at that place."""
+    found = {name: np.zeros((2, n), np.float32) for name, n in (("a", 1), ("b", 2), ("critic", 2))}
+    for name, column in bad.items():
+        found[name][1, column] = NAN
+    return {"obs": {"a": found["a"], "b": found["b"]}, "critic": found["critic"]}
+
+
+@pytest.mark.parametrize(
+    ("lacks", "said"),
+    [("critic", "observation/critic"), ("b", "observation/obs/b"), ("obs", "observation/obs/a")],
+)
+def test_a_leaf_that_does_not_come_is_named(lacks: str, said: str) -> None:
+    first = leaves()
+    (first["obs"] if lacks == "b" else first).pop(lacks)
+    with pytest.raises(EnvContractError, match=f"{said}: must be in the observation"):
+        EnvDriver(seen(first=first), seed=0)
+
+
+NO = np.zeros(2, bool)
+DONE = np.array([False, True])
+
+
+@pytest.mark.parametrize(
+    ("bad", "said"), [({"a": 0}, "obs/a"), ({"b": 0}, "obs/b"), ({"b": 1}, "obs/b"), ({"critic": 1}, "critic")]
+)  # fmt: skip
+@pytest.mark.parametrize("when", ["at first", "after a step", "after a reset"])
+def test_the_leaf_that_is_not_finite_is_named(when: str, bad: dict[str, int], said: str) -> None:
+    match = f"observation/{said}: must be finite, .* in environment 1"
+    wrong = leaves(**bad)
+    if when == "at first":
+        with pytest.raises(EnvContractError, match=match):
+            EnvDriver(seen(first=wrong), seed=0)
+        return
+    env = seen(NEXT_STEP, steps=[(wrong, np.zeros(2), NO, NO, {})])
+    if when == "after a reset":  # that nobody asked for: its observation is acted on next
+        env = seen(DISABLED, steps=[(leaves(), np.zeros(2), DONE, NO, {})])
+    driver = EnvDriver(env, seed=0)
+    env._first = wrong
+    with pytest.raises(EnvContractError, match=match):
+        driver.step(ACT)
+
+
+def test_a_critic_leaf_that_is_not_finite_rejects_its_row() -> None:
+    steps = [(leaves(critic=1), np.zeros(2), NO, NO, {})]
+    step = EnvDriver(seen(steps=steps), seed=0, nan_policy="reject").step(ACT)
+    assert step.valid.tolist() == [True, False] and step.rejected == 1
+
+
+def test_nothing_that_comes_with_a_reset_counts() -> None:
+    """Under NEXT_STEP: neither its flags nor its reward, whatever they are."""
+    steps = [result(trunc=(1, 0)), result(reward=[NAN, 0], term=(1, 0), trunc=(1, 0)), result()]
+    driver = EnvDriver(Vector(steps), seed=0)
+    driver.step(ACT)
+    step = driver.step(ACT)
+    assert step.dones.tolist() == [False, False] == step.truncated.tolist()
+    assert step.valid.tolist() == [False, True] and step.rejected == 0
+    assert driver.step(ACT).valid.tolist() == [True, True]
+
+
+def test_environments_are_seeded() -> None:
+    seeds: list[Any] = []
+    env = Vector([])
+    reset = env.reset
+    env.reset = lambda **kw: seeds.append(kw["seed"]) or reset(**kw)  # type: ignore[method-assign,func-returns-value]
+    EnvDriver(env, seed=2**31 + 5)
+    assert seeds == [5]
+
+
+def test_a_number_that_is_no_reward_is_refused() -> None:
+    given = (np.zeros((2, 2), np.float32), np.array(["a", "b"]), NO, NO, {})
+    with pytest.raises(EnvContractError, match="reward: dtype must be a number"):
+        EnvDriver(Vector([given]), seed=0).step(ACT)

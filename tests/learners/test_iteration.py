@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -40,7 +41,13 @@ def off_policy(calls: Calls, **cfg: Any) -> Any:
     r._update = calls.to("update", {})
     r.wait_permits_done, r.wait_permits_taken = calls.to("wait for the chunk"), calls.to("wait for takers")
     r.grant_permits, r.check_collectors = calls.to("permit"), calls.to("check")
+    r._watch = SimpleNamespace(lap=calls.to("lap"))
     return r
+
+
+def without_laps(calls: Calls) -> list[Any]:
+    """The names of the calls."""
+    return [call if isinstance(call, str) else call[0] for call in calls if call[0] != "lap"]
 
 
 def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
@@ -51,15 +58,16 @@ def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
     chunk = 3 * 2  # steps by environments of a lane
     n = r.rl_cfg.batch_size
     assert calls == [
-        "wait for the chunk", ("sample", 5, n), ("prepare", 6, n, ("headroom", chunk)), ("permit", 7, 3),
-        ("update", {}), "after_tick", "wait for takers", ("publish", "weights"),
+        "wait for the chunk", ("lap", "wait"), ("sample", 5, n), ("prepare", 6, n, ("headroom", chunk)),
+        ("permit", 7, 3), ("lap", "batch"), ("update", {}), "after_tick", ("lap", "train"), "wait for takers",
+        ("publish", "weights"), ("lap", "weight_sync"),
     ]  # fmt: skip
 
 
 def test_the_last_tick_of_sac_starts_nothing() -> None:
     calls = Calls()
     off_policy(calls)._iterate(5, True)
-    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+    assert without_laps(calls) == [
         "wait for the chunk", "sample", "update", "after_tick", "publish",
     ]  # fmt: skip
 
@@ -67,7 +75,7 @@ def test_the_last_tick_of_sac_starts_nothing() -> None:
 def test_a_tick_of_sac_running_free_waits_for_nobody() -> None:
     calls = Calls()
     off_policy(calls, sync_collection=False)._iterate(5, False)
-    assert [call if isinstance(call, str) else call[0] for call in calls] == [
+    assert without_laps(calls) == [
         "check", "sample", "prepare", "update", "after_tick", "publish",
     ]  # fmt: skip
 
@@ -79,7 +87,8 @@ def test_actions_are_drawn_at_random_until_the_first_update_of_a_new_run(resumed
         r._make(r._look_at_env())
         r._make_pipe, r._fill_replay = lambda: None, lambda first: None
         r.start_collectors = lambda fn, kwargs: sent.update(kwargs)
-        r._begin(1, resumed)
+        r._begin(21, resumed)
+        assert sent["plan"].salt == 21  # a run that goes on does not repeat the environments of the first
         policy = Policy(sent["plan"], r._weights, None, "cpu", 0)
         policy.refresh()
         policy.network = SimpleNamespace(act=lambda seen, noise: torch.full_like(noise, 5.0))
@@ -131,11 +140,27 @@ def test_an_iteration_of_appo(sync: bool) -> None:
     network = SimpleNamespace(state_dict=lambda: "weights")
     r._learner = SimpleNamespace(train=calls.to("train", {}), network=network)
     r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
-    r.grant_permits = calls.to("permit")
+    r.grant_permits, r._watch = calls.to("permit"), SimpleNamespace(lap=calls.to("lap"))
     r._iterate(5, False)
     r._iterate(6, True)
-    one = ["stage", ("train", "batch"), ("publish", "weights")]
-    assert calls == [*one, *([("permit", 7, 8)] if sync else []), *one]
+    one = ["stage", ("lap", "batch"), ("train", "batch"), ("lap", "train"), ("publish", "weights")]
+    last = ("lap", "weight_sync")
+    assert calls == [*one, *([("permit", 7, 8)] if sync else []), last, *one, last]
+
+
+def test_what_the_algorithms_count_themselves() -> None:
+    with test_sac.runner() as r:
+        r._replay, pipe = SimpleNamespace(size=9), SimpleNamespace(redrawn=5, misses=2)
+        r._pipe = SimpleNamespace(stats=lambda: pipe)
+        assert r._more_metrics() == {"replay/size": 9, "replay/redrawn": 5, "pipeline/misses": 2}
+        assert r._loss_counts() == (0, 2)
+    with test_appo.runner() as r:
+        r._ring, r._stale = SimpleNamespace(stats=lambda: SimpleNamespace(dropped=3)), 4
+        r._lags, r._ages_ms = [1.0, 3.0], [10.0, 50.0]
+        lags = {"lag/weight_versions": 2.0, "lag/rollout_age_ms": 30.0}
+        assert r._more_metrics() == {"ring/dropped": 3, "ring/stale": 4, **lags}
+        assert r._more_metrics() == {"ring/dropped": 3, "ring/stale": 4}  # no rollout since
+        r._ring = None
 
 
 def test_phases_of_the_learner_exclude_one_another(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -151,18 +176,24 @@ def test_phases_of_the_learner_exclude_one_another(monkeypatch: pytest.MonkeyPat
 
 
 def test_a_line_of_metrics_has_rates_of_wall_time_since_the_last_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, steps, lines = [100.0], [200.0], []
+    now, steps, lines, shown = [100.0], [200.0], [], []
     monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
-    rewards = iter([-5.0, -9.0])
+    rewards, chunks = iter([-5.0, -9.0]), iter([(2.0, 4e6), (4.0, 10e6)])
+
+    def board() -> Merged:
+        n, spent_ns = next(chunks)
+        totals = {"env_steps": steps[0], "version": 5.0, "chunks": n, "env_step_ns": spent_ns}
+        return Merged([lane([(1.0, next(rewards), 2.0, 0.0)], **totals)])
+
     r = SimpleNamespace(
-        _board_totals=lambda: Merged([lane([(1.0, next(rewards), 2.0, 0.0)], env_steps=steps[0], version=5.0)]),
-        _watch=SimpleNamespace(read=lambda n: {"time/learner_train_ms": 1.0 * n}), _steps_base=1000, beacon=None,
-        stats=lambda: RunnerStats(2, 1, 1, {}, ()), _weights=SimpleNamespace(version=8), _more_metrics=dict,
+        _board_totals=board, _watch=SimpleNamespace(read=lambda n: {"time/learner_train_ms": 1.0 * n}),
+        beacon=SimpleNamespace(publish=lambda values, tables: shown.append((values, tables))), _more_metrics=dict,
+        stats=lambda: RunnerStats(2, 1, 1, {}, ()), _weights=SimpleNamespace(version=8), _steps_base=1000,
     )  # fmt: skip
     log, summary = run_module._MetricsLog(r, [], lambda i, values: lines.append(values)), RunSummary()  # type: ignore[arg-type]
     log._start, log._steps = now[0], steps[0]
     for spent, made, loss in ((8.0, 400.0, 1.0), (2.0, 10.0, 5.0)):
-        log.add({"critic": loss})
+        log.add({"critic": loss, "q": math.nan})
         log.add({"critic": loss + 1})
         now[0] += spent
         steps[0] += made
@@ -171,5 +202,9 @@ def test_a_line_of_metrics_has_rates_of_wall_time_since_the_last_one(monkeypatch
     assert [line["perf/iter_ms"] for line in lines] == [4000.0, 1000.0]
     assert [line["axis/env_steps_total"] for line in lines] == [1600.0, 1610.0]
     assert [line["loss/critic"] for line in lines] == [1.5, 5.5] and lines[0]["lag/weight_versions"] == 3
+    assert "loss/q" not in lines[0]  # JSON has no word for it
+    assert [line["time/collector_env_step_ms"] for line in lines] == [2.0, 3.0]
+    assert [line["time/learner_train_ms"] for line in lines] == [2.0, 2.0]  # of two iterations
     assert (lines[0]["collectors/alive"], lines[0]["collectors/restarts"]) == (2, 1)
     assert summary.best_mean_reward == -5.0
+    assert shown == [({"iteration": 10, **line}, {"collectors": []}) for line in lines]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,8 @@ import numpy as np
 import pytest
 from tests.learners.test_environment import ACT, NAN, Vector, result
 
-from recollect.learners import episodes
+from recollect.errors import MissingExtraError
+from recollect.learners import episodes, metrics
 from recollect.learners.environment import EnvDriver
 from recollect.learners.episodes import WINDOW, EpisodeBoard, Report, Tally
 from recollect.learners.metrics import JsonLines, Merged, open_sinks
@@ -77,6 +79,11 @@ def test_the_last_episodes_are_those_over_all_lanes() -> None:
     assert merged.mean(1) == sum(e[1] for e in wanted) / WINDOW
 
 
+def test_recent_episodes_are_twenty() -> None:
+    merged = Merged([lane([(k, float(k), 1.0, 0.0) for k in range(WINDOW)])])
+    assert merged.values(None)["reward/recent"] == sum(range(80, 100)) / 20
+
+
 def test_a_lane_keeps_its_last_episodes() -> None:
     with EpisodeBoard(1) as board:
         tally = Tally(board, 1)
@@ -121,9 +128,34 @@ def test_lines_are_json_and_appended(tmp_path: Path) -> None:
     for k in (10, 20):
         sink = JsonLines(tmp_path / "run")
         sink.write(k, {"loss/critic": 1.5, "loss/q": float("nan")})
+        assert f'"iteration": {k}' in (tmp_path / "run" / "metrics.jsonl").read_text()  # at once
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"iteration": 10, "loss/critic": 1.5}, {"iteration": 20, "loss/critic": 1.5}]
+
+
+@pytest.mark.parametrize(
+    ("logger", "module", "said"),
+    [
+        ("tensorboard", "torch.utils.tensorboard", r'pip install "recollect\[tensorboard\]"'),
+        ("wandb", "wandb", "pip install wandb"),
+    ],
+)
+def test_a_logger_that_is_not_installed_is_said_and_leaves_no_file_open(
+    logger: str, module: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[Path] = []
+
+    class Noting(JsonLines):
+        def close(self) -> None:
+            super().close()
+            closed.append(tmp_path)
+
+    monkeypatch.setattr(metrics, "JsonLines", Noting)
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingExtraError, match=said):
+        open_sinks(tmp_path, logger)
+    assert closed == [tmp_path]
 
 
 def test_unknown_logger_is_named(tmp_path: Path) -> None:

@@ -16,10 +16,18 @@ from tests.learners.test_sac_learner import flat
 from tests.learners.worlds import own_learner, reach
 
 import recollect as rc
-from recollect.errors import BudgetError, ClosedError, CollectorDiedError, EnvContractError, FormatError
+from recollect.errors import (
+    BudgetError,
+    ClosedError,
+    CollectorDiedError,
+    DeadlineError,
+    EnvContractError,
+    FormatError,
+)
 from recollect.ipc import memory_budget
 from recollect.ipc.async_runner import RunnerStats
 from recollect.learners import run as run_module
+from recollect.learners import sac as sac_module
 from recollect.learners.checkpoint import load_checkpoint, replay_path
 from recollect.learners.metrics import Merged
 from recollect.learners.sac import OffPolicyRunner, SACRunner
@@ -192,6 +200,120 @@ def test_the_time_of_a_checkpoint_is_part_of_the_next_line(
     assert lines == [pytest.approx(0.0, abs=1e-3), 500.0]
 
 
+def test_without_a_word_the_replay_holds_a_million_rows_and_is_filled_with_what_a_batch_needs() -> None:
+    with runner(cfg={"replay_buffer_n": None}, num_envs=8) as r:
+        assert r._capacity == 10**6
+    for batch_size, starts in ((64, 40), (16, 70)):
+        with runner(cfg={"batch_size": batch_size, "learning_starts": starts}) as r:
+            assert r._fill == max(batch_size, starts)
+
+
+def filling(r: Any, monkeypatch: pytest.MonkeyPatch, rows: list[int]) -> list[Any]:
+    """Let the replay grow by these rows, a chunk or a deadline each, on a clock that a chunk moves by 15 s."""
+    now, prepared = [100.0], list[Any]()
+    monkeypatch.setattr(sac_module, "monotonic", lambda: now[0])
+    r._replay = SimpleNamespace(ptr=0, size=0)
+
+    def collect(*args: Any, **kwargs: Any) -> bool:
+        now[0] += 15.0
+        r._replay.ptr = r._replay.size = r._replay.ptr + (rows.pop(0) if rows else 0)
+        if kwargs and r._replay.size < r._fill:
+            raise DeadlineError("tick 1: needs rows")
+        return True
+
+    r.wait_permits_wanted = r.wait_permits_done = lambda: None
+    r._permit = collect
+    r._pipe = SimpleNamespace(
+        start_prepare=lambda *args, **kwargs: prepared.append((args, kwargs)), wait_until_ready=collect
+    )
+    return prepared
+
+
+@pytest.mark.parametrize("sync", [True, False])
+def test_filling_goes_on_while_rows_are_kept_and_ends_when_none_is_for_the_deadline(
+    sync: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with runner(cfg={"sync_collection": sync}) as r:
+        prepared = filling(r, monkeypatch, [10, 0, 20, 10])
+        if sync:
+            r._fill_replay(1)  # 30 s without a row are too long, 15 are not
+        else:
+            with pytest.raises(DeadlineError, match="replay: must get a row within 20 s"):
+                r._fill_replay(1)
+            filling(r, monkeypatch, [10, 20, 10])
+            r._fill_replay(1)
+            wanted = ((1, 16), {"min_snapshot_ptr": 40, "headroom": 4})
+            assert prepared == [wanted, wanted]
+        filling(r, monkeypatch, [10, 0, 0])
+        with pytest.raises(DeadlineError, match="replay: must get a row within 20 s"):
+            r._fill_replay(1)
+        r._pipe = r._replay = None
+
+
+def test_lines_come_every_tenth_iteration_and_at_the_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wrote: list[Any] = []
+    sink = SimpleNamespace(write=lambda i, values: wrote.append(i), close=lambda: wrote.append("closed"))
+    monkeypatch.setattr(run_module, "open_sinks", lambda directory, logger: [sink])
+    with without_collectors(runner()) as r:
+        r.stop_collectors = lambda: wrote.append("stopped")
+        r.learn(22, 0, tmp_path)
+        assert wrote == [10, 20, 22, "closed", "stopped"]
+        assert [p.name for p in tmp_path.iterdir()] == ["model_22"]
+
+
+def test_finish_ends_it_after_one_more_iteration(tmp_path: Path) -> None:
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 3:
+            r.finish()
+        assert is_last == (iteration == 4)
+        return {}
+
+    with without_collectors(runner(), iterate) as r:
+        r.learn(1000, 0, tmp_path)
+        assert (r.last_run_summary.status, r.last_run_summary.completed_iterations) == ("completed", 4)
+    assert load_checkpoint(tmp_path / "model_4")["iteration"] == 4
+
+
+def test_the_sum_of_a_run_has_the_best_and_the_last_rewards(tmp_path: Path) -> None:
+    rewards = [(float(k), float(-k), 3.0, 0.0) for k in range(100)]
+    with without_collectors(runner()) as r:
+        r._board_totals = lambda: Merged([lane(rewards, env_steps=7.0)])
+        r.learn(2, 0, tmp_path)
+        summary = r.last_run_summary
+        assert (summary.final_mean_reward, summary.recent_mean_reward) == (-49.5, -89.5)
+        assert (summary.mean_episode_length, summary.total_env_steps) == (3.0, 7)
+        for best, wanted in ((None, -49.5), (-60.0, -49.5), (-3.0, -3.0)):
+            summary.best_mean_reward = best
+            r._sum_up(summary)
+            assert summary.best_mean_reward == wanted
+
+
+def test_a_checkpoint_in_step_is_of_whole_chunks_and_a_dead_collector_does_not_cost_it(
+    tmp_path: Path,
+) -> None:
+    waited: list[int] = []
+
+    def wait() -> None:
+        waited.append(1)
+        raise CollectorDiedError("collector 0: must live, got a dead process")
+
+    for sync in (True, False):
+        with runner(cfg={"sync_collection": sync}) as r:
+            r._make(r._look_at_env())
+            r._save_replay, r.wait_permits_done = None, wait
+            r._crew = SimpleNamespace(close=lambda: None, members=[])
+            r._save(tmp_path, 1 + sync)
+    assert waited == [1]
+    assert load_checkpoint(tmp_path / "model_2")["iteration"] == 2
+
+
+def test_a_network_that_the_checkpoint_lacks_is_named() -> None:
+    with pytest.raises(FormatError, match="critic: is not in the checkpoint"):
+        run_module.check_state({"critic": {"w": torch.zeros(1)}, "update_count": 3}, {"actor": {}})
+
+
 def test_a_replay_that_was_not_saved_is_filled_again_before_the_first_tick() -> None:
     with runner() as r:
         r._make(r._look_at_env())
@@ -227,6 +349,20 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_iteration(tmp_path: Path) 
         assert r.last_run_summary.last_checkpoint == str(tmp_path / "model_10")
     assert load_checkpoint(tmp_path / "model_10")["iteration"] == 10
     assert replay_path(tmp_path / "model_10") is None  # nobody asked for it
+
+
+def test_ctrl_c_after_a_checkpoint_writes_no_other(tmp_path: Path) -> None:
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 3:
+            raise KeyboardInterrupt
+        return {}
+
+    saved: list[int] = []
+    with without_collectors(runner(), iterate) as r:
+        r._save = lambda log_dir, iteration: saved.append(iteration)
+        with pytest.raises(KeyboardInterrupt):
+            r.learn(1000, 2, tmp_path)
+    assert saved == [2]
 
 
 def test_ctrl_c_closes_also_when_the_checkpoint_cannot_be_written(

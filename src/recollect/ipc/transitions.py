@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import _core
 from recollect.errors import DtypeError, SchemaError
 from recollect.ipc.shared_buffer import check_count
 from recollect.spaces import Layout, compile_layout
@@ -103,9 +104,8 @@ class Checker:
                     raise SchemaError(
                         f"{name}: must be None where critic_dim is 0, got {type(leaves[name]).__name__}"
                     )
-        alone = made["truncated"] > made["dones"]  # both are 0 or 1
-        if alone.any():
-            at = int(np.argmax(alone))
+        at = _first_alone(made["truncated"], made["dones"])
+        if at >= 0:
             raise SchemaError(
                 f"truncated: must be done as well, got row {at} truncated and not done; dones = both"
             )
@@ -154,11 +154,9 @@ class Checker:
         if array.shape != (n,):
             raise SchemaError(f"{name}: shape must be {(n,)}, got {array.shape}")
         dtype = self._fields[name].dtype
-        if array.dtype != bool:
-            wrong = (array != 0) & (array != 1)
-            if wrong.any():
-                at = int(np.argmax(wrong))
-                raise SchemaError(f"{name}: must be 0 or 1, got {array[at]} in row {at}")
+        at = -1 if array.dtype == bool else _first_not_flag(array)
+        if at >= 0:
+            raise SchemaError(f"{name}: must be 0 or 1, got {array[at]} in row {at}")
         return np.ascontiguousarray(array, dtype)
 
     def _patches(self, mask: Any, terminal: Mapping[str, Any], n: int) -> Patches | None:
@@ -184,3 +182,24 @@ class Checker:
             if name not in checked:
                 raise SchemaError(f"terminal_{name}: is needed where terminal_mask is set, got None")
         return rows, [(self._numbers[name], checked[name]) for name in names]
+
+
+def _first_not_flag(array: Array) -> int:
+    """The first row that is neither 0 nor 1, or -1."""
+    if _is_plain(array):
+        return _core.first_not_flag(array)
+    wrong = (array != 0) & (array != 1)
+    return int(np.argmax(wrong)) if wrong.any() else -1
+
+
+def _first_alone(truncated: Array, dones: Array) -> int:
+    """The first row that is truncated and not done, or -1; both are 0 or 1."""
+    if _is_plain(truncated) and dones.dtype == truncated.dtype:
+        return _core.first_above(truncated, dones)
+    alone = truncated > dones
+    return int(np.argmax(alone)) if alone.any() else -1
+
+
+def _is_plain(array: Array) -> bool:
+    """Whether the core can look at it: numpy needs several passes and temporaries."""
+    return array.dtype in (np.float32, np.float64) and array.flags.c_contiguous

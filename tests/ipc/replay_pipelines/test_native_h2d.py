@@ -23,7 +23,9 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_its_absence_is_told_and_never_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     if torch.cuda.is_available():
         pytest.skip("there is a CUDA device")
-    assert native_h2d.is_available() is False
+    with monkeypatch.context() as patch:
+        patch.setattr(native_h2d, "_look", lambda: pytest.fail("it looked"))
+        assert native_h2d.is_available() is False
     assert native_h2d.ensure_available() is False
     assert "sees no CUDA device" in native_h2d.get_diagnostic()
     monkeypatch.setattr(native_h2d, "_found", [])
@@ -45,7 +47,8 @@ def test_before_torch_is_loaded_nothing_is_settled(monkeypatch: pytest.MonkeyPat
 def test_the_runtime_that_torch_loaded_is_opened(
     library: str, call: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loaded = SimpleNamespace(is_available=lambda: True, init=lambda: None)
+    inits: list[int] = []
+    loaded = SimpleNamespace(is_available=lambda: True, init=lambda: inits.append(1))
     monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=loaded))
     maps = f"7f00-7f01 r-xp 0 08:01 5   /lib/libm.so.6\n7f02-7f03 r-xp 0 08:01 6   /a b/{library}\n"
     monkeypatch.setattr(Path, "read_text", lambda self: maps)
@@ -55,6 +58,15 @@ def test_the_runtime_that_torch_loaded_is_opened(
     assert native_h2d.ensure_available() and native_h2d._found[0][0] is function
     assert opened == [f"/a b/{library}"] and function.restype is ctypes.c_int
     assert native_h2d.get_diagnostic() == f"{call} of {library}"
+    assert inits == [1] == [len(opened)]  # looked for once; torch had loaded it before
+
+
+def test_a_runtime_that_is_not_mapped_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded = SimpleNamespace(is_available=lambda: True, init=lambda: None)
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(cuda=loaded))
+    monkeypatch.setattr(Path, "read_text", lambda self: "7f00-7f01 r-xp 0 08:01 5   /lib/libm.so.6\n")
+    assert native_h2d.ensure_available() is False
+    assert "no shared CUDA runtime is mapped" in native_h2d.get_diagnostic()
 
 
 class OnCuda:

@@ -73,6 +73,14 @@ def test_the_packers_own_wait_for_a_copy_is_a_slice() -> None:
     assert "batch_h2d_wait" in names(recorder)
 
 
+def test_a_wait_for_a_tick_is_a_slice_where_nothing_is_copied_too() -> None:
+    recorder = Recorder()
+    with buffer(40) as buf, pipeline(buf, trace_recorder=recorder) as pipe:
+        pipe.start_prepare(0, N)
+        pipe.wait_until_ready(0, N)
+    assert names(recorder) == {"pack", "batch_h2d_wait"}
+
+
 def test_slices_of_a_packing_collector() -> None:
     ours, theirs = Recorder(), Recorder()
     with buffer(40) as buf:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import csv
 import threading
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -32,10 +34,17 @@ from recollect.errors import (
     ContentionError,
     DeadlineError,
     EmptyError,
+    PeerDiedError,
     PrepareError,
     WrongTickError,
 )
-from recollect.ipc.replay_pipelines import ReplayPipeline, ReplayTickMetadata, packing
+from recollect.ipc.replay_pipelines import (
+    ReplayPipeline,
+    ReplayTickMetadata,
+    cpu_pinned_double_buffer,
+    packer,
+    packing,
+)
 from recollect.ipc.replay_pipelines.base import sample_seed
 from recollect.sampling.stream import mix
 
@@ -185,9 +194,10 @@ def test_fields_are_those_of_sample_and_share_one_slot(device: str) -> None:
 
 def test_two_slots_alternate_and_the_hot_one_does_not_change_while_the_next_is_packed() -> None:
     with buffer(40) as buf, pipeline(buf) as pipe:
-        slots = []
+        slots, waited = [], 0.0
         for t in range(6):
             batch = pipe.sample_large_batch(t, N)
+            waited = waited or pipe.stats().wait_us  # of the first one, which nobody had started
             kept = ids(batch)
             add(buf, 7)
             assert pipe.start_prepare(t + 1, N)
@@ -199,7 +209,24 @@ def test_two_slots_alternate_and_the_hot_one_does_not_change_while_the_next_is_p
         assert slots == [0, 1] * 3
         stats = pipe.stats()
         assert (stats.ticks, stats.hits, stats.misses, stats.redrawn) == (6, 5, 1, 0)
-        assert stats.wait_us > 0 and stats.pack_us > 0 and stats.copy_us == 0
+        assert stats.wait_us == waited > 0 and stats.pack_us > 0 and stats.copy_us == 0
+
+
+def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It would only wait for the packer's thread: two wake-ups saved."""
+    real, threads = packing.pack, list[int]()
+
+    def pack(*args: Any) -> Any:
+        threads.append(threading.get_ident())
+        return real(*args)
+
+    monkeypatch.setattr(packing, "pack", pack)
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        pipe.sample_large_batch(0, N)
+        pipe.after_tick()
+        pipe.start_prepare(1, N)
+        pipe.wait_ready()
+    assert threads == [threading.get_ident(), pipe._packer._thread.ident]
 
 
 # -- seeds and snapshots
@@ -232,15 +259,22 @@ def test_the_same_seed_tick_and_snapshot_give_the_same_batch_whatever_else_happe
         assert ids(pipe.sample_large_batch(4, N)) != found[0][0]
 
 
-def test_rows_lost_for_want_of_headroom_are_drawn_again_and_counted() -> None:
-    with buffer(64, capacity=64) as buf, pipeline(buf, sample_count=512) as pipe:
+def test_rows_lost_for_want_of_headroom_are_drawn_again_and_counted(tmp_path: Path) -> None:
+    told = {"sample_count": 512, "verbose_output_dir": tmp_path}
+    with buffer(64, capacity=64) as buf, pipeline(buf, **told) as pipe:
         gate = _Gate(pipe)
         pipe.start_prepare(0, 512)
         add(buf, 30)
         gate.open()
         assert min(ids(pipe.sample_large_batch(0, 512))) >= 30
         assert pipe.metadata is not None and pipe.metadata.snapshot_ptr == 64
-        assert 0 < pipe.stats().redrawn < 512
+        redrawn = pipe.stats().redrawn
+        assert 0 < redrawn < 512
+        pipe.after_tick()
+        pipe.sample_large_batch(1, 512)
+        assert pipe.stats().redrawn == redrawn
+    with open(tmp_path / "pack_fields.csv", newline="") as file:
+        assert [int(row["redrawn"]) for row in csv.DictReader(file)] == [redrawn, 0]  # of each tick
 
 
 def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next() -> None:
@@ -252,6 +286,16 @@ def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next() -> None:
         assert min(ids(pipe.sample_large_batch(0, N))) >= 16
         meta = pipe.metadata
         assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16)
+
+
+def test_a_snapshot_counts_the_rows_of_all_lanes() -> None:
+    with buffer(capacity=64, num_lanes=2) as buf, pipeline(buf) as pipe:
+        for lane, n in ((0, 3), (1, 40)):  # of lane 1 the newest 32 are left
+            with buf.on_lane(lane) as writer:
+                writer.add(**transitions(range(n)))
+        pipe.sample_large_batch(0, N)
+        assert pipe.metadata is not None
+        assert (pipe.metadata.snapshot_ptr, pipe.metadata.snapshot_size) == (43, 35)
 
 
 def test_a_batch_may_be_larger_than_the_buffer() -> None:
@@ -567,6 +611,75 @@ def test_a_watch_is_called_while_a_call_waits_and_may_end_it() -> None:
             pipe.wait_ready()
         pipe.watch(lambda: add(buf, 1))
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+        stats = pipe.stats()
+        assert (stats.hits, stats.misses) == (
+            0,
+            1,
+        ) and stats.wait_us > 0  # it had been started, but not packed
+
+
+def test_rows_of_collectors_that_died_since_are_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last one added what the tick waits for, and was gone before anybody looked."""
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        real, waits = packing.wait_for_rows, list[int]()
+
+        def wait(*args: Any) -> int:
+            waits.append(1)
+            if len(waits) > 1:
+                return real(*args)
+            add(buf, 1)
+            return packing.TIMED_OUT
+
+        monkeypatch.setattr(packing, "wait_for_rows", wait)
+        monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
+        pipe.start_prepare(0, N, 11)
+        assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+def test_once_nobody_watches_dead_collectors_are_an_error_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
+        pipe.watch(lambda: True)
+        pipe.watch(None)
+        pipe.start_prepare(0, N, 11)
+        with pytest.raises(PeerDiedError, match="every collector is gone"):
+            pipe.wait_ready()
+
+
+def test_a_packer_that_does_not_end_is_said_and_keeps_its_slots(monkeypatch: pytest.MonkeyPatch) -> None:
+    with buffer(10) as buf:
+        pipe = pipeline(buf)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._packer, "stop", lambda timeout: False)
+            with pytest.raises(DeadlineError, match="close: the packer must end within 10 s"):
+                pipe.close()
+        assert pipe._slots.slot(0).shape[0] == N
+        pipe.close()
+        with pytest.raises(ClosedError):
+            pipe._slots.slot(0)
+
+
+@pytest.mark.parametrize("packed_s", [3.0, 30.0])
+def test_packing_and_copying_share_one_deadline(packed_s: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        pipe.start_prepare(0, N)
+        pipe.wait_ready()
+        now, left, waits = [100.0], list[float](), list[Any]()
+
+        def wait(job: Any, timeout: float | None) -> bool:
+            now[0] += packed_s
+            waits.append(timeout)
+            return True
+
+        monkeypatch.setattr(cpu_pinned_double_buffer, "monotonic", lambda: now[0])
+        monkeypatch.setattr(pipe, "_wait", wait)
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._transfer, "synchronize_ready", lambda slot, timeout: left.append(timeout))
+            pipe.wait_ready()
+            pipe.wait_until_ready(0, N)
+            pipe.wait_until_ready(0, N, timeout=5.0)
+        assert left == ([17.0, 17.0, 2.0] if packed_s < 5 else [0.0, 0.0, 0.0])
+        assert waits == [None, None, 5.0]  # None: a tick that fails at the same moment says why
 
 
 def test_collectors_write_while_ticks_go_by() -> None:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import re
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +17,7 @@ import pytest
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 
 from recollect.errors import ClosedError, DeadlineError, PrepareError
-from recollect.ipc.replay_pipelines import TransferBackend, native_h2d, transfer
+from recollect.ipc.replay_pipelines import TransferBackend, native_h2d
 from recollect.ipc.replay_pipelines.transfer import StreamTransfer, make_transfer
 from recollect.testing import FakeDevice
 from recollect.testing.fake_device import FakeEvent, FakeRead, FakeStream, read_all
@@ -147,6 +151,44 @@ def test_dropping_any_call_of_the_pipeline_is_found(
     assert caught(device)
 
 
+# Each way in which a pipeline can be wrong, by itself: what a fake device says of it, in either order of running.
+WRONG: dict[str, tuple[Callable[[FakeDevice, Any], Any], str]] = {
+    "a device slot written before its readers are done": (
+        lambda device, block: (
+            device.wait_current_stream_for_ready(0),
+            device.read(block),
+            device.submit_h2d(0),
+        ),
+        "device slot 0: (written by copy 0 while read 0 may still use|read by read 0 while copy 0 may still write) it",
+    ),
+    "a read before its copy": (
+        lambda device, block: device.read(block),
+        "device slot 0: (read by read 0 while copy 0 may still write|written by copy 0 while read 0 may still use) it",
+    ),
+    "a host slot packed again before its copy": (
+        lambda device, block: device.clear_ready(0),
+        "host slot 0: (written by the packer while copy 0 may|read by copy 0 while the packer may) still",
+    ),
+    "a question about an event never recorded": (
+        lambda device, block: device.new_event("x").query(),
+        "event x: asked for, but it was never recorded",
+    ),
+}
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_fake_device_finds(wrong: str, seed: int) -> None:
+    device = FakeDevice(seed)
+    device.register_host_slots([np.zeros((2, 4), np.uint8)])
+    (block,) = device.allocate_device_slots(1)
+    device.submit_h2d(0)
+    do, said = WRONG[wrong]
+    do(device, block)
+    with pytest.raises(AssertionError, match=f"^{said}"):
+        device.close()
+
+
 def test_a_record_at_allocation_is_needed(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(0)
     with monkeypatch.context() as patch:
@@ -154,13 +196,27 @@ def test_a_record_at_allocation_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
         device.register_host_slots([np.zeros((2, 4), np.uint8)])
         device.allocate_device_slots(1)
     device.submit_h2d(0)
-    with pytest.raises(
-        AssertionError, match="event released 0: side 1 waits for it, but it was never recorded"
-    ):
-        device.check()
+    for ends in (device.check, device.close):
+        with pytest.raises(
+            AssertionError, match="event released 0: side 1 waits for it, but it was never recorded"
+        ):
+            ends()
 
 
 # -- one backend
+
+
+@contextmanager
+def hanging(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device that does nothing meanwhile."""
+    goes_on = threading.Event()
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "query", lambda self: False)
+        patch.setattr(FakeEvent, "synchronize", lambda self: goes_on.wait(20))
+        try:
+            yield
+        finally:
+            goes_on.set()
 
 
 def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
@@ -171,8 +227,7 @@ def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
         for t in range(2):
             pipe.sample_large_batch(t, N)
             pipe.after_tick()
-        with monkeypatch.context() as patch:
-            patch.setattr(FakeEvent, "query", lambda self: False)
+        with hanging(monkeypatch):
             assert not pipe.batch_ready(1, N)
             pipe.start_prepare(2, N)
             with pytest.raises(DeadlineError, match="slot 0: its copy must finish in .* does fake hang"):
@@ -185,10 +240,8 @@ def test_a_close_that_a_hanging_copy_stopped_may_be_repeated(monkeypatch: pytest
     with buffer(40) as buf:
         pipe = pipeline(buf, device="fake", transfer=device, deadline=0.02)
         pipe.sample_large_batch(0, N)
-        with monkeypatch.context() as patch:
-            patch.setattr(FakeEvent, "query", lambda self: False)
-            with pytest.raises(DeadlineError, match="slot 0: its copy must finish"):
-                pipe.close()
+        with hanging(monkeypatch), pytest.raises(DeadlineError, match="slot 0: its copy must finish"):
+            pipe.close()
         assert device._host  # the device may still be reading it
         pipe.close()
         assert not device._host
@@ -196,31 +249,80 @@ def test_a_close_that_a_hanging_copy_stopped_may_be_repeated(monkeypatch: pytest
             pipe._slots.slot(0)
 
 
-def test_a_wait_for_a_copy_lets_the_core_rest(monkeypatch: pytest.MonkeyPatch) -> None:
-    device, naps, looks = FakeDevice(0), list[float](), iter([False] * 9 + [True])
+def submitted(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queue a copy on a device of which nothing runs by itself."""
     device.register_host_slots([np.zeros((2, 4), np.uint8)])
     device.allocate_device_slots(1)
+    monkeypatch.setattr(device, "_run_some", nothing)
     device.submit_h2d(0)
-    device.finish()
-    monkeypatch.setattr(transfer.time, "sleep", naps.append)
-    monkeypatch.setattr(FakeEvent, "query", lambda self: next(looks))
+
+
+def test_a_wait_for_a_copy_is_one_wait_of_its_event(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing polls, and nobody sleeps for a while and looks again."""
+    device, calls = FakeDevice(0), list[str]()
+    submitted(device, monkeypatch)
+
+    def note(name: str) -> None:
+        real = getattr(FakeEvent, name)
+        monkeypatch.setattr(FakeEvent, name, lambda event: (calls.append(name), real(event))[1])
+
+    note("query")
+    note("synchronize")
     device.synchronize_ready(0, 20.0)
-    assert naps == [min(20e-6 * 2**k, 1e-3) for k in range(9)]
+    assert calls == ["query", "synchronize", "query"]
+    device.synchronize_ready(0, 20.0)
+    assert calls == ["query", "synchronize", "query", "query"]  # it is known to have finished
+    device.close()
+
+
+def test_a_copy_is_timed_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    assert device._side is not device.current_stream()  # the learner's work does not wait for it
+    device.synchronize_ready(0, 20.0)
+    assert device.copy_us(0) == 2000.0  # the copy and the mark behind it, a millisecond each
+    device.clear_ready(0)
+    monkeypatch.setattr(FakeEvent, "query", lambda self: pytest.fail("what was copied counts no longer"))
+    device.synchronize_ready(0, 20.0)
+    device.close()
+
+
+def test_what_the_wait_of_an_event_raises_is_raised_by_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    with monkeypatch.context() as patch:
+        patch.setattr(FakeEvent, "synchronize", lambda self: 1 / 0)
+        for _ in range(2):
+            with pytest.raises(ZeroDivisionError):
+                device.synchronize_ready(0, 20.0)
+    device.synchronize_ready(0, 20.0)
+    device.close()
+
+
+def test_who_waits_for_events_keeps_no_device_and_ends_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for closes in (True, False):
+        device = FakeDevice(0)
+        submitted(device, monkeypatch)
+        device.synchronize_ready(0, 20.0)
+        assert device._waiter is not None
+        waiter, gone = device._waiter.thread, weakref.ref(device)
+        if closes:
+            device.close()
+        else:
+            monkeypatch.undo()
+            del device
+            gc.collect()
+            assert gone() is None
+        waiter.join(20)
+        assert not waiter.is_alive()
 
 
 def test_wait_ready_waits_for_the_copy_too(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(0)
-
-    def query(event: FakeEvent) -> bool:
-        device.step()
-        return device.look(event)
-
     with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
         monkeypatch.setattr(device, "_run_some", nothing)  # nothing runs by itself
-        with monkeypatch.context() as patch:
-            patch.setattr(FakeEvent, "query", query)
-            pipe.start_prepare(0, N)
-            pipe.wait_ready()
+        pipe.start_prepare(0, N)
+        pipe.wait_ready()
         assert pipe.batch_ready(0, N)
 
 
@@ -230,13 +332,20 @@ def test_a_copy_under_way_is_not_ready(monkeypatch: pytest.MonkeyPatch) -> None:
         with monkeypatch.context() as patch:
             patch.setattr(device, "_run_some", nothing)  # nothing runs by itself
             pipe.start_prepare(0, N)
-            assert not pipe.wait_until_ready(0, N, timeout=0.02)
+            with hanging(patch):
+                assert not pipe.wait_until_ready(0, N, timeout=0.02)
             batch = pipe.sample_large_batch(0, N)  # the host does not wait for it
             assert not pipe.batch_ready(0, N) and pipe.stats().hits == 1
             assert not batch["obs"].any()
         device.finish()
         assert pipe.batch_ready(0, N)
         assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
+        with monkeypatch.context() as patch:
+            patch.setattr(device, "_run_some", nothing)
+            pipe.start_prepare(1, N)
+            assert pipe._cold is not None
+            pipe._cold.done.get(timeout=20)
+            assert pipe.batch_ready(0, N) and not pipe.batch_ready(1, N)
 
 
 def test_a_failed_copy_does_not_poison(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +361,8 @@ def test_a_failed_copy_does_not_poison(monkeypatch: pytest.MonkeyPatch) -> None:
         assert ids({k: r.value for k, r in work.items()}) == drawn_ids(pipe.metadata)
 
 
-def test_on_mps_the_learners_thread_copies_in_sample() -> None:
+@pytest.mark.parametrize("wait", [None, "wait_ready", "wait_until_ready"])
+def test_on_mps_the_learners_thread_copies_when_it_first_waits(wait: str | None) -> None:
     pytest.importorskip("torch")
     from recollect.ipc.replay_pipelines.transfer_torch import MpsTransfer
 
@@ -263,14 +373,23 @@ def test_on_mps_the_learners_thread_copies_in_sample() -> None:
             threads.append(threading.get_ident())
             super().submit_h2d(slot)
 
-    with buffer(40) as buf, pipeline(buf, transfer=Noting("cpu")) as pipe:
+    slices: list[str] = []
+    recorder = SimpleNamespace(add_slice=lambda name, *args: slices.append(name), add_counter=nothing)
+    with buffer(40) as buf, pipeline(buf, transfer=Noting("cpu"), trace_recorder=recorder) as pipe:
         for t in range(3):
-            assert pipe.wait_until_ready(t, N) and len(threads) == t
-            assert pipe.metadata is None
+            pipe.start_prepare(t, N)
+            assert pipe._cold is not None
+            pipe._cold.done.get(timeout=20)
+            assert len(threads) == t and not pipe.batch_ready(t, N)  # packed, and not yet copied
+            if wait is not None:
+                getattr(pipe, wait)(*(() if wait == "wait_ready" else (t, N)))
+                assert len(threads) == t + 1 and pipe.batch_ready(t, N)
             batch = pipe.sample_large_batch(t, N)
             assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
+            assert pipe.batch_ready(t, N) and pipe.wait_until_ready(t, N)
             pipe.after_tick()
-        assert threads == [threading.get_ident()] * 3
+        assert threads == [threading.get_ident()] * 3  # once each
+        assert slices.count("replay_pipeline/batch_h2d_submit") == 3
         told = pipe.transfer_manifest
         assert (told["device_family"], told["h2d_submitter"]) == ("mps", "torch_copy_main_thread")
         assert (told["host_memory_kind"], told["supports_async_submit"]) == ("shared", False)
@@ -295,6 +414,7 @@ def test_the_manifest_on_the_host(device: str, family: str) -> None:
             "device": device, "device_family": family, "host_memory_kind": "shared", "h2d_submitter": "in_place",
             "ring_depth": 2, "pack_executor": "learner_thread", "sample_count": N, "row_bytes": buf.row_nbytes,
             "host_pinned": False, "direct_pinned_shared": False, "native_h2d": native_h2d.get_diagnostic(),
+            "backend": "InPlaceTransfer", "supports_async_submit": False, "supports_timing_events": False,
         }  # fmt: skip
         assert expected.items() <= manifest.items() and pipe.h2d_submitter == "in_place"
         manifest["device"] = "changed"
@@ -316,6 +436,7 @@ class FakeRuntime:
 
     def __init__(self, refuses: int) -> None:
         self.refuses, self.registered, self.calls = refuses, list[int](), 0
+        self.nbytes, self.synchronized_with, self.active = list[int](), 0, None
 
     def cudart(self) -> FakeRuntime:
         return self
@@ -325,13 +446,24 @@ class FakeRuntime:
         if self.calls >= self.refuses:
             return 1
         self.registered.append(at)
+        self.nbytes.append(nbytes)
         return 0
 
     def cudaHostUnregister(self, at: int) -> int:
         self.registered.remove(at)
         return 0
 
-    def synchronize(self, device: str) -> None: ...
+    def synchronize(self, device: str) -> None:
+        self.synchronized_with = len(self.registered)
+
+    def Event(self, **kwargs: Any) -> Any:
+        return kwargs
+
+    @contextmanager
+    def stream(self, stream: Any) -> Iterator[None]:
+        self.active = stream
+        yield
+        self.active = None
 
 
 @pytest.mark.parametrize(("refuses", "kind"), [(9, "shared_registered"), (2, "shared"), (1, "shared")])
@@ -354,9 +486,32 @@ def test_host_slots_are_pinned_where_they_lie_or_the_manifest_says_not(
     )
     assert told["h2d_submitter"] == "torch_copy_stream"
     assert runtime.registered == ([s.ctypes.data for s in slots] if refuses == 9 else [])  # not half of them
+    assert told["supports_async_submit"] is (
+        refuses == 9
+    )  # from pageable memory the driver copies while we wait
     assert ("refused to pin" in caplog.text) is (refuses != 9)
+    if refuses == 9:
+        assert runtime.nbytes == [32, 32]
     transfer.close()
     assert runtime.registered == []
+    assert runtime.synchronized_with == (2 if refuses == 9 else 0)  # before they were given back
+
+
+def test_copies_are_queued_on_the_side_stream_and_who_waits_for_one_sleeps() -> None:
+    pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import CudaTransfer, TorchStreamTransfer
+
+    runtime, copies = FakeRuntime(9), list[Any]()
+    device = CudaTransfer("cuda:0", runtime)
+    assert device.new_event("copied 0") == {"enable_timing": True, "blocking": True}
+    assert device.new_event("released 0") == {"enable_timing": False, "blocking": True}
+
+    class Block:
+        def copy_(self, source: Any, non_blocking: bool = False) -> None:
+            copies.append((runtime.active, source, non_blocking))
+
+    TorchStreamTransfer.queue_copy(device, Block(), "rows", "side")
+    assert copies == [("side", "rows", True)] and runtime.active is None
 
 
 @pytest.mark.parametrize(("refuses", "submitter"), [(9, "native"), (1, "torch_copy_stream")])

@@ -177,6 +177,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 return
             if not self._wait(job, None):
                 raise _late(job, self.deadline)
+            self._bring(job)
         self._transfer.synchronize_ready(job.slot, max(0.0, self.deadline - (monotonic() - start)))
 
     def wait_until_ready(self, tick_id: int, sample_count: int, *, timeout: float | None = None) -> bool:
@@ -191,6 +192,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 raise self._wrong(tick, job)
             if not self._wait(job, None if timeout is None else seconds):
                 return False
+            self._bring(job)
         begun = monotonic_ns()
         try:
             self._transfer.synchronize_ready(job.slot, max(0.0, seconds - (monotonic() - start)))
@@ -281,11 +283,16 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._packer.start(job)
         return job
 
+    def _bring(self, job: Job) -> None:
+        """Copy a packed tick where the learner's thread must; what was copied is not copied again."""
+        if self._transfer.submits_in_learner and not self._transfer.ready_query(job.slot):
+            start = monotonic_ns()
+            self._transfer.submit_h2d(job.slot)
+            self._trace.slice("batch_h2d_submit", start, tick=job.tick)
+
     def _swap(self, job: Job, start: int, hit: bool) -> None:
         waited = monotonic_ns()
-        if self._transfer.submits_in_learner:
-            self._transfer.submit_h2d(job.slot)
-            self._trace.slice("batch_h2d_submit", waited, tick=job.tick)
+        self._bring(job)
         self._transfer.wait_current_stream_for_ready(job.slot)
         self._trace.slice("gpu_wait_for_batch", start, tick=job.tick, hit=hit)
         self._hot, self._cold, self._last_slot = job, None, job.slot

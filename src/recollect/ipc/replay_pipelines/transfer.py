@@ -7,9 +7,12 @@ thread: streams wait for events, and the packer (a thread of its own) waits for 
 
 from __future__ import annotations
 
-import time
+import queue
+import threading
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
 from recollect.backends import get_backend
@@ -17,7 +20,6 @@ from recollect.errors import DeadlineError
 from recollect.ipc.shared_buffer import NUMPY
 
 Block = Any  # uint8 [sample_count, row_bytes]: a numpy array on the host, an array or tensor on the device
-_FIRST_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
 
 
 @runtime_checkable
@@ -25,7 +27,8 @@ class TransferBackend(Protocol):
     """How packed batches reach the device. The packer's calls and the learner's come from two threads.
 
     Packer: `synchronize_ready`, `clear_ready` (then it fills the host slot), `submit_h2d`. Learner: `ready_query`,
-    `wait_current_stream_for_ready`, `record_release`; `submit_h2d` too where `submits_in_learner` is set.
+    `wait_current_stream_for_ready`, `record_release`; where `submits_in_learner` is set `submit_h2d` too, in the first
+    call that waits for the tick or takes it.
     """
 
     submits_in_learner: bool
@@ -76,7 +79,7 @@ class TransferBackend(Protocol):
 
 
 class UnqueuedTransfer:
-    """Part of a backend whose slots are ready when `submit_h2d` returns: nothing ever has to wait."""
+    """Part of a backend that queues nothing: what it has copied is there, so nothing ever has to wait."""
 
     def clear_ready(self, slot: int) -> None: ...
 
@@ -119,6 +122,45 @@ class InPlaceTransfer(UnqueuedTransfer):
         self._slots = []
 
 
+class EventWaiter:
+    """Waits for events of a device until a deadline: an event's own wait has none, so a thread of its own waits for it.
+
+    Ownership: the thread ends with `close()` or with this object; if a device hangs, when that lets go of it.
+    Concurrency: any thread.
+    """
+
+    def __init__(self) -> None:
+        self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self.close = weakref.finalize(self, self._asked.put, None)
+        self.thread = threading.Thread(
+            target=_wait_for_events, args=(self._asked,), name="recollect-events", daemon=True
+        )
+        self.thread.start()
+
+    def wait(self, event: Any, timeout: float) -> bool:
+        """Sleep until `event` has passed; False if that takes longer. What its own wait raises is raised here."""
+        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        self._asked.put((event, done))
+        try:
+            error = done.get(timeout=timeout)
+        except queue.Empty:
+            return False
+        if error is not None:
+            raise error
+        return True
+
+
+def _wait_for_events(asked: queue.SimpleQueue[Any]) -> None:
+    while (request := asked.get()) is not None:
+        event, done = request
+        try:
+            event.synchronize()
+            done.put(None)
+        except BaseException as error:
+            done.put(error)
+        del request, event, done  # or they would keep their device until the next wait
+
+
 class StreamTransfer(ABC):
     """A side stream copies, events order it against the learner's stream. What a stream is, the subclass says.
 
@@ -133,6 +175,7 @@ class StreamTransfer(ABC):
         self._blocks: list[Block] = []
         self._pending = [False, False]  # submitted, and not known to have finished
         self._copy_us = [0.0, 0.0]
+        self._waiter: EventWaiter | None = None
 
     # -- what a stream is
 
@@ -142,7 +185,7 @@ class StreamTransfer(ABC):
 
     @abstractmethod
     def new_event(self, name: str) -> Any:
-        """An event with `record(stream)`, `query()` and `elapsed_time(later)` in ms."""
+        """An event with `record(stream)`, `query()`, `synchronize()` and `elapsed_time(later)` in ms."""
 
     @abstractmethod
     def current_stream(self) -> Any:
@@ -170,6 +213,7 @@ class StreamTransfer(ABC):
         )
         for event in self._released:  # memory may still be in use by earlier work of the learner's stream
             event.record(self.current_stream())
+        self._waiter = EventWaiter()
         return list(self._blocks)
 
     def submit_h2d(self, slot: int) -> None:
@@ -186,18 +230,15 @@ class StreamTransfer(ABC):
         return bool(self._copied[slot].query())
 
     def synchronize_ready(self, slot: int, timeout: float) -> None:
-        # An event's own wait has no deadline, and a device may hang. The packer comes here a whole tick after the
-        # copy was queued, so the first look nearly always suffices.
-        if not self._pending[slot]:
+        # The packer comes here a whole tick after the copy was queued, so the first look nearly always suffices.
+        if self._waiter is None or not self._pending[slot]:
             return
-        end, nap = time.monotonic() + timeout, _FIRST_NAP_S
-        while not self._copied[slot].query():
-            if time.monotonic() > end:
+        end, event = monotonic() + timeout, self._copied[slot]
+        while not event.query():
+            if not self._waiter.wait(event, max(0.0, end - monotonic())):
                 raise DeadlineError(
                     f"slot {slot}: its copy must finish in {timeout:g} s, it did not; does {self.device} hang?"
                 )
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
         self._copy_us[slot] = 1e3 * self._started[slot].elapsed_time(self._copied[slot])
 
     def wait_current_stream_for_ready(self, slot: int) -> None:
@@ -214,6 +255,8 @@ class StreamTransfer(ABC):
         return self._started[slot], self._copied[slot]
 
     def close(self) -> None:
+        if self._waiter is not None:
+            self._waiter.close()
         self._host, self._blocks = [], []
 
 

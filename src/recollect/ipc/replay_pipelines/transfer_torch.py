@@ -85,6 +85,10 @@ class CudaTransfer(TorchStreamTransfer):
         self._kind = "shared"
         self._native = native_h2d.ensure_available()
 
+    def new_event(self, name: str) -> Any:
+        # blocking: who waits for it on the host sleeps; without, the runtime spins
+        return self._module.Event(enable_timing=not name.startswith("released"), blocking=True)
+
     def register_host_slots(self, slots: Sequence[Block]) -> None:
         super().register_host_slots(slots)
         self._filled = list(self._host)
@@ -150,6 +154,7 @@ class MpsTransfer(UnqueuedTransfer):
 
     def __init__(self, device: str) -> None:
         self.device, self._host, self._blocks = device, list[Any](), list[Any]()
+        self._copied = [False, False]
 
     def register_host_slots(self, slots: Sequence[np.ndarray[Any, Any]]) -> None:
         self._host = [torch.from_numpy(slot) for slot in slots]
@@ -162,6 +167,13 @@ class MpsTransfer(UnqueuedTransfer):
 
     def submit_h2d(self, slot: int) -> None:
         self._blocks[slot].copy_(self._host[slot])  # complete on return: the slot may be filled again
+        self._copied[slot] = True
+
+    def clear_ready(self, slot: int) -> None:
+        self._copied[slot] = False
+
+    def ready_query(self, slot: int) -> bool:
+        return self._copied[slot]
 
     def describe(self) -> dict[str, Any]:
         return describe(type(self), self.device, "mps", "torch_copy_main_thread")

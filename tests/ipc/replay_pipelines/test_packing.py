@@ -1,0 +1,158 @@
+"""Packing by a collector, here in the learner's process: requests, bells, takeovers, errors."""
+
+from __future__ import annotations
+
+import pickle
+import queue
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
+from tests.process.actor import Actor
+
+from recollect.errors import ClosedError, EmptyError, PrepareError
+from recollect.ipc.replay_buffer import ReplayBuffer
+from recollect.ipc.replay_pipelines import make_collector_pack, packing, serve_pack_requests, slots
+from recollect.ipc.replay_pipelines.slots import Bell, PackSlots
+
+Setting = tuple[ReplayBuffer, tuple[Bell, Bell, PackSlots]]
+
+
+@pytest.fixture
+def setting() -> Iterator[Setting]:
+    with buffer(64) as buf:
+        pack = make_collector_pack(buf, N)
+        yield buf, pack
+        pack[2].cleanup()
+
+
+def packed_by(buf: ReplayBuffer, pack: Any, **kwargs: Any) -> Pipeline:
+    names = ("request_queue", "ready_queue", "shared_slots")
+    return pipeline(buf, **{f"collector_pack_{k}": x for k, x in zip(names, pack)}, **kwargs)
+
+
+def test_slots_serve_one_pipeline_after_another(setting: Setting) -> None:
+    buf, pack = setting
+    for _ in range(2):
+        with packed_by(buf, pack) as pipe:
+            pipe.start_prepare(0, N)
+            assert serve_pack_requests(buf, *pack, 20.0) == 1
+            batch = pipe.sample_large_batch(0, N)
+            assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
+        assert pack[2].stats().state == "done"  # they are the caller's: no pipeline closes them
+
+
+def test_a_pipeline_that_waits_for_rows_is_not_stopped_by_the_one_before(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    for _ in range(2):
+        with packed_by(buf, pack) as pipe:
+            monkeypatch.setattr(
+                pipe._packer, "_collector_is_gone", lambda: True
+            )  # so that its own thread waits
+            pipe.start_prepare(0, N, buf.ptr + 1)
+            assert not pipe.wait_until_ready(0, N, timeout=0.02)
+            add(buf, 1)
+            assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+@pytest.mark.process
+def test_another_process_that_cleans_up_closes_for_itself_only(setting: Setting) -> None:
+    _, (_, _, shared) = setting
+    other = Actor(cleanup=lambda: shared.cleanup(), slot=lambda: shared.slot(0).shape)
+    other.do("cleanup")
+    with pytest.raises(ClosedError):
+        other.do("slot")
+    assert shared.slot(0).shape[0] == N
+    other.kill()
+
+
+def test_a_tick_that_is_taken_over_leaves_the_headroom_asked_for(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    with packed_by(buf, pack) as pipe:
+        monkeypatch.setattr(pipe._packer, "_collector_is_gone", lambda: True)
+        pipe.start_prepare(0, N, headroom=20)
+        pipe.sample_large_batch(0, N)
+        assert pipe.metadata is not None and pipe.metadata.snapshot_size == 44
+        assert pipe.stats().takeovers == 1 and pack[2].stats().state == "learner"
+
+
+@pytest.mark.parametrize(
+    ("error", "raised_here", "told"),
+    [
+        (EmptyError("none"), False, EmptyError),
+        (ClosedError("closed"), True, ClosedError),
+        (ZeroDivisionError("a bug"), True, PrepareError),
+    ],
+)
+def test_what_goes_wrong_is_told_to_the_learner_and_what_is_no_error_of_a_tick_is_raised_here_too(
+    error: Exception, raised_here: bool, told: Any, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    request, ready, shared = pack
+    with packed_by(buf, pack) as pipe:
+        pipe.start_prepare(0, N)
+        rung = shared.mapping.load(slots.READY_AT)
+        with monkeypatch.context() as patch:
+            patch.setattr(packing, "pack", lambda *args: (_ for _ in ()).throw(error))
+            if raised_here:
+                with pytest.raises(type(error)):
+                    serve_pack_requests(buf, request, ready, shared, 20.0)
+            else:
+                assert serve_pack_requests(buf, request, ready, shared, 20.0) == 1
+        assert shared.mapping.load(slots.READY_AT) == rung + 1  # the learner is not left to look again
+        with pytest.raises(told, match=str(error)):
+            pipe.wait_ready()
+
+
+def test_a_request_that_is_replaced_while_it_is_read_is_not_taken(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, (_, _, shared) = setting
+    assert shared.ask(1, 0, 0, 0) == 1
+    states = iter([(1, slots.OPEN), (2, slots.OPEN)])
+    with monkeypatch.context() as patch:
+        patch.setattr(shared, "claim", lambda: next(states))
+        assert shared.request() is None  # the words may be of both
+    found = shared.request()
+    assert found is not None and (found.number, found.sample_seed) == (1, 1)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_bell_rings_once_for_who_has_heard_it(setting: Setting, which: int) -> None:
+    bell = setting[1][which]
+    for _ in range(2):
+        with pytest.raises(queue.Empty):
+            bell.get(False)
+        with pytest.raises(queue.Empty):
+            bell.get(True, 0.0)
+        bell.put("anything")
+        bell.put("anything")
+        assert bell.get(True, 0.0) > 1
+    with pytest.raises(ValueError, match="timeout"):
+        bell.get(True, float("inf"))
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_bell_arrives_elsewhere_as_the_one_it_is(setting: Setting, which: int) -> None:
+    bell = setting[1][which]
+    other = pickle.loads(pickle.dumps(bell))
+    other.put("anything")
+    assert bell.get(True, 0.0)
+    other._slots.close()
+
+
+def test_who_has_left_is_not_named_as_the_packer(setting: Setting) -> None:
+    buf, pack = setting
+    assert pack[2].stats().packer_pid is None
+    serve_pack_requests(buf, *pack)
+    other = slots._attach(pack[2].name)
+    assert other.stats().packer_pid is not None
+    pack[2].close()
+    assert other.stats().packer_pid is None and other.packer_is_gone()
+    add(buf, 1)
+    other.close()

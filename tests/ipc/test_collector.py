@@ -1,0 +1,152 @@
+"""The first and last things that a collector's process does, done here one by one."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator
+from multiprocessing import Pipe
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+import recollect as rc
+from recollect.ipc import collector
+from recollect.ipc.collector import CollectorContext, Job
+from recollect.ipc.control import Control, Counters
+
+pytestmark = pytest.mark.usefixtures("leaves_nothing")
+
+
+def job(control: str = "", counters: str = "", learner: int = 0, fn: Any = None) -> Job:
+    call = SimpleNamespace(unpack=lambda: (fn, None, {}))
+    return Job(0, 2, 7, "cpu", 1, 3.0, control, counters, learner, cast(Any, call))
+
+
+@pytest.fixture
+def control() -> Iterator[Control]:
+    made = Control.create(1)
+    yield made
+    made.close()
+
+
+# -- joining
+
+
+@pytest.mark.parametrize("gone", ["the learner", "its memory"])
+def test_one_that_comes_too_late_has_nothing_to_do(
+    gone: str, control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The learner was killed while this process imported."""
+    monkeypatch.setattr(collector._core, "watch_orphan", lambda *args: pytest.fail("it joined"))
+    name = control.name
+    if gone == "its memory":
+        control.close()
+    here, there = Pipe(duplex=False)
+    assert collector._joined(job(name, learner=0), here) is None
+    here.close()
+    there.close()
+
+
+def test_one_that_comes_in_time_watches_the_learner_by_two_descriptors(
+    control: Control, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    watched: list[Any] = []
+    monkeypatch.setattr(collector._core, "watch_orphan", lambda *args: watched.append(args))
+    here, there = Pipe(duplex=False)
+    joined = collector._joined(job(control.name, learner=collector._core.process_word(os.getpid())), here)
+    assert joined is not None
+    ((fds, _, stop_at, wake_at, grace_s),) = watched
+    assert fds[0] == here.fileno() and len(fds) == 2
+    assert (stop_at, wake_at, grace_s) == (control.stop_at, control.wake_at, 5.0)
+    os.close(fds[1])
+    joined.close()
+    here.close()
+    there.close()
+
+
+# -- working
+
+
+@pytest.fixture
+def work(control: Control, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., None]]:
+    """Runs a function as a collector does."""
+    monkeypatch.setattr(collector, "_set_threads", lambda n: None)
+    counters = Counters()
+    yield lambda fn: collector._work(job(counters=counters.name, fn=fn), control)
+    counters.cleanup()
+
+
+def test_one_that_returns_has_done_its_permit(control: Control, work: Callable[..., None]) -> None:
+    control.grant(0, 1, 1)
+    work(lambda ctx: ctx.permit(0.0))
+    assert control.has_taken(0) and control.has_done(0)
+
+
+@pytest.mark.parametrize("stops", [True, False])
+def test_a_closed_object_is_an_error_unless_it_is_time_to_stop(
+    stops: bool, control: Control, work: Callable[..., None]
+) -> None:
+    def closed(ctx: Any) -> None:
+        if stops:
+            control.stop()
+        raise rc.ClosedError("ring: was closed")
+
+    if stops:
+        work(closed)
+    else:
+        with pytest.raises(rc.ClosedError, match="ring: was closed"):
+            work(closed)
+
+
+def test_without_a_timeout_a_permit_is_waited_for_as_long_as_the_runner_says() -> None:
+    words = SimpleNamespace(finish=lambda lane: None, take=lambda lane, seconds, look, on_take: seconds)
+    ctx = CollectorContext(job(), cast(Any, None), cast(Any, words), cast(Any, None))
+    assert (ctx.permit(), ctx.permit(0.5)) == (3.0, 0.5)
+
+
+# -- groups and signals
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
+    """What is done to process groups; nothing is. SIGINT is as before when the test is over."""
+    noted: list[Any] = []
+    for name in ("setpgid", "killpg"):
+        monkeypatch.setattr(os, name, lambda *args, name=name: noted.append((name, *args)))
+    handler = signal.getsignal(signal.SIGINT)
+    yield noted
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # drops what was not heard
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+    signal.signal(signal.SIGINT, handler)
+
+
+def test_what_was_pressed_while_it_started_is_dropped_and_later_heard(calls: list[Any]) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    signal.pthread_kill(threading.get_ident(), signal.SIGINT)  # to no other thread, which may not block it
+    assert collector._lead_own_group() == os.getpgrp()
+    assert calls == [("setpgid", 0, 0)]
+    assert signal.SIGINT not in signal.pthread_sigmask(signal.SIG_BLOCK, [])
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def test_at_its_end_it_goes_home_and_ends_the_group_it_led(calls: list[Any]) -> None:
+    collector._end_own_group(17, 0)
+    assert calls == [("setpgid", 0, 17), ("killpg", os.getpid(), signal.SIGKILL)]
+    assert signal.getsignal(signal.SIGINT) == signal.SIG_IGN  # nobody interrupts that
+
+
+@pytest.mark.parametrize("lives", [True, False])
+def test_without_a_home_it_goes_with_its_group_if_the_learner_is_dead(
+    lives: bool, calls: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else that is the learner's to do."""
+
+    def refused(pid: int, group: int) -> None:
+        raise PermissionError("no such group in this session")
+
+    monkeypatch.setattr(os, "setpgid", refused)
+    collector._end_own_group(17, collector._core.process_word(os.getpid()) if lives else 0)
+    assert calls == ([] if lives else [("killpg", 0, signal.SIGKILL)])
