@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from tests.core.make import codec_of, index_of, make_rows
+from tests.core.make import byte_codec, codec_of, index_of, make_rows
 
 from recollect import _core
 
@@ -204,3 +204,11 @@ def test_more_leaves_than_fit_on_the_stack() -> None:
     plan = ("tuple", tuple(("leaf", k) for k in range(n)))
     codec = _core.Codec([(8 * k, F64, (), False) for k in range(n)], plan, 8 * n)
     assert [float(x) for x in taken(codec, tuple(float(k) for k in range(n)))] == list(range(n))
+
+
+def test_a_longer_tuple_is_declined() -> None:
+    codec, a = byte_codec([4, 4]), np.zeros(4, np.uint8)
+    rows = make_rows(codec.row_nbytes, 4)
+    assert not rows.append(codec, (a, a, a)) and not rows.append(codec, (a,)) and rows.count() == 0
+    assert rows.extend(codec, (a[None],) * 3) == -1 and rows.count() == 0
+    assert rows.append(codec, (a, a))

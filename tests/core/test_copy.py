@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import numpy as np
@@ -433,6 +434,13 @@ def test_the_first_value_that_is_not_right_is_found(dtype: str) -> None:
     assert [_core.first_not_finite(values[:n]) for n in (0, 4, 5)] == [-1, -1, 4]
     assert _core.first_not_finite(values[5:]) == 0
     assert [_core.first_below_zero(values[:n]) for n in (0, 3, 6)] == [-1, -1, 3]
+    flags = np.array([0.0, -0.0, 1.0, 0.5, np.nan], dtype)
+    assert [_core.first_not_flag(flags[:n]) for n in (0, 3, 5)] == [-1, -1, 3]
+    assert _core.first_not_flag(flags[4:]) == 0
+    assert [_core.first_above(values[:n], values[:n]) for n in (0, 6)] == [-1, -1]
+    assert _core.first_above(values, np.zeros(6, dtype)) == 2
+    with pytest.raises(ValueError, match="equal lengths"):
+        _core.first_above(values, values[:5])
     for wrong in (values[::2], values.reshape(2, 3), np.zeros(2, "float16"), [0.0]):
         with pytest.raises(TypeError, match="contiguous 1-D"):
             _core.first_not_finite(wrong)
@@ -444,3 +452,64 @@ def test_orders_of_arrival_that_a_tree_has_from_elsewhere_are_no_places() -> Non
     kept, rejected = rows.extend_lowest(codec, [np.ones((2, 8), np.uint8)], tree, np.ones(2), 0)
     assert (kept, rejected) == (2, 0)
     np.testing.assert_array_equal(rows.read(codec, np.arange(2))[0], np.ones((2, 8), np.uint8))
+
+
+def test_a_write_by_lane_number_claims_that_lane() -> None:
+    rows, codec = make_rows(8, 8, n_lanes=2), codec_of("int64")
+    assert rows.owner(1) == 0
+    assert rows.extend(codec, np.arange(3), 1) == 3
+    assert (rows.owner(0), rows.owner(1)) == (0, os.getpid())
+
+
+def test_the_open_segment_of_a_lane_that_is_given_up_has_ended() -> None:
+    rows, codec = make_rows(8, 8, n_lanes=2, tagged=True), codec_of("int64")
+    assert rows.append(codec, 5, 1) and rows.has_open(1)
+    rows.release(1)
+    assert not rows.has_open(1) and len(rows.segments()[0]) == 1
+
+
+def test_rows_for_reading_count_no_refusals() -> None:
+    rows = make_rows(8, 8)
+    rows.reject(2)
+    rows.freeze()
+    rows.reject(3)
+    assert rows.counters()["rejected"] == 2
+
+
+def test_a_block_that_ends_closes_the_segment_that_an_earlier_one_left_open() -> None:
+    rows, codec = make_rows(8, 8, tagged=True), codec_of("int64")
+    rows.extend(codec, np.arange(2), keep_open=True)
+    assert rows.has_open(0) and rows.open_segment(0) == (0, 2, 1)
+    rows.extend(codec, np.arange(2))
+    assert not rows.has_open(0) and rows.segments()[3].tolist() == [4]
+
+
+@pytest.mark.parametrize("n_lanes", [1, 2, 10])
+def test_a_row_that_is_not_there_holds_no_sample(n_lanes: int) -> None:
+    rows, codec = make_rows(8, 20, n_lanes), codec_of("int64")
+    for lane in range(n_lanes):
+        rows.extend(codec, np.arange(2), lane)
+    assert rows.index_of(index_of(-1, 20, 21, 10**6, 2**62), index_of(1, 0, 1, 0, 0)).tolist() == [-1] * 5
+
+
+def test_a_window_that_does_not_fit_its_lane_is_refused() -> None:
+    rows = make_rows(8, 8, n_lanes=2)
+    for low, cursor in ((3, 2), (0, 5), (10, 15)):
+        with pytest.raises(ValueError, match="must fit its lane"):
+            rows.set_window(1, low, cursor)
+    rows.set_window(1, 10, 14)
+    assert rows.count() == 4
+
+
+def test_a_key_that_is_not_a_number_is_refused_and_nothing_is_written() -> None:
+    rows, codec = make_rows(8, 8, tagged=True), codec_of("int64")
+    with pytest.raises(ValueError, match="NaN"):
+        rows.extend_lowest(codec, [np.arange(2)], _core.MinTree(8), np.array([1.0, np.nan]), 0)
+    assert rows.count() == 0
+
+
+def test_one_sample_is_not_read_into_a_batch() -> None:
+    rows, codec = make_rows(8, 8), codec_of("int64")
+    rows.extend(codec, np.arange(3))
+    with pytest.raises(ValueError, match="out: must have"):
+        rows.read(codec, index_of(1), True, np.zeros(1, np.int64))

@@ -178,3 +178,112 @@ def test_two_threads_take_turns_on_one_lane() -> None:
     got = rows.read(CODEC, np.arange(rows.count()))
     check(got)
     assert sorted(got[0].tolist()) == [*range(480), *range(10_000, 10_480)]
+
+
+def segments_are_consecutive(rows: _core.Rows) -> None:
+    """Each sample is a segment of its own: ids follow each other, the oldest first."""
+    ids, _, start, length, *_ = rows.segments()
+    assert (np.diff(ids) == 1).all() and (length == 1).all()
+    assert start.tolist() == list(range(len(ids)))
+
+
+def places_follow_each_other(rows: _core.Rows) -> None:
+    _, _, segment, _ = rows.locate(np.arange(rows.count()))
+    assert (np.diff(segment) == 1).all()
+
+
+def places_are_found_again(rows: _core.Rows) -> None:
+    """Some of the oldest are gone by now; the others follow each other from 0 on, or from where they were."""
+    row, generation, *_ = rows.locate(np.arange(rows.count() // 2))
+    found = rows.index_of(row, generation)
+    left = found[found >= 0]
+    assert (found[: len(found) - len(left)] == -1).all()
+    assert not len(left) or (left == np.arange(len(left))).all()
+
+
+def repeat(look: Callable[[], None], done: threading.Event) -> None:
+    """Look again and again until it is done."""
+    n = 0
+    while not done.is_set() or not n:
+        try:
+            look()
+        except (IndexError, ContentionError):  # it has become shorter, or the writer was too quick
+            continue
+        n += 1
+
+
+@pytest.mark.parametrize("look", [segments_are_consecutive, places_follow_each_other, places_are_found_again])
+def test_a_look_at_tags_is_of_one_moment(look: Callable[[_core.Rows], None]) -> None:
+    """To write so many numbers takes less time than to look at them, and goes on without the GIL: the second half
+    of a block comes in between."""
+    run = 1 << 16
+    rows, codec = make_rows(8, run, tagged=True), _core.Codec([(0, INT, (), False)], None, 8)
+    numbers, ends = np.arange(run - 1), np.ones(run - 1, bool)
+    done = threading.Event()
+
+    def write() -> None:
+        try:
+            for _ in range(200):
+                rows.write(codec, [numbers], len(numbers), 0, ends)
+        finally:
+            done.set()
+
+    together(write, lambda: repeat(lambda: look(rows), done))
+
+
+def test_rows_read_by_their_numbers_are_whole() -> None:
+    """Whether they are in the window or not; the writer is at work on them without the GIL."""
+    run, n = 8192, 4096
+    rows = make_rows(8 * N_WORDS, run)
+    rows.write(CODEC, block(0, run), run)
+    done = threading.Event()
+
+    def write() -> None:
+        try:
+            for at in range(run, run + 100 * n, n):
+                rows.write(CODEC, block(at, n), n)
+        finally:
+            done.set()
+
+    together(write, lambda: repeat(lambda: check(rows.read_rows(CODEC, np.arange(run))), done))
+
+
+def test_a_block_under_lowest_is_seen_whole_or_not_at_all() -> None:
+    n = 2000  # written without the GIL
+    rows, done = make_rows(8 * N_WORDS, n, tagged=True), threading.Event()
+
+    def write() -> None:
+        try:
+            for _ in range(50):
+                rows.clear()
+                rows.extend_lowest(CODEC, block(0, n), _core.MinTree(n), np.arange(n) * 1.0, 0)
+        finally:
+            done.set()
+
+    def look() -> None:
+        assert rows.count() in (0, n)
+
+    together(write, lambda: repeat(look, done))
+
+
+def test_the_oldest_row_is_whole_while_the_next_one_takes_its_place() -> None:
+    """One row at a time: it is the only one that is lapped. It is read from its end, or the writer never caught up."""
+    words, run = 1 << 18, 4  # of a half row: to copy it takes long, and does not need the GIL
+    halves = [(0, INT, (words,), False), (8 * words, INT, (words,), False)]
+    codec = _core.Codec(halves, None, 16 * words)
+    backwards = _core.Codec(halves[::-1], None, 16 * words)
+    rows, done = make_rows(16 * words, run), threading.Event()
+    values = [np.full((1, words), n) for n in range(run + 1)]  # one more: what takes a row's place is another
+
+    def write() -> None:
+        try:
+            for at in range(150):
+                rows.write(codec, [values[at % (run + 1)]] * 2, 1)
+        finally:
+            done.set()
+
+    def look() -> None:
+        last, first = rows.read(backwards, np.zeros(1, np.int64))
+        assert (last == first[0, 0]).all() and (first == first[0, 0]).all(), "torn"
+
+    together(write, lambda: repeat(look, done))

@@ -236,6 +236,15 @@ def check_counts(
     assert stats.offered >= len(new)
 
 
+def go_on(buffer: rc.ReplayBuffer) -> None:
+    buffer.extend(block([900, 901]))
+
+
+def remove_both_ends(buffer: rc.ReplayBuffer) -> None:
+    """All that is between them moves: what a killed removal had marked must not go with them."""
+    buffer.remove_at([0, -1])
+
+
 def check_after_kill(place: Place, operation: Operation, before: Ids, step: int) -> None:
     reader = place.reader(step)
     start = Stopwatch()
@@ -245,13 +254,12 @@ def check_after_kill(place: Place, operation: Operation, before: Ids, step: int)
     check_segments(reader, found)
     check_counts(reader, operation, reader, found, before)
 
-    def go_on(buffer: rc.ReplayBuffer) -> None:
-        buffer.extend(block([900, 901]))
-
-    in_child(place.in_writer(go_on))
-    after = ids_of(reader[...])
-    assert after == [*found, 900, 901][-CAPACITY:], f"step {step}: {found} went on as {after}"
-    check_segments(reader, after)
+    expected = [*found, 900, 901][-CAPACITY:]
+    for work, left in ((go_on, expected), (remove_both_ends, expected[1:-1])):
+        in_child(place.in_writer(work))
+        after = ids_of(reader[...])
+        assert after == left, f"step {step}: {found} went on as {after}"
+        check_segments(reader, after)
     stats = reader.stats()
     assert stats.offered == stats.live + stats.evicted + stats.removed + stats.rejected + stats.dropped
 
@@ -270,6 +278,103 @@ def test_killed_at_every_step(kind: type[Place], name: str, fill: int, tmp_path:
         if not killed:
             break
     assert step >= operation.at_least, f"only {step} steps: are the fault points still there?"
+
+
+@pytest.mark.parametrize("fill", [7, 23])
+def test_what_a_killed_block_never_committed_was_not_offered(fill: int, tmp_path: Path) -> None:
+    """Of twenty samples for a lane of sixteen the first four pass by with the first half; then comes the other half."""
+    seen = set()
+    for step in steps():
+        place = Shared(tmp_path, fill)
+        killed = killed_at(step, place.in_writer(OPERATIONS["extend by more than a lane"].work))
+        in_child(place.in_writer(go_on))  # two samples, after whoever comes next has put things right
+        seen.add(place.buffer.stats().offered - fill - 2)
+        place.close()
+        if not killed:
+            break
+    assert seen == {0, 12, 20}
+
+
+def unfinished_rows(place: Shared) -> Ids:
+    """The rows whose stamps say that they are being written."""
+    rows: Any = place.buffer.storage.rows  # type: ignore[attr-defined]
+    stamps = rows.header.view(rows.geometry.stamps_at, 8 * CAPACITY).view(np.uint64)
+    return list(np.flatnonzero(stamps & 1).tolist())
+
+
+@pytest.mark.parametrize("name", ["append", "extend"])
+def test_a_row_that_was_never_finished_is_not_read_by_its_number(name: str, tmp_path: Path) -> None:
+    for step in steps():
+        place = Shared(tmp_path, 7)
+        assert killed_at(step, place.in_writer(OPERATIONS[name].work)), "no row was seen unfinished"
+        if unfinished := unfinished_rows(place):
+            with pytest.raises(rc.ContentionError, match="written for 1 s"):
+                place.buffer.storage.get(unfinished)
+            in_child(place.in_writer(go_on))
+            assert ids_of(place.buffer.storage.get([7, 8])) == [900, 901]
+        place.close()
+        if unfinished:
+            break
+
+
+def test_a_row_whose_overwriting_was_not_finished_is_dropped(tmp_path: Path) -> None:
+    """Whatever its bytes look like: the kill may have come between any two of them."""
+    seen = set()
+    for step in steps():
+        place = Shared(tmp_path, 7)
+        killed = killed_at(step, place.in_writer(OPERATIONS["set several"].work))
+        unfinished = len(unfinished_rows(place))
+        found = ids_of(place.buffer[...])
+        assert (len(found), place.buffer.stats().dropped) == (7 - unfinished, unfinished)
+        seen.add(unfinished)
+        place.close()
+        if not killed:
+            break
+    assert seen == {0, 1}
+
+
+def test_a_change_that_was_finished_is_not_done_again(tmp_path: Path) -> None:
+    """Its journal is still there when the next one is killed before it has written its own."""
+
+    def remove_and_append(buffer: rc.ReplayBuffer) -> None:
+        buffer.remove_at([1, -2])
+        buffer.extend(block([100]))
+
+    before = [0, 2, 3, 4, 6, 100]
+    for name in ("set one", "remove the oldest", "remove near the newest", "clear"):
+        for step in steps():
+            place = Shared(tmp_path, 7)
+            in_child(place.in_writer(remove_and_append))
+            killed = killed_at(step, place.in_writer(OPERATIONS[name].work))
+            found = ids_of(place.buffer[...])
+            assert OPERATIONS[name].allowed(before, found), f"{name}, step {step}: {before} became {found}"
+            check_segments(place.buffer, found)
+            place.close()
+            if not killed:
+                break
+
+
+@pytest.mark.parametrize("name", ["set one", "remove near the oldest", "remove here and there", "clear"])
+def test_an_unbounded_file_is_repaired_by_whoever_opens_it(name: str, tmp_path: Path) -> None:
+    """Before it has looked at any of its rows."""
+    operation, before = OPERATIONS[name], list(range(7))
+    for step in steps():
+        path = tmp_path / str(step)
+        with rc.ReplayBuffer.create(rc.MemmapStorage, SPACE, capacity=None, cache_path=path,
+                                    maintain_segment_metadata=True) as buffer:  # fmt: skip
+            fill_up(buffer, 7, True)
+
+        def work(path: Path = path) -> None:
+            operation.work(rc.ReplayBuffer.load_from(path, read_only=False))
+
+        killed = killed_at(step, work)
+        with rc.ReplayBuffer.load_from(path, read_only=step % 2 == 0) as buffer:
+            found = ids_of(buffer[...])
+            assert operation.allowed(before, found), f"step {step}: {before} became {found}"
+            check_segments(buffer, found)
+        if not killed:
+            break
+    assert step >= 4
 
 
 @pytest.mark.parametrize("name", ["set several", "remove here and there", "remove near the oldest", "clear"])

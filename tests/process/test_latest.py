@@ -8,6 +8,7 @@ import pickle
 import signal
 import subprocess
 import sys
+import threading
 import time
 from typing import Any
 
@@ -117,6 +118,32 @@ def test_another_live_writer_is_refused_by_name() -> None:
         assert box.stats().writer_pid is None
         in_child(lambda: box.publish(value(2)))
         assert box.publish(value(3)) == 3  # a dead writer is replaced silently
+
+
+def test_a_child_forked_while_a_thread_publishes_is_not_held_up() -> None:
+    with make() as box:
+        done = threading.Event()
+
+        def publish() -> None:
+            while not done.is_set():
+                box.publish(value(1))
+
+        def work() -> None:
+            signal.signal(signal.SIGALRM, signal.SIG_DFL)
+            signal.alarm(10)
+            with pytest.raises(rc.LaneBusyError, match=str(os.getppid())):
+                box.publish(value(2))
+
+        thread = threading.Thread(target=publish)
+        thread.start()
+        try:
+            while not box.version:
+                os.sched_yield()
+            for _ in range(5):
+                in_child(work)
+        finally:
+            done.set()
+            thread.join()
 
 
 def test_closing_lets_another_write() -> None:
@@ -250,6 +277,29 @@ def test_a_dead_readers_hold_stops_nobody(slot: int) -> None:
             assert read(box) == (n + 1, n)
         assert mapping.load(HOLD_AT) == hold  # nobody needed it
         del mapping
+
+
+def test_a_hold_that_was_taken_away_is_noticed() -> None:
+    """While a reader copies much, its hold goes and the writer comes round to its slot, to the end of it."""
+    sizes, rounds = [1 << 24, 8], 8
+    with Latest.create(sizes) as box:
+        box._native.set_patience(0)
+        mapping, offsets = box._open().mapping, list(box._offsets[1:])
+        out: list[Any] = [np.empty(1 << 24, np.uint8), np.empty(1, np.int64)]
+        for n in range(1, 4):
+            box.publish([np.zeros(1 << 24, np.uint8), np.array([n])])
+        for n in range(4, 4 + 3 * rounds, 3):
+            seen: list[int] = []
+            reader = threading.Thread(target=lambda seen=seen: seen.append(box.latest(out)))
+            reader.start()
+            while reader.is_alive() and not mapping.load(HOLD_AT):
+                pass
+            mapping.store(HOLD_AT, 0)
+            for version in range(n, n + 3):
+                box._native.publish([np.array([version])], offsets, [8])
+            reader.join()
+            assert seen == out[1].tolist(), "of another version than it says"
+        assert box.stats().overtaken
 
 
 def test_a_held_slot_is_never_written() -> None:

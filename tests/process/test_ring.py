@@ -176,6 +176,43 @@ class TestRoles:
             assert [get(ring), get(ring)] == [1, 2]  # also what it took and did not release
             child.kill()
 
+    def test_a_child_has_turns_of_its_own(self) -> None:
+        """Though a thread of its parent, which it has not inherited, was waiting in its turn to read."""
+        got: list[int] = []
+        with Ring.create(SLOT, 2) as ring:
+            waiter = threading.Thread(target=lambda: got.append(get(ring, 60.0)))
+            waiter.start()
+            while not ring.native.reader():
+                os.sched_yield()
+
+            def work() -> None:
+                with pytest.raises(rc.LaneBusyError, match=str(os.getppid())):
+                    ring.take(1.0)
+                put(ring, 1)
+
+            try:
+                in_child(work)
+            finally:
+                if not ring.stats().written:
+                    put(ring, 0)
+                waiter.join()
+        assert got == [1]
+
+    def test_a_child_has_no_slot_of_its_parents(self) -> None:
+        with Ring.create(SLOT, 3) as ring:
+            put(ring, 1)
+            views, taken = ring.claim(5.0), ring.take(5.0)
+            child = Actor(put=lambda n: put(ring, n), get=lambda: get(ring))
+            views["obs"][:], views["n"][...] = 2, 2
+            assert int(taken.values["n"]) == 1
+            ring.commit(2)
+            ring.release()
+            ring.release_lane()
+            ring.native.release_reader()
+            child.do("put", 3)
+            assert (child.do("get"), child.do("get")) == (2, 3)
+            child.kill()
+
     def test_a_zombie_is_dead(self) -> None:
         with Ring.create(SLOT, 2) as ring:
             child = writer_of(ring)

@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from tests.replay.make import KINDS, block, create, numbers
+from tests.meanwhile import at_every_moment, at_moment
+from tests.replay.make import KINDS, block, create, numbers, sample
 
+from recollect.batch import FrameStackedBatch
 from recollect.errors import EmptyError
-from recollect.sampling import IndexStream
+from recollect.sampling import IndexStream, StepSampler
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -81,3 +83,58 @@ def test_a_shared_buffer_draws_the_same_everywhere() -> None:
         assert (
             buffer.draw_at(IndexStream(1), 64)["x"].tolist() == twin.draw_at(IndexStream(1), 64)["x"].tolist()
         )
+
+
+def test_only_what_was_overwritten_meanwhile_is_drawn_again() -> None:
+    """Twice, and by more in the later lanes: a sample that stays has another index after each time."""
+    with create("memory", directory="", capacity=60, num_lanes=3) as buffer:
+        lanes = [buffer.on_lane(k) for k in range(3)]
+        for k, lane in enumerate(lanes):
+            for i in range(20):
+                lane.extend(block([1000 * k + i]))
+
+        def overwrite() -> None:
+            for k, lane in enumerate(lanes):
+                for _ in range(2 + 3 * k):
+                    lane.extend(block([9999]))
+
+        drawn = buffer.draw_at(IndexStream(5), 200)["x"].tolist()
+        with at_moment(
+            2, overwrite, times=2
+        ) as meanwhile:  # after the copy, and after the first drawing again
+            again = buffer.draw_at(IndexStream(5), 200)["x"].tolist()
+        left = set(numbers(buffer))
+        assert meanwhile.happened and len(left) == 60 - 30 + 1
+        assert set(again) <= left - {9999}
+        pairs = [(a, b) for a, b in zip(drawn, again, strict=True) if a in left]
+        assert 0 < len(pairs) < 200 and all(a == b for a, b in pairs)
+
+
+def test_what_is_drawn_again_is_uniform_over_what_is_left() -> None:
+    with create("memory", directory="", capacity=1_000) as buffer:
+        buffer.extend(block(list(range(1_000))))
+        drawn = buffer.draw_at(IndexStream(5), 4_000)["x"]
+        with at_moment(0, lambda: buffer.extend(block([9999] * 500))) as meanwhile:  # after the copy
+            again = buffer.draw_at(IndexStream(5), 4_000)["x"]
+        assert meanwhile.happened
+        gone = drawn < 500
+        np.testing.assert_array_equal(again[~gone], drawn[~gone])
+        counts, _ = np.histogram(again[gone], 5, (500, 1_000))
+        assert counts.sum() == gone.sum() > 1_900
+        assert abs(counts - gone.sum() / 5).max() < 90  # five standard deviations
+
+
+def test_only_stacks_that_lost_a_frame_meanwhile_are_drawn_again() -> None:
+    with create("memory", directory="", capacity=100) as buffer:
+        buffer.extend(block(list(range(99))))
+        buffer.append(sample(99))
+        stacks = FrameStackedBatch(buffer, prefetch_horizon=3)
+        with at_every_moment(lambda: None) as moments:
+            drawn = StepSampler(stacks, 200, seed=5).sample()["x"]
+        after_copy = len(moments) - 3  # then come two round the labels
+        with at_moment(after_copy, lambda: buffer.extend(block([9999] * 40))) as meanwhile:
+            again = StepSampler(stacks, 200, seed=5).sample()["x"]
+        assert meanwhile.happened and again.min() >= 40 and again.max() < 100
+        stay = drawn.min(axis=1) >= 40
+        assert 0 < stay.sum() < 200
+        np.testing.assert_array_equal(again[stay], drawn[stay])

@@ -195,6 +195,18 @@ def test_age_is_known_after_a_reload(kind: str, loaded_as: str, tmp_path: Path) 
             assert held(loaded) == [(6, 2.0), (4, 2.0), (5, 2.0)]
 
 
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_the_age_of_one_that_found_room_is_known_after_a_reload(kind: str, tmp_path: Path) -> None:
+    with make(kind, tmp_path) as buffer:
+        buffer.extend(many([(i, 2.0) for i in range(4)]))  # 3 took the row of 0
+        buffer.remove_at(1)
+        buffer.extend(many([(4, 2.0)]))
+        buffer.dumps(tmp_path / "dump")
+    with ReplayBuffer.load_from(tmp_path / "dump", read_only=False) as loaded:
+        loaded.extend(many([(5, 2.0), (6, 2.0)]))  # 2 goes, the oldest, then 3
+        assert sorted(held(loaded)) == [(4, 2.0), (5, 2.0), (6, 2.0)]
+
+
 def test_live_memmap_goes_on_after_reopening(tmp_path: Path) -> None:
     with make("memmap", tmp_path) as buffer:
         buffer.extend(many([(0, 1.0), (1, 1.0), (2, 3.0), (3, 1.0)]))  # 0 went: it was the older

@@ -79,6 +79,24 @@ def test_a_look_is_repeated_until_no_writer_came_in_between(
     assert seen == look(world.buffer) and times > 40
 
 
+def test_what_left_a_lane_already_seen_is_not_counted_with_what_came_to_a_later_one() -> None:
+    """One is removed, and then one added: there never is one more."""
+    for n in range(100):
+        world = World()
+        world.add()  # so that the oldest is not the newest: the lane's cursor stays
+        before = len(world.buffer)
+
+        def remove_and_add(world: World = world) -> None:
+            world.buffer.remove_at(0)
+            world.lanes[-1].extend(block([3000]))
+
+        with at_moment(n, remove_and_add) as meanwhile:
+            assert len(world.buffer) in (before, before - 1)
+        if not meanwhile.happened:
+            break
+    assert n >= LANES - 1
+
+
 def test_writers_that_never_pause_do_not_keep_draws_out() -> None:
     """Then each lane is seen at a moment of its own within the call; samples are whole all the same."""
     world = World(run=5000)

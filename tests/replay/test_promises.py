@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from tests.replay.make import KINDS, ROW_KINDS, block, create, numbers, sample
 
-from recollect.batch import Location
+from recollect.batch import Location, SliceStackedBatch
 from recollect.errors import SchemaError
 from recollect.replay import ReplayBuffer
 from recollect.sampling import IndexStream, StepSampler
@@ -291,3 +292,76 @@ def test_an_unbounded_buffer_keeps_its_row_numbers_as_it_grows() -> None:
         assert (
             buffer[:]["x"].tolist() == list(range(1, 5_000, 2)) and len(buffer.get_segments() or []) == 2_500
         )
+
+
+@pytest.mark.parametrize(
+    ("gone", "most"), [([0, 1], 0), ([-1, -2], 0), ([1], 1), ([-2], 1), ([1, 3], 2), ([4, 6], 2), ([2, 5], 4)]
+)
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_a_removal_copies_the_rows_of_the_shorter_side(
+    kind: str, gone: list[int], most: int, tmp_path: Path
+) -> None:
+    with create(kind, directory=tmp_path, capacity=8) as buffer:
+        buffer.extend(block(list(range(3))))
+        for v in range(3, 11):
+            buffer.append(sample(v))  # round the end of the ring
+        before = buffer.locate(...)
+        buffer.remove_at(gone)
+        after = buffer.locate(...)
+        assert numbers(buffer) == [
+            v for i, v in enumerate(range(3, 11)) if i not in gone and i - 8 not in gone
+        ]
+        known = set(zip(before.row.tolist(), before.generation.tolist()))
+        moved = (
+            set(zip(after.row.tolist(), after.generation.tolist())) - known
+        )  # a moved row is of a new generation
+        assert len(moved) == most
+        storage: Any = buffer.storage
+        assert storage.rows.native.generations(0, 8).max() <= 3, (
+            "a mark of the removal is none of a generation"
+        )
+
+
+@pytest.mark.parametrize("kind", ["memory", "memmap"])
+def test_index_i_of_an_unbounded_buffer_is_row_i_whatever_was_removed(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=None, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block(list(range(8))))
+        for gone, left in (([0, 1], 6), ([1], 5), ([-1], 4), ([0], 3)):
+            buffer.remove_at(gone)
+            assert buffer.offset == 0 and buffer.locate(...).row.tolist() == list(range(left))
+        assert numbers(buffer) == [4, 5, 6]
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_a_first_write_goes_to_a_lane_that_nobody_holds(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=8, num_lanes=2) as buffer, buffer.on_lane(0) as lane:
+        lane.append(sample(1))
+        buffer.append(sample(2))
+        assert numbers(buffer) == [1, 2] and buffer.locate(...).row.tolist() == [0, 4]
+        with buffer.on_lane(1):
+            pass  # which gives it up, though it was the lane of writes that name none
+        storage: Any = buffer.storage
+        assert storage.rows.native.owner(1) == 0
+        buffer.append(sample(3))
+        assert numbers(buffer) == [1, 2, 3] and storage.rows.native.owner(1) == os.getpid()
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_segments_whose_steps_go_on_are_still_two(kind: str, tmp_path: Path) -> None:
+    """The head of the second is gone, so that its first step follows the last of the first."""
+    with create(kind, directory=tmp_path, capacity=16, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block([0, 1, 2]))
+        buffer.extend(block(list(range(10, 16))))
+        buffer.remove_at([3, 4, 5])
+        assert buffer.locate(...).step.tolist() == [0, 1, 2, 3, 4, 5]
+        assert buffer.get_segments() == [(0, 3), (3, 6)]
+
+
+@pytest.mark.parametrize("kind", ROW_KINDS)
+def test_frames_with_gaps_between_them(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=20) as buffer:
+        buffer.extend(block(list(range(15))))
+        buffer.extend(block(list(range(15, 25))))  # round the end of the ring
+        offsets = np.array([-4, -3, 0, 2])
+        frames = SliceStackedBatch(buffer, offsets)[4:18]["x"]
+        np.testing.assert_array_equal(frames, np.arange(9, 23)[:, None] + offsets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.meanwhile import at_moment
 from tests.replay.make import ROW_KINDS, block, create, numbers, sample
 
 from recollect.errors import LaneBusyError, ReadOnlyError
@@ -208,6 +210,39 @@ def test_a_killed_process_loses_its_lane_and_its_segment_ends() -> None:
             assert lane.open_segment == (1, 2) and buffer.locate(1).step == 0
 
 
+def forked(work: Callable[[], Any]) -> int:
+    """How a forked child ends that does `work` and is not done within ten seconds if it waits for ever."""
+    pid = os.fork()
+    if pid == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)  # pytest's own would wait for Python to go on
+        signal.alarm(10)
+        try:
+            work()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_what_a_thread_had_locked_when_it_was_forked_does_not_hold_up_a_child() -> None:
+    """Forked at each moment of a change in place, which holds its lanes: the child looks at them for a free one."""
+    with create("shared", directory="", capacity=12, num_lanes=3, multiprocessing=True) as buffer:
+        buffer.extend(block([1, 2, 3]))
+        ended: list[int] = []
+
+        def append_and_change() -> None:
+            buffer.append(sample(8))
+            buffer.set_at(-1, sample(9))
+
+        for n in range(100):
+            with at_moment(n, lambda: ended.append(forked(append_and_change))) as meanwhile:
+                buffer.set_at([0, 2], block([n, n]))
+            if not meanwhile.happened:
+                break
+            assert set(ended) == {0} and numbers(buffer)[:3] == [n, 2, n] and 9 in numbers(buffer)
+        assert n == len(ended) >= 4
+
+
 def test_edits_reach_lanes_that_nobody_holds() -> None:
     with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True) as buffer:
         buffer.append(sample(1))
@@ -221,6 +256,53 @@ def test_edits_reach_lanes_that_nobody_holds() -> None:
             peer.do(append_all, [4])  # lane 1 is free
         buffer.set_at([0, -1], block([7, 8]))
         assert numbers(buffer) == [7, 2, 3, 8]
+
+
+def test_a_forked_child_gives_back_a_lane_that_its_parent_had_kept() -> None:
+    with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True) as buffer:
+        with buffer.on_lane(1) as lane:
+            lane.extend(block([5]))
+            peer = Peer(FORK, buffer)
+        with peer:
+            peer.do(overwrite_first, 9)
+            with buffer.on_lane(1) as lane:  # it was borrowed for the change alone
+                lane.append(sample(6))
+        assert numbers(buffer) == [9, 6]
+
+
+def test_a_row_is_written_by_its_number_only_where_its_lane_is_free() -> None:
+    with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True) as buffer:
+        with Peer(FORK, buffer) as peer:
+            peer.do(claim_and_append, 1, 5)
+            with pytest.raises(LaneBusyError, match=str(peer.process.pid)):
+                buffer.storage.set(4, sample(9))
+            assert numbers(buffer) == [5]
+        buffer.storage.set(4, sample(9))
+        assert numbers(buffer) == [9]
+
+
+def test_a_change_gives_back_a_lane_that_was_kept_before() -> None:
+    with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True) as buffer:
+        with buffer.on_lane(1) as lane:
+            lane.extend(block([5]))
+        buffer.set_at(0, sample(9))
+        with Peer(FORK, buffer) as peer:
+            peer.do(claim_and_append, 1, 6)
+        assert numbers(buffer) == [9, 6]
+
+
+def test_a_forked_child_has_no_open_segment_yet() -> None:
+    with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True,
+                maintain_segment_metadata=True) as buffer:  # fmt: skip
+        buffer.append(sample(1))
+        with Peer(FORK, buffer) as peer:
+            assert peer.do(open_segment) is None
+            peer.do(append_all, [2, 3])
+            assert peer.do(open_segment) == (1, 3) and buffer.open_segment == (0, 1)
+
+
+def open_segment(buffer: ReplayBuffer) -> tuple[int, int] | None:
+    return buffer.open_segment
 
 
 def test_counts_are_of_all_processes_together() -> None:

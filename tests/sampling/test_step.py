@@ -684,7 +684,7 @@ class TestOneThread:
 class TestHotPath:
     def test_is_one_python_call_on_top_of_the_source(self) -> None:
         sampler = StepSampler(numbers(3), 3, seed=0)
-        sampler._draw_at = divmod  # type: ignore[assignment]  # a builtin of two arguments for a native draw
+        sampler._next = divmod  # type: ignore[assignment]  # a builtin of two arguments for a native draw
         sampler._stream = 7  # type: ignore[assignment]
         calls: list[str] = []
 

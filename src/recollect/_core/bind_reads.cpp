@@ -96,6 +96,45 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
     return batch;
 }
 
+// One thread at a time: whoever has entered has the turn until it leaves. Under the GIL throughout.
+struct Turn {
+    bool taken = false;
+    uint64_t batches = 0;  // drawn in all
+
+    void enter() {
+        if (taken) throw nb::index_error("taken");
+        taken = true;
+    }
+    void leave(uint64_t drawn = 0) {
+        taken = false;
+        batches += drawn;
+    }
+};
+
+// What a sampler of plain rows needs for a batch, bound once: a draw is one call.
+class Drawer {
+  public:
+    Drawer(nb::object rows, nb::object codec, nb::object turn)
+        : rows_(rows), codec_(codec), turn_(turn), of_(nb::cast<const Rows&>(rows)), by_(nb::cast<const Codec&>(codec)),
+          at_(nb::cast<Turn&>(turn)) {}
+
+    // The next batch; None if another thread has the turn or there is nothing to draw from.
+    nb::object next(Stream& stream, size_t n) {
+        if (at_.taken) return nb::none();
+        at_.taken = true;
+        struct Leave { Turn& turn; ~Leave() { turn.leave(); } } leave{at_};
+        nb::object batch = draw(of_, by_, stream, n, nb::none());
+        at_.batches += !batch.is_none();
+        return batch;
+    }
+
+  private:
+    nb::object rows_, codec_, turn_;  // kept alive
+    const Rows& of_;
+    const Codec& by_;
+    Turn& at_;
+};
+
 // Physical rows, in the window or not: each is whole, checked by its stamp.
 nb::object read_rows(const Rows& self, const Codec& codec, nb::handle rows, bool single) {
     auto m = self.memory(codec);
@@ -218,8 +257,16 @@ nb::object open_segment(const Rows& self, size_t k) {
 
 }  // namespace
 
-void bind_reads(nb::class_<Rows>& rows) {
+void bind_reads(nb::module_& m, nb::class_<Rows>& rows) {
     arrays::load_numpy();
+    nb::class_<Turn>(m, "Turn")
+        .def(nb::init<>())
+        .def("enter", &Turn::enter)
+        .def("leave", &Turn::leave, nb::arg("batches") = 0)
+        .def_rw("batches", &Turn::batches);
+    nb::class_<Drawer>(m, "Drawer")
+        .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("rows"), nb::arg("codec"), nb::arg("turn"))
+        .def("next", &Drawer::next, nb::arg("stream"), nb::arg("n"));
     rows
         .def("count", &count)
         .def("windows", &windows)

@@ -173,7 +173,7 @@ void bind_rows(nb::module_& m) {
         .def("share", &share)
         .def("reject", &reject, nb::arg("n"))
         .def("counters", &counters);
-    bind_reads(rows);
+    bind_reads(m, rows);
     bind_writes(rows);
 }
 

@@ -101,7 +101,7 @@ template <typename Each> [[gnu::always_inline]] inline void with_copy(size_t siz
 
 struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 
-constexpr size_t kAhead = 16;    // rows between asking for memory and copying from it
+constexpr size_t kAhead = 24;    // rows between asking for memory and copying from it
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
 constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
 
@@ -153,13 +153,15 @@ template <size_t kLines> inline void prefetch(const byte* at, size_t nbytes) {
     __builtin_prefetch(at + std::min<size_t>(nbytes, 512) - 1);
 }
 
-// Rows of up to `kLines` lines, a few at a time and leaf by leaf. Memory is asked for twice, kAhead rows before the
-// copy and again half way: the processor drops requests when too many are under way, and those would be waited for.
+// Rows of up to `kLines` lines, a few at a time and leaf by leaf. Memory is asked for three times, kAhead rows before
+// the copy, at two thirds and at one third of that: the processor drops requests when too many are under way, and those
+// would be waited for (once: 1.3 times plain C for 256 rows of 168 bytes, twice: 1.04, three times: 0.97).
 // While the last are copied, those of the next `beyond` (at most kAhead) are asked for.
 template <size_t kLines, typename Row>
 void gather_short(Row row, size_t begin, size_t end, size_t beyond, const Extent& extent, const Span* spans,
                   size_t n_spans, byte* const* leaves) {
-    constexpr size_t kGroup = kLines <= 5 ? 4 : 2, kSoon = kAhead / 2, kBlock = 512;
+    constexpr size_t kGroup = kLines <= 5 ? 4 : 2, kBlock = 512;
+    constexpr size_t kSoon = kAhead * 2 / 3, kSooner = kAhead / 3;
     const byte* rows[kBlock + kAhead];
     for (size_t at = begin; at < end; at += kBlock) {
         const size_t n = std::min(kBlock, end - at), to_ask = at + n < end ? n : n + beyond;
@@ -184,7 +186,11 @@ void gather_short(Row row, size_t begin, size_t end, size_t beyond, const Extent
         for (; i + kGroup <= n; i += kGroup) {
             if (asked + kGroup <= to_ask) {
 #pragma GCC unroll 4
-                for (size_t j = 0; j < kGroup; ++j) ask(), prefetch<kLines>(rows[i + kSoon + j], extent.nbytes);
+                for (size_t j = 0; j < kGroup; ++j) {
+                    ask();
+                    prefetch<kLines>(rows[i + kSoon + j], extent.nbytes);
+                    prefetch<kLines>(rows[i + kSooner + j], extent.nbytes);
+                }
             } else {
                 while (asked < to_ask) ask();
             }

@@ -87,7 +87,7 @@ class Memory {
           locks_(std::make_unique<std::mutex[]>(n_lanes_)), kept_(std::make_unique<std::atomic<bool>[]>(n_lanes_)),
           forks_(fork_count.load()), header_(std::move(header)) {
         watch_forks();
-        born_forks_ = forks_;
+        born_forks_ = growth_forks_ = forks_;
         lanes_ = reinterpret_cast<Lane*>(header_->base() + kHeaderNbytes);
         shared_ = reinterpret_cast<Shared*>(header_->base() + kSharedWords);
     }
@@ -172,7 +172,7 @@ class Memory {
     void reach(size_t n_rows) {
         if (capacity) return;
         while (held_rows() < n_rows) {
-            Locked hold(growth_);
+            Locked hold(growth());
             if (held_rows() >= n_rows) return;
             grow();
         }
@@ -189,6 +189,7 @@ class Memory {
         if (is_private)
             throw Forked("this memory belongs to the process that made it; a forked child may only read it");
         locks_ = std::make_unique<std::mutex[]>(n_lanes);  // a thread of the parent may have held one
+        edits_ = std::make_unique<std::mutex>();
         kept_ = std::make_unique<std::atomic<bool>[]>(n_lanes);
         default_lane_ = -1;
         forks_ = now;
@@ -196,7 +197,7 @@ class Memory {
     bool is_forked_copy() const { return is_private && fork_count.load(std::memory_order_relaxed) != born_forks_; }
 
     std::mutex& lock(size_t k) { return locks_[k]; }
-    std::mutex& edits() { return edits_; }
+    std::mutex& edits() { return *edits_; }
 
     // The lane this process writes to when it names none: a free one, else one it already holds.
     size_t default_lane() {
@@ -460,6 +461,11 @@ class Memory {
         w.tail.store(base + to, std::memory_order_release);
     }
 
+    std::mutex& growth() {  // readers come here too, who do not ask check_fork()
+        const uint32_t now = fork_count.load(std::memory_order_relaxed);
+        if (now != growth_forks_) { growth_ = std::make_unique<std::mutex>(); growth_forks_ = now; }
+        return *growth_;
+    }
     void grow() {
         const size_t c = n_chunks_;
         const size_t rows = c == 0 ? kFirstChunk : kFirstChunk << (c - 1);
@@ -484,9 +490,9 @@ class Memory {
 
     std::unique_ptr<std::mutex[]> locks_;
     std::unique_ptr<std::atomic<bool>[]> kept_;  // claimed to write to, not borrowed for one edit
-    uint32_t forks_, born_forks_;
+    uint32_t forks_, born_forks_, growth_forks_;
     int64_t default_lane_ = -1;
-    std::mutex growth_, edits_;
+    std::unique_ptr<std::mutex> growth_ = std::make_unique<std::mutex>(), edits_ = std::make_unique<std::mutex>();
     std::shared_ptr<Mapping> header_;
     Lane* lanes_;
     Shared* shared_;

@@ -231,20 +231,19 @@ inline void copy_sample(const Memory& m, size_t row, size_t i, const Codec& code
 class Draw {
   public:
     Draw(Memory& m, Snapshot& s, uint64_t key, uint64_t counter, uint64_t next, size_t n)
-        : memory_(m), snapshot_(s), key_(key), counter_(counter), next_(next), n_(n), index_(few_) {
-        if (n + kAhead > kFew) many_ = std::make_unique_for_overwrite<uint64_t[]>(n + kAhead), index_ = many_.get();
-    }
+        : memory_(m), snapshot_(s), key_(key), counter_(counter), next_(next), n_(n) {}
 
     bool run(const Codec& codec, byte* const* leaves) {
-        uint64_t* drawn = index_;
-        auto draw = [drawn, n = n_, key = key_, counter = counter_, next = next_ - n_, total = snapshot_.total()](size_t i) {
-            return drawn[i] = draw_one(key, (i < n ? counter : next) + i, total);
+        auto drawn = [key = key_, n = n_, counter = counter_, next = next_ - n_, total = snapshot_.total()](size_t i) {
+            return draw_one(key, (i < n ? counter : next) + i, total);
         };
-        gather(memory_, snapshot_, n_, draw, codec, leaves, kAhead);
-        auto index = [drawn](size_t i) { return drawn[i]; };
-        for (uint64_t again = 1; !all_whole(snapshot_, n_, index); ++again)
-            if (again > kRedraws || !snapshot_.same_epochs() || !redraw(again, codec, leaves)) return false;
-        return true;
+        gather(memory_, snapshot_, n_, drawn, codec, leaves, kAhead);
+        if (all_whole(snapshot_, n_, drawn)) return true;
+        index_.resize(n_);
+        for (size_t i = 0; i < n_; ++i) index_[i] = drawn(i);
+        for (uint64_t again = 1; again <= kRedraws && snapshot_.same_epochs() && redraw(again, codec, leaves); ++again)
+            if (all_whole(snapshot_, n_, [this](size_t i) { return index_[i]; })) return true;
+        return false;
     }
 
     uint64_t redrawn() const { return redrawn_; }
@@ -273,10 +272,7 @@ class Draw {
     Snapshot& snapshot_;
     uint64_t key_, counter_, next_;
     size_t n_;
-    static constexpr size_t kFew = 512;
-    uint64_t few_[kFew];
-    std::unique_ptr<uint64_t[]> many_;
-    uint64_t* index_;
+    std::vector<uint64_t> index_;  // made when something was overwritten: until then they are what the stream says
     uint64_t redrawn_ = 0;
 };
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect._core import Turn
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import drawn
 from recollect.batch.combined import CombinedBatch
@@ -75,29 +76,37 @@ class BatchSampler(View):
         self._stream = IndexStream()
         self._rng: np.random.Generator | None = None
         self._rng_seed = self._stream.seed
-        self._batches = 0
         self._skipped = 0
         self._epoch: Epoch | None = None
         self._resumed: Epoch | None = None
         self._lock()
 
-    def _lock(self) -> None:
-        # One token: who pops it has the turn. `pop` and `append` of a list are atomic, and much faster
-        # than a Lock. Bound once: the fast path of a sampler is a few attribute loads.
-        turn: list[None] = [None]
-        self._enter, self._leave = turn.pop, turn.append
+    def _lock(self, batches: int = 0) -> None:
+        # Much faster than a Lock, and a native draw takes it by itself. Bound once: the fast path is a few loads.
+        self._turn = Turn()
+        self._turn.batches = batches
+        self._enter, self._leave = self._turn.enter, self._turn.leave
+
+    @property
+    def _batches(self) -> int:
+        return self._turn.batches
+
+    @_batches.setter
+    def _batches(self, n: int) -> None:
+        self._turn.batches = n
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the turn: a copy has its own."""
-        return {key: value for key, value in vars(self).items() if key not in self._unpicklable()}
+        kept = {key: value for key, value in vars(self).items() if key not in self._unpicklable()}
+        return {**kept, "_batches": self._batches}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+        self._lock(vars(self).pop("_batches"))
         self._limiter = limiter_of(self._data) if isinstance(self._data, BatchBase) else None
-        self._lock()
 
     def _unpicklable(self) -> tuple[str, ...]:
-        return ("_enter", "_leave", "_limiter")
+        return ("_turn", "_enter", "_leave", "_limiter")
 
     # The source
 
@@ -168,7 +177,7 @@ class BatchSampler(View):
             with self._drawing(self.batch_size):
                 return self._draw_index()
         finally:
-            self._leave(None)
+            self._leave()
 
     def _drawing(self, n: int) -> AbstractContextManager[None]:
         """A block that draws `n` samples: it waits for the source's limiter and counts unless it raises."""
@@ -209,7 +218,7 @@ class BatchSampler(View):
             self._batches += 1
             return found
         finally:
-            self._leave(None)
+            self._leave()
 
     def _sample_once(self, flat: bool, metadata: bool) -> Read:
         found: Read = drawn(self._data, lambda size: self.batch._read(self._draw_index(), (), flat, metadata))
@@ -276,7 +285,7 @@ class BatchSampler(View):
             self._epoch, self._resumed = epoch, None
             return epoch
         finally:
-            self._leave(None)
+            self._leave()
 
     def _next_of(self, epoch: Epoch, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
         self._take_turn()
@@ -290,7 +299,7 @@ class BatchSampler(View):
             self._batches += found is not None
             return found
         finally:
-            self._leave(None)
+            self._leave()
 
     def _end_epoch(self, epoch: Epoch) -> None:
         if self._epoch is epoch:
@@ -311,7 +320,7 @@ class BatchSampler(View):
         try:
             self._seed(seed)
         finally:
-            self._leave(None)
+            self._leave()
 
     def _seed(self, seed: int) -> None:
         stream = IndexStream(seed)
@@ -345,7 +354,7 @@ class BatchSampler(View):
         try:
             self._load(state)
         finally:
-            self._leave(None)
+            self._leave()
 
     def _load(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]

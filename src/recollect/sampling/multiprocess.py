@@ -186,19 +186,20 @@ class MultiprocessingSampler(BatchSampler):
             self._enter()
         except IndexError:
             raise self._busy() from None
+        n_drawn = 0
         try:
             pool = self._pool
             if self._is_plain and pool is not None and self._drawing_run == pool.run:
                 found = self._fetch(self._number % self.n_workers, LOOK_S, pool.run, pool.data, None, out)
                 if type(found) is tuple and found[0] == 0:
                     self._number += 1
-                    self._batches += 1
+                    n_drawn = 1
                     return found[2]
                 if type(found) is tuple:  # an error or the like, and it is taken: say what it is
                     self._refuse(pool, found)
             data = self._next(False, False)[0]
         finally:
-            self._leave(None)
+            self._leave(n_drawn)
         return data if out is None else fill(out, data)
 
     def _sample(self, flat: bool, metadata: bool) -> Read:
@@ -206,7 +207,7 @@ class MultiprocessingSampler(BatchSampler):
         try:
             return self._next(flat, metadata)
         finally:
-            self._leave(None)
+            self._leave()
 
     def _next(self, flat: bool, metadata: bool) -> Read:
         pool = self._workers()
@@ -285,7 +286,7 @@ class MultiprocessingSampler(BatchSampler):
             self._drawing_run = -1  # what lies ready is one batch behind
             return index
         finally:
-            self._leave(None)
+            self._leave()
 
     def _outward_all(self, data: Any, metadata: Any, labels: Any, n: int, flat: bool) -> Read:
         """What was copied out of a slot, in the form and on the device that the caller wants.
@@ -328,7 +329,7 @@ class MultiprocessingSampler(BatchSampler):
             self._epoch, self._resumed = epoch, None
             return epoch
         finally:
-            self._leave(None)
+            self._leave()
 
     def _next_of(self, epoch: Any, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
         self._take_turn()
@@ -353,7 +354,7 @@ class MultiprocessingSampler(BatchSampler):
             labels = self.sampler._labels_at(epoch.places(chosen)) if metadata else None
             return self._outward_all(data, about, labels, n, flat)
         finally:
-            self._leave(None)
+            self._leave()
 
     def _end_epoch(self, epoch: Any) -> None:
         super()._end_epoch(epoch)

@@ -224,7 +224,7 @@ class PrioritizedSampler(BatchSampler):
             self._late += len(row) - applied
             return applied
         finally:
-            self._leave(None)
+            self._leave()
 
     def stats(self) -> PrioritizedStats:
         """Return a frozen record of what was drawn, skipped, and became of priorities."""

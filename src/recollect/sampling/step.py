@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from recollect._core import Drawer
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import drawn
 from recollect.batch.structure import fill
@@ -11,6 +12,10 @@ from recollect.batch.view import as_source
 from recollect.replay import ReplayBuffer
 from recollect.sampling.base import BatchSampler
 from recollect.sampling.stream import Ints
+
+
+def _no_batch(stream: Any, n: int) -> None:
+    """Stands for a native draw where there is none."""
 
 
 class StepSampler(BatchSampler):
@@ -55,13 +60,15 @@ class StepSampler(BatchSampler):
     def _choose_draw(self) -> None:
         draw = self.batch.bound_draw() if self.replace else self._draw_without
         self._draw_at = draw if self._limiter is None else self._draw_limited
+        rows = self._drawn_rows() if self._limiter is None else None
+        self._next = _no_batch if rows is None else Drawer(*rows, self._turn).next
 
     def _unlimit(self) -> None:
         super()._unlimit()
         self._choose_draw()
 
     def _unpicklable(self) -> tuple[str, ...]:
-        return (*super()._unpicklable(), "_draw_at")
+        return (*super()._unpicklable(), "_draw_at", "_next")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -69,7 +76,12 @@ class StepSampler(BatchSampler):
 
     def sample(self, *, out: Any = None) -> Any:
         """Draw a batch, into the arrays `out` if they are given."""
-        # The hot path: everything is bound, and the source does the rest in one call.
+        # The hot path: one native call, which also takes the turn. None: it cannot, and below is done or said why.
+        if out is None:
+            draw_next = self._next
+            data = draw_next(self._stream, self.batch_size)
+            if data is not None:
+                return data
         try:
             self._enter()
         except IndexError:
@@ -85,7 +97,7 @@ class StepSampler(BatchSampler):
                 raise self._data._empty()
             self._batches += 1
         finally:
-            self._leave(None)
+            self._leave()
         return data
 
     def _drawn_rows(self) -> tuple[Any, Any] | None:
