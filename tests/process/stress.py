@@ -11,6 +11,7 @@ import numpy as np
 from tests.process import rows
 
 import recollect as rc
+from recollect import _core
 
 REPORT = 8_192  # rows between two reports of a writer
 BLOCKS = (1, 2, 3, 7, 64, 256, 500)  # all at most half a lane, so that each call is one moment
@@ -54,6 +55,8 @@ def board_lanes(buffer: rc.ReplayBuffer) -> int:
 def write(buffer: rc.ReplayBuffer, lane: int, board: Board, seed: int, report: Connection) -> None:
     """Write for ever, now single rows and now blocks; the first report says where this writer took over."""
     rng = np.random.default_rng(seed)
+    if lane % 2:
+        _core.stream_from(0, 0)  # past the caches, whatever this machine prefers
     with buffer, buffer.on_lane(lane) as out:
         last = newest_number(buffer, lane)
         # Each call is one moment: the dead writer's last call happened or did not, and what returned is there.

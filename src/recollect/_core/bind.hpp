@@ -13,7 +13,7 @@ std::shared_ptr<Memory> memory_of(nb::handle rows, const Codec& codec);  // the 
 void bind_mapping(nb::module_& m);
 void bind_rows(nb::module_& m);
 void bind_reads(nb::module_& m, nb::class_<Rows>& rows);
-void bind_writes(nb::class_<Rows>& rows);
+void bind_writes(nb::module_& m, nb::class_<Rows>& rows);
 void bind_trees(nb::module_& m);
 void bind_ring(nb::module_& m);
 void bind_pack(nb::module_& m);

@@ -1,6 +1,7 @@
 // Bindings of Rows, reading: samples, draws, places, segments. Stubs are in _native.pyi.
 #include "bind.hpp"
 #include "edits.hpp"
+#include "recycle.hpp"
 #include "windows.hpp"
 
 namespace recollect {
@@ -75,25 +76,29 @@ nb::object read(const Rows& self, const Codec& codec, nb::handle index, bool sin
     return out.is_none() ? codec.build(arrays, single) : out;
 }
 
-// The next n draws of a stream, uniform with replacement; None when there is nothing to draw from.
+// The next n draws of a stream, uniform with replacement, into leaves; false when there is nothing to draw from.
+bool draw_into(Memory& m, const Codec& codec, Stream& stream, size_t n, PerLeaf<byte*>& leaves) {
+    bool empty = false;
+    {
+        Unlocked unlocked(n * m.row_nbytes > kHoldGil);
+        Reader reader(m);
+        reader.run([&] {
+            empty = reader.snapshot().total() == 0;
+            return empty || Draw(m, reader.snapshot(), stream.key, stream.counter, stream.counter + n, n).run(codec, leaves.data());
+        });
+    }
+    if (!empty) stream.counter += n;
+    return !empty;
+}
+
+// The same as a batch, or None.
 nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, nb::object out) {
     auto m = self.memory(codec);
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
     prepare(codec, npy_intp(n), out, arrays, leaves);
     nb::object batch = out.is_none() ? codec.build(arrays, false) : out;
-    bool empty = false;
-    {
-        Unlocked unlocked(n * m->row_nbytes > kHoldGil);
-        Reader reader(*m);
-        reader.run([&] {
-            empty = reader.snapshot().total() == 0;
-            return empty || Draw(*m, reader.snapshot(), stream.key, stream.counter, stream.counter + n, n).run(codec, leaves.data());
-        });
-    }
-    if (empty) return nb::none();
-    stream.counter += n;
-    return batch;
+    return draw_into(*m, codec, stream, n, leaves) ? batch : nb::none();
 }
 
 // One thread at a time: whoever has entered has the turn until it leaves. Under the GIL throughout.
@@ -116,15 +121,18 @@ class Drawer {
   public:
     Drawer(nb::object rows, nb::object codec, nb::object turn)
         : rows_(rows), codec_(codec), turn_(turn), of_(nb::cast<const Rows&>(rows)), by_(nb::cast<const Codec&>(codec)),
-          at_(nb::cast<Turn&>(turn)) {}
+          at_(nb::cast<Turn&>(turn)), recycled_(by_) {}
 
     // The next batch; None if another thread has the turn or there is nothing to draw from.
     nb::object next(Stream& stream, size_t n) {
         if (at_.taken) return nb::none();
         at_.taken = true;
         struct Leave { Turn& turn; ~Leave() { turn.leave(); } } leave{at_};
-        nb::object batch = draw(of_, by_, stream, n, nb::none());
-        at_.batches += !batch.is_none();
+        auto m = of_.memory(by_);
+        PerLeaf<byte*> leaves(by_.size());
+        nb::object batch = recycled_.take(npy_intp(n), leaves);
+        if (!draw_into(*m, by_, stream, n, leaves)) return nb::none();
+        ++at_.batches;
         return batch;
     }
 
@@ -133,6 +141,7 @@ class Drawer {
     const Rows& of_;
     const Codec& by_;
     Turn& at_;
+    Recycled recycled_;
 };
 
 // Physical rows, in the window or not: each is whole, checked by its stamp.

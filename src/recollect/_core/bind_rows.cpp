@@ -174,7 +174,7 @@ void bind_rows(nb::module_& m) {
         .def("reject", &reject, nb::arg("n"))
         .def("counters", &counters);
     bind_reads(m, rows);
-    bind_writes(rows);
+    bind_writes(m, rows);
 }
 
 }  // namespace recollect

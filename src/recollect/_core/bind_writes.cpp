@@ -1,4 +1,6 @@
 // Bindings of Rows, writing: appends, blocks, changes in place. Stubs are in _native.pyi.
+#include <nanobind/stl/optional.h>
+
 #include <cmath>
 
 #include "bind.hpp"
@@ -196,10 +198,18 @@ void remove(const Rows& self, nb::handle index) {
 
 void clear(const Rows& self) { auto m = self.writable(); clear_all(*m); }
 
+// For tests: write past the caches from these sizes on, whoever made the processor; None as always.
+void stream_from(std::optional<size_t> block_nbytes, std::optional<size_t> memory_nbytes) {
+    const Streaming usual;
+    streaming().block = block_nbytes.value_or(usual.block);
+    streaming().memory = memory_nbytes.value_or(usual.memory);
+}
+
 }  // namespace
 
-void bind_writes(nb::class_<Rows>& rows) {
+void bind_writes(nb::module_& m, nb::class_<Rows>& rows) {
     arrays::load_numpy();
+    m.def("stream_from", &stream_from, nb::arg("block_nbytes").none(), nb::arg("memory_nbytes").none());
     rows
         .def("append", &append, nb::arg("codec"), nb::arg("sample").none(), nb::arg("lane") = -1)
         .def("extend", &extend, nb::arg("codec"), nb::arg("batch").none(), nb::arg("lane") = -1, nb::arg("ends") = nb::none(),

@@ -124,6 +124,12 @@ class Codec {
         return static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
     }
 
+    // Is `batch` what `build` made of these arrays, in each part, and is each part inside it only its own?
+    bool is_built_of(PyObject* batch, const nb::object* arrays) const { return has_plan_ && is_built_of(root_, batch, arrays); }
+    bool can_fill(size_t k, PyObject* array, npy_intp n) const {
+        return fits(fields_[k], array, n) && PyArray_ISWRITEABLE(reinterpret_cast<PyArrayObject*>(array));
+    }
+
     // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
     void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
         size_t total = 0;
@@ -223,6 +229,23 @@ class Codec {
                     if (!walk(node.children[i], PyTuple_GET_ITEM(value, i), leaf)) return false;
                 return true;
         }
+    }
+
+    static bool is_built_of(const Node& node, PyObject* value, const nb::object* arrays) {
+        if (node.kind == Node::kLeaf) return value == arrays[node.leaf].ptr();
+        if (Py_REFCNT(value) != 1) return false;
+        if (node.kind == Node::kTuple) {
+            if (!PyTuple_CheckExact(value) || size_t(PyTuple_GET_SIZE(value)) != node.children.size()) return false;
+            for (size_t i = 0; i < node.children.size(); ++i)
+                if (!is_built_of(node.children[i], PyTuple_GET_ITEM(value, i), arrays)) return false;
+            return true;
+        }
+        if (!PyDict_CheckExact(value) || size_t(PyDict_GET_SIZE(value)) != node.keys.size()) return false;
+        PyObject *key, *child;
+        Py_ssize_t at = 0;
+        for (size_t i = 0; PyDict_Next(value, &at, &key, &child); ++i)
+            if (key != node.keys[i].ptr() || !is_built_of(node.children[i], child, arrays)) return false;
+        return true;
     }
 
     bool take_one(const Node& root, PyObject* sample, Source* into) const {

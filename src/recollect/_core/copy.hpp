@@ -103,7 +103,7 @@ struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 
 constexpr size_t kAhead = 24;    // rows between asking for memory and copying from it
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
-constexpr size_t kThreadNbytes = size_t(1) << 20;  // a thread must have this much to copy to be worth starting
+constexpr size_t kThreadNbytes = size_t(3) << 18;  // a thread must have this much to copy to be worth starting
 
 // Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
 inline size_t usable_cores() {

@@ -182,6 +182,8 @@ class Memory {
         return n ? kFirstChunk << (n - 1) : 0;
     }
 
+    size_t nbytes() const { return (capacity ? capacity : held_rows()) * row_nbytes; }
+
     // --- who writes -------------------------------------------------------------------------------------------------
     void check_fork() {
         const uint32_t now = fork_count.load(std::memory_order_relaxed);

@@ -3,6 +3,7 @@
 
 #include "codec.hpp"
 #include "lanes.hpp"
+#include "stream.hpp"
 
 namespace recollect {
 
@@ -400,13 +401,14 @@ class Writer {
         });
         std::atomic_thread_fence(std::memory_order_release);
         fault_point();
+        const size_t nbytes = memory_.row_nbytes;
         memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {
-            byte* to = c.rows + first * memory_.row_nbytes - done * memory_.row_nbytes;  // where sample 0 would be
-            in_parallel(count, count * memory_.row_nbytes, [&](size_t begin, size_t end) {
-                scatter_leaves(to, memory_.row_nbytes, done + begin, done + end, codec.spans(), codec.size(), leaves);
+            byte* to = c.rows + first * nbytes - done * nbytes;  // where sample 0 would be
+            in_parallel(count, count * nbytes, [&](size_t begin, size_t end) {
+                write_rows(to, nbytes, done + begin, done + end, codec.spans(), codec.size(), leaves, memory_.nbytes(),
+                           [&](byte* rows, size_t from, size_t until) { patch(rows, base, from, until); });
             });
         });
-        patch(base, n, start);
         fault_point();
         memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {
             if (memory_.tagged)
@@ -417,14 +419,13 @@ class Writer {
         fault_point();
     }
 
-    void patch(size_t base, size_t n, uint64_t start) {
+    // Of samples [begin, end) of those from `base` on; sample `base` has the first row.
+    void patch(byte* rows, size_t base, size_t begin, size_t end) const {
         if (!patches_) return;
-        const int64_t* end = patches_->samples + patches_->n;
-        for (const int64_t* s = std::lower_bound(patches_->samples, end, int64_t(base)); s < end && size_t(*s) < base + n; ++s) {
-            byte* row = memory_.row(memory_.row_of(k_, start + size_t(*s) - base));
+        const int64_t* last = patches_->samples + patches_->n;
+        for (const int64_t* s = std::lower_bound(patches_->samples, last, int64_t(base + begin)); s < last && size_t(*s) < base + end; ++s)
             for (const auto& [span, values] : patches_->leaves)
-                copy_bytes(row + span.offset, values + size_t(*s) * span.nbytes, span.nbytes);
-        }
+                copy_bytes(rows + (size_t(*s) - base) * memory_.row_nbytes + span.offset, values + size_t(*s) * span.nbytes, span.nbytes);
     }
 
     Memory& memory_;
