@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import accumulate
 
 import numpy as np
 import pytest
@@ -25,17 +26,32 @@ def updates(values: st.SearchStrategy[float]) -> st.SearchStrategy[list[list[tup
 
 
 def node_sums(leaves: list[float]) -> float:
-    """The total as the tree adds it: sixteen at a time, every fourth together, then those four in pairs."""
-    level = leaves
+    """The total as the tree adds it, sixteen at a time.
+
+    Leaves: every fourth together, then those four in pairs. Sums of these: running, within each four and of the fours.
+    """
+    level, of_leaves = leaves, True
     while True:
         level = level + [0.0] * (-len(level) % ARITY)
-        sums = []
-        for at in range(0, len(level), ARITY):
-            a, b, c, d = (sum(level[at + k + 4 : at + ARITY : 4], start=level[at + k]) for k in range(4))
-            sums.append((a + b) + (c + d))
-        if len(sums) == 1:
-            return sums[0]
-        level = sums
+        groups = [level[at : at + ARITY] for at in range(0, len(level), ARITY)]
+        level = [leaf_sum(group) if of_leaves else running_sums(group)[-1] for group in groups]
+        if len(level) == 1:
+            return level[0]
+        of_leaves = False
+
+
+def leaf_sum(group: list[float]) -> float:
+    a, b, c, d = (sum(group[k + 4 :: 4], start=group[k]) for k in range(4))
+    return (a + b) + (c + d)
+
+
+def running_sums(group: list[float]) -> list[float]:
+    found, before = [], 0.0
+    for at in range(0, ARITY, 4):
+        within = list(accumulate(group[at : at + 4]))
+        found += [before + x for x in within]
+        before += within[-1]
+    return found
 
 
 def floats(values: list[float]) -> np.ndarray:

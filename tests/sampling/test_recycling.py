@@ -19,14 +19,15 @@ SPACE = {
 }
 
 
-@pytest.fixture
-def sampler() -> rc.StepSampler:
+@pytest.fixture(params=[rc.StepSampler, rc.PrioritizedSampler])
+def sampler(request: pytest.FixtureRequest) -> rc.BatchSampler:
     buf = rc.ReplayBuffer.create(rc.MemoryStorage, SPACE, capacity=1000)
     n = np.arange(1000)
     obs = np.repeat(n[:, None], 3, 1).astype("float32")
     nested = {"a": n, "b": np.repeat(n[:, None] % 256, 2, 1).astype("uint8")}
     buf.extend({"obs": obs, "nested": nested, "pair": (n % 2 == 1, np.repeat(n[:, None] * 1.0, 4, 1))})
-    return rc.StepSampler(buf, 16, seed=0)
+    made: rc.BatchSampler = request.param(buf, 16, seed=0)
+    return made
 
 
 def leaves(batch: Any) -> list[Any]:
@@ -57,12 +58,12 @@ def addresses(batch: Any) -> list[int]:
     return [a.ctypes.data for a in leaves(batch)]
 
 
-def test_a_dropped_batch_is_filled_again(sampler: rc.StepSampler) -> None:
+def test_a_dropped_batch_is_filled_again(sampler: rc.BatchSampler) -> None:
     first = addresses(sampler.sample())
     assert all(addresses(sampler.sample()) == first for _ in range(5))
 
 
-def test_a_loop_that_has_the_last_batch_uses_two(sampler: rc.StepSampler) -> None:
+def test_a_loop_that_has_the_last_batch_uses_two(sampler: rc.BatchSampler) -> None:
     seen, batch = set(), None
     for _ in range(10):
         batch = sampler.sample()
@@ -98,7 +99,7 @@ def contents(kept: Any) -> list[Any]:
 
 
 @pytest.mark.parametrize("keep", KEEP.values(), ids=KEEP)
-def test_what_somebody_has_never_changes(sampler: rc.StepSampler, keep: Callable[[Any], Any]) -> None:
+def test_what_somebody_has_never_changes(sampler: rc.BatchSampler, keep: Callable[[Any], Any]) -> None:
     batch = sampler.sample()
     kept = keep(batch)
     before = contents(kept)
@@ -130,14 +131,14 @@ CHANGE: dict[str, Callable[[Any], Any]] = {
 @pytest.mark.parametrize("change", CHANGE.values(), ids=CHANGE)
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # numpy means to end assigning shapes and dtypes
 def test_a_changed_batch_does_not_come_back_changed(
-    sampler: rc.StepSampler, change: Callable[[Any], Any]
+    sampler: rc.BatchSampler, change: Callable[[Any], Any]
 ) -> None:
     change(sampler.sample())
     for _ in range(4):
         check(sampler.sample())
 
 
-def test_an_array_put_into_a_batch_is_not_written(sampler: rc.StepSampler) -> None:
+def test_an_array_put_into_a_batch_is_not_written(sampler: rc.BatchSampler) -> None:
     memory = bytearray(16 * 3 * 4)
     sampler.sample()["obs"] = np.frombuffer(memory, "float32").reshape(16, 3)
     for _ in range(4):
@@ -145,7 +146,7 @@ def test_an_array_put_into_a_batch_is_not_written(sampler: rc.StepSampler) -> No
     assert not any(memory)
 
 
-def test_the_array_that_a_view_took_the_place_of_is_not_written(sampler: rc.StepSampler) -> None:
+def test_the_array_that_a_view_took_the_place_of_is_not_written(sampler: rc.BatchSampler) -> None:
     batch = sampler.sample()
     mine, before = batch["obs"], batch["obs"].copy()
     batch["obs"] = mine[:]
@@ -155,7 +156,22 @@ def test_the_array_that_a_view_took_the_place_of_is_not_written(sampler: rc.Step
     np.testing.assert_array_equal(mine, before)
 
 
-def test_another_batch_size_is_another_batch(sampler: rc.StepSampler) -> None:
+def test_labels_that_somebody_has_never_change() -> None:
+    buf = rc.ReplayBuffer.create(rc.MemoryStorage, {"x": ((), "int64")}, capacity=100)
+    buf.extend({"x": np.arange(100)})
+    sampler = rc.PrioritizedSampler(buf, 8, seed=0)
+    kept = [sampler.sample_with_metadata() for _ in range(4)]
+    for batch, meta in kept:
+        np.testing.assert_array_equal(buf.storage.get(meta["row"])["x"], batch["x"])  # type: ignore[index]
+    one = sampler.sample_with_metadata()[1]["weight"]  # type: ignore[index]
+    before = one.copy()
+    sampler.update_priorities(kept[0][1], np.arange(8.0))  # type: ignore[arg-type]
+    for _ in range(4):
+        sampler.sample_with_metadata()
+    np.testing.assert_array_equal(one, before)
+
+
+def test_another_batch_size_is_another_batch(sampler: rc.BatchSampler) -> None:
     sampler.sample()
     sampler.batch_size = 5
     assert sampler.sample()["obs"].shape == (5, 3)

@@ -3,15 +3,15 @@
 
 #include "bind.hpp"
 #include "prioritized.hpp"
+#include "recycle.hpp"
 
 namespace recollect {
 namespace {
 
 // The mass that each value comes to; none may be beyond what can be added up.
 std::vector<double> masses_of(const Priorities& p, const double* values, size_t n) {
-    std::vector<double> masses(n);
+    std::vector<double> masses = p.masses_of(values, n);
     for (size_t i = 0; i < n; ++i) {
-        masses[i] = p.mass_of(values[i]);
         const bool is_number = values[i] >= 0.0 && !std::isinf(values[i]);
         if (is_number && masses[i] <= kMostMass) continue;
         throw nb::value_error(("values: must " +
@@ -46,6 +46,40 @@ nb::object draw(Priorities& self, nb::handle codec_or_none, uint64_t key, uint64
     if (!found) return nb::none();
     return nb::make_tuple(codec ? codec->build(leaf_arrays, false) : nb::none(), row, generation, probability, weight);
 }
+
+// What a sampler by priority needs for a batch, bound once. `labels`: the codec of row, generation, probability, weight.
+class PriorityDrawer {
+  public:
+    PriorityDrawer(nb::object priorities, nb::object codec, nb::object labels)
+        : kept_alive_{priorities, codec, labels}, of_(nb::cast<Priorities&>(priorities)), by_(nb::cast<const Codec&>(codec)),
+          batches_(by_), labels_(nb::cast<const Codec&>(labels)) {
+        if (by_.row_nbytes() != of_.lock()->row_nbytes) throw nb::value_error("codec: must be made for these rows");
+        if (nb::cast<const Codec&>(labels).size() != 4) throw nb::value_error("labels: must be four");
+    }
+
+    // (batch, labels); None when nothing can be drawn.
+    nb::object next(Stream& stream, size_t n, double beta) {
+        auto m = of_.lock();
+        PerLeaf<byte*> leaves(by_.size()), label(4);
+        nb::object batch = batches_.take(npy_intp(n), leaves), labels = labels_.take(npy_intp(n), label);
+        Drawn out{reinterpret_cast<int64_t*>(label[0]), reinterpret_cast<int64_t*>(label[1]),
+                  reinterpret_cast<float*>(label[2]), reinterpret_cast<float*>(label[3])};
+        bool found;
+        {
+            Unlocked unlocked(n * m->row_nbytes > kHoldGil);
+            found = of_.draw(*m, stream.key, stream.counter, n, beta, &by_, leaves.data(), out);
+        }
+        if (!found) return nb::none();
+        stream.counter += n;
+        return nb::make_tuple(batch, labels);
+    }
+
+  private:
+    nb::object kept_alive_[3];
+    Priorities& of_;
+    const Codec& by_;
+    Recycled batches_, labels_;
+};
 
 size_t update(Priorities& self, nb::handle rows, nb::handle generations, nb::handle values) {
     auto m = self.lock();
@@ -96,6 +130,16 @@ void restore(Priorities& self, nb::handle rows, nb::handle generations, nb::hand
 void bind_prioritized(nb::module_& m) {
     arrays::load_numpy();
     m.attr("MOST_MASS") = kMostMass;
+    m.def("powers", [](nb::handle x, double a) {
+        auto [from, n] = arrays::view<double>(x, "x");
+        double* to;
+        nb::object out = arrays::make<double>(n, to);
+        powers(from, a, to, n);
+        return out;
+    }, nb::arg("x"), nb::arg("a"));
+    nb::class_<PriorityDrawer>(m, "PriorityDrawer")
+        .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("priorities"), nb::arg("codec"), nb::arg("labels"))
+        .def("next", &PriorityDrawer::next, nb::arg("stream"), nb::arg("n"), nb::arg("beta"));
     nb::class_<Priorities>(m, "Priorities")
         .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps) {
             new (self) Priorities(*static_cast<std::weak_ptr<Memory>*>(rows.data()), alpha, eps);

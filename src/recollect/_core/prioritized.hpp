@@ -11,6 +11,7 @@
 
 #include <cmath>
 
+#include "powers.hpp"
 #include "rows.hpp"
 #include "tree.hpp"
 
@@ -20,6 +21,7 @@ constexpr double kMostMass = 0x1p900;  // masses up to this add up to something 
 
 struct Least {
     using value = double;
+    static constexpr bool has_running = false;
     static constexpr double empty = std::numeric_limits<double>::infinity();
     static double of(const double* c) {
         double low[4] = {c[0], c[1], c[2], c[3]};  // side by side, as the sums
@@ -39,7 +41,9 @@ class Masses {
     double total() const { return sum_.top(); }
     double least() const { return least_.top(); }
     double of(size_t row) const { return sum_.leaf(row); }
-    void find(double* masses, size_t n, int64_t* rows) const { sum_.find_all(masses, n, rows); }
+    template <typename Found> void find(double* masses, size_t n, int64_t* rows, Found found) const {
+        sum_.find_all(masses, n, rows, found);
+    }
 
     void set(const int64_t* rows, const double* masses, size_t n) {
         sum_.set(rows, masses, n);
@@ -47,9 +51,10 @@ class Masses {
         lows_.clear();
         for (size_t i = 0; i < n; ++i) {
             const int64_t block = rows[i] / int64_t(kArity);
-            if (!blocks_.empty() && blocks_.back() == block) continue;
+            const double low = low_of(size_t(block));
+            if (low == least_.leaf(size_t(block))) continue;  // as of most: the least of sixteen is rarely the one that changes
             blocks_.push_back(block);
-            lows_.push_back(low_of(size_t(block)));
+            lows_.push_back(low);
         }
         least_.set(blocks_.data(), lows_.data(), blocks_.size());
     }
@@ -108,7 +113,13 @@ class Priorities {
     }
 
     double top() const { return top_; }
-    double mass_of(double value) const { return std::pow(value + eps_, alpha_); }
+    double mass_of(double value) const { return power(value + eps_, alpha_); }
+    std::vector<double> masses_of(const double* values, size_t n) const {
+        std::vector<double> masses(n);
+        for (size_t i = 0; i < n; ++i) masses[i] = values[i] + eps_;
+        powers(masses.data(), alpha_, masses.data(), n);
+        return masses;
+    }
     double total() { auto m = lock(); keep_up(*m); return masses_.total(); }
     double least() const { return masses_.least(); }
 
@@ -286,10 +297,16 @@ class Priorities {
         const double part = masses_.total() / double(n);
         targets_.resize(n);
         for (size_t i = 0; i < n; ++i) targets_[i] = (double(i) + unit(key, counter + i)) * part;
-        masses_.find(targets_.data(), n, out.row);
+        // What is found is asked for at once: its memory is on the way while the rest are searched for.
+        const size_t lines = n <= kPart && codec ? std::min<size_t>(codec->extent().nbytes, 512) : 0;
+        const byte* first = m.capacity && codec ? m.row(0) + codec->extent().offset : nullptr;
+        masses_.find(targets_.data(), n, out.row, [&m, first, lines, nbytes = m.row_nbytes, n](size_t row) {
+            if (n <= kPart) __builtin_prefetch(&m.stamp(row));
+            if (first)
+                for (size_t at = 0; at < lines + 63; at += 64)
+                    __builtin_prefetch(first + row * nbytes + std::min(at, lines - 1), 0, kL2);
+        });
         moment();
-        if (out.generation && n <= kPart)
-            for (size_t i = 0; i < n; ++i) __builtin_prefetch(&m.stamp(size_t(out.row[i])));
         if (codec) gather_rows(m, out.row, n, *codec, leaves);
         moment();
         if (out.generation)
@@ -328,7 +345,7 @@ class Priorities {
         const double part = masses_.total() / double(n);
         for (size_t i : lapped) {
             double mass = (double(i) + unit(key, counter + i)) * part;
-            masses_.find(&mass, 1, &out.row[i]);
+            masses_.find(&mass, 1, &out.row[i], [](size_t) {});
             if (codec) copy_sample(m, size_t(out.row[i]), i, *codec, leaves);
             if (out.generation) out.generation[i] = int64_t(m.generation(size_t(out.row[i])));
         }
@@ -340,12 +357,17 @@ class Priorities {
     void label(const int64_t* rows, size_t n, double beta, float* probability, float* weight) const {
         if (!probability) return;
         const double total = masses_.total(), least = masses_.least();
-        for (size_t i = 0; i < n; ++i) {
-            const double mass = rows[i] < 0 ? 0.0 : masses_.of(size_t(rows[i]));
-            probability[i] = mass > 0.0 ? float(mass / total) : 0.0f;
-            // A float is what comes out; its power is half as dear. Below its range, the long way.
-            const double ratio = least / mass;
-            weight[i] = !(mass > 0.0) ? 0.0f : ratio > 1e-30 ? powf(float(ratio), float(beta)) : float(std::pow(ratio, beta));
+        constexpr size_t kSome = 256;
+        double mass[kSome], ratio[kSome];
+        for (size_t at = 0; at < n; at += kSome) {
+            const size_t m = std::min(kSome, n - at);
+            for (size_t i = 0; i < m; ++i) {
+                mass[i] = rows[at + i] < 0 ? 0.0 : masses_.of(size_t(rows[at + i]));
+                ratio[i] = mass[i] > 0.0 ? least / mass[i] : 1.0;
+                probability[at + i] = mass[i] > 0.0 ? float(mass[i] / total) : 0.0f;
+            }
+            powers(ratio, beta, ratio, m);
+            for (size_t i = 0; i < m; ++i) weight[at + i] = mass[i] > 0.0 ? float(ratio[i]) : 0.0f;
         }
     }
 

@@ -23,14 +23,20 @@ from recollect.sampling.stream import unit_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
 Doubles = np.ndarray[Any, np.dtype[np.float64]]
-Drawn = tuple[Any, Ints, Ints, "Ints | None", Floats, Floats]
-"""Data if it was gathered, row, generation, index if it is known, probability, weight."""
+Drawn = tuple[Ints, Ints, "Ints | None", Floats, Floats]
+"""Row, generation, index if it is known, probability, weight."""
+LABELS = {"row": np.int64, "generation": np.int64, "probability": np.float32, "weight": np.float32}
+LABEL_CODEC = _core.Codec(
+    [(8 * k, np.dtype(dtype), (), False) for k, dtype in enumerate(LABELS.values())],
+    ("dict", tuple((name, ("leaf", k)) for k, name in enumerate(LABELS))),
+    8 * len(LABELS),
+)
 
 
 class Ledger(Protocol):
     """Masses of the samples of a batch, by (row, generation)."""
 
-    def draw(self, key: int, counter: int, n: int, beta: float, gather: bool) -> Drawn | None:
+    def draw(self, key: int, counter: int, n: int, beta: float) -> Drawn | None:
         """Draw one in each of `n` equal parts of the mass; None when there is none."""
 
     def update(self, row: Ints, generation: Ints, values: Doubles) -> int:
@@ -65,18 +71,22 @@ class RowLedger:
         engine: Any = buffer.engine
         self.buffer = buffer
         self._native = _core.Priorities(engine.native.share(), alpha, eps)
-        self._draw = self._native.draw
-        self._codec = engine.codec
+        self._next = _core.PriorityDrawer(self._native, engine.codec, LABEL_CODEC).next
         self._decode = None if engine.layout.is_fixed else engine.layout.decode_batch
 
-    def draw(self, key: int, counter: int, n: int, beta: float, gather: bool) -> Drawn | None:
-        found: Any = self._draw(self._codec if gather else None, key, counter, n, beta)
+    def draw(self, key: int, counter: int, n: int, beta: float) -> Drawn | None:
+        found = self._native.draw(None, key, counter, n, beta)
         if found is None:
             return None
-        data, row, generation, probability, weight = found
-        if gather and self._decode is not None:
-            data = self._decode(data, n)
-        return data, row, generation, None, probability, weight
+        _, row, generation, probability, weight = found
+        return row, generation, None, probability, weight  # type: ignore[return-value]
+
+    def next(self, stream: _core.Stream, n: int, beta: float) -> tuple[Any, dict[str, Any]] | None:
+        """Draw and gather in one native call: a batch and its labels; None when there is nothing to draw from."""
+        found = self._next(stream, n, beta)
+        if found is None or self._decode is None:
+            return found
+        return self._decode(found[0], n), found[1]
 
     def update(self, row: Ints, generation: Ints, values: Doubles) -> int:
         return self._native.update(row, generation, values)
@@ -154,14 +164,14 @@ class AnyLedger:
         offsets = np.arange(len(at)) - np.repeat(np.cumsum(n) - n, n)
         return int((n > 0).sum()), at, self._order[np.repeat(low, n) + offsets]
 
-    def draw(self, key: int, counter: int, n: int, beta: float, gather: bool) -> Drawn | None:
+    def draw(self, key: int, counter: int, n: int, beta: float) -> Drawn | None:
         self._keep_up()
         if not self._sum.total > 0:
             return None
         parts = (np.arange(n) + unit_floats(key, counter, n)) * (self._sum.total / n)
         at = self._sum.find(parts)
         place = self._location.take(at)
-        return None, place.row, place.generation, place.index, *self._label(self._masses[at], beta)
+        return place.row, place.generation, place.index, *self._label(self._masses[at], beta)
 
     def _label(self, masses: Doubles, beta: float) -> tuple[Floats, Floats]:
         least, there = self._min.lowest()[0], masses > 0

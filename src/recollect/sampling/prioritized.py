@@ -105,7 +105,8 @@ class PrioritizedSampler(BatchSampler):
         self.batch = _Labelled(self._source, self)
         at_home = self._source.backend.name == "numpy"
         self._elsewhere = None if at_home else (self._source.backend, self._source.device)
-        self._shapes = _outward_views(self._source) if isinstance(self._ledger, RowLedger) else None
+        self._rows = self._ledger if isinstance(self._ledger, RowLedger) else None
+        self._shapes = _outward_views(self._source)
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_priorities": self._ledger.state()}
@@ -115,9 +116,10 @@ class PrioritizedSampler(BatchSampler):
         super().__setstate__(state)
         self._ledger = ledger_of(self._data, self.alpha, self.eps)
         self._ledger.load(saved)
+        self._rows = self._ledger if isinstance(self._ledger, RowLedger) else None
 
     def _unpicklable(self) -> tuple[str, ...]:
-        return (*super()._unpicklable(), "_ledger")
+        return (*super()._unpicklable(), "_ledger", "_rows")
 
     # Draws
 
@@ -127,32 +129,32 @@ class PrioritizedSampler(BatchSampler):
         return data if out is None else fill(out, data)
 
     def _sample_once(self, flat: bool, metadata: bool) -> Read:
-        if self._shapes is None or flat:
+        if self._rows is None or self._shapes is None or flat:
             read, *labels = self._drawn(lambda found: self._gathered(found, flat, metadata))
             return read[0], self._labels(read[1], *labels) if metadata else None
         # The fast path: rows are drawn and gathered in one native call, which also draws again what is overwritten.
-        stream, n = self._stream, self.batch_size
-        found = self._ledger.draw(stream.key, stream.counter, n, self._beta, True)
+        found = self._rows.next(self._stream, self.batch_size, self._beta)
         if found is None:
             raise self._nothing()
-        stream.counter += n
-        data, row, generation, _, probability, weight = found
+        if metadata and not self._shapes and self._elsewhere is None:
+            return found
+        data, labels = found
         for view in self._shapes:
             data = view._outward((data, None), (), False)[0]
-        return data, self._labels(None, row, generation, probability, weight) if metadata else None
+        return data, self._labels(None, **labels) if metadata else None
 
     def _draw_places(self) -> tuple[Location, dict[str, Any] | None]:
         """Draw where a batch is, for workers that gather it."""
         stream, n = self._stream, self.batch_size
-        found = self._ledger.draw(stream.key, stream.counter, n, self._beta, False)
+        found = self._ledger.draw(stream.key, stream.counter, n, self._beta)
         if found is None:
             raise self._nothing()
         stream.counter += n
-        _, row, generation, index, probability, weight = found
+        row, generation, index, probability, weight = found
         return Location.of(row, generation, index), self._labels(None, row, generation, probability, weight)
 
     def _gathered(self, found: Drawn, flat: bool, metadata: bool) -> Any:
-        _, row, generation, index, probability, weight = found
+        row, generation, index, probability, weight = found
         read = self._source.get_located(Location.of(row, generation, index), (), flat, metadata)
         return None if read is None else (read, row, generation, probability, weight)
 
@@ -161,7 +163,7 @@ class PrioritizedSampler(BatchSampler):
         return found
 
     def _found(self, found: Drawn) -> Ints | None:
-        _, row, generation, hint, _, _ = found
+        row, generation, hint, _, _ = found
         index = self._data.relocate(Location.of(row, generation, hint))
         return None if (index < 0).any() else index
 
@@ -169,7 +171,7 @@ class PrioritizedSampler(BatchSampler):
         """Draw until `use` can make something of it: until none was overwritten since."""
         stream, n, end = self._stream, self.batch_size, 0.0
         for again in count():
-            found = self._ledger.draw(_key(stream.key, again), stream.counter, n, self._beta, False)
+            found = self._ledger.draw(_key(stream.key, again), stream.counter, n, self._beta)
             if found is None:
                 raise self._nothing()
             if (used := use(found)) is not None:
@@ -211,20 +213,29 @@ class PrioritizedSampler(BatchSampler):
         backend. Those of samples overwritten or removed meanwhile are dropped and counted in `stats().late`. A
         negative or non-finite value raises ValueError, and none is applied.
         """
-        row, generation = _ints(meta, "row"), _ints(meta, "generation")
-        numbers = _numbers(values, row.shape)
-        if generation.shape != row.shape:
-            raise ValueError(
-                f"meta: row and generation must have one shape, got {row.shape} and {generation.shape}"
-            )
         self._take_turn()
         try:
-            applied = self._ledger.update(row, generation, numbers)
-            self._applied += applied
-            self._late += len(row) - applied
-            return applied
+            if self._rows is not None:
+                # The core takes exact arrays only, and nothing in part. What it refuses is converted or explained below.
+                try:
+                    row = meta["row"]
+                    return self._applied_of(self._rows.update(row, meta["generation"], values), len(row))
+                except (KeyError, TypeError, ValueError):
+                    pass
+            row, generation = _ints(meta, "row"), _ints(meta, "generation")
+            numbers = _numbers(values, row.shape)
+            if generation.shape != row.shape:
+                raise ValueError(
+                    f"meta: row and generation must have one shape, got {row.shape} and {generation.shape}"
+                )
+            return self._applied_of(self._ledger.update(row, generation, numbers), len(row))
         finally:
             self._leave()
+
+    def _applied_of(self, applied: int, n: int) -> int:
+        self._applied += applied
+        self._late += n - applied
+        return applied
 
     def stats(self) -> PrioritizedStats:
         """Return a frozen record of what was drawn, skipped, and became of priorities."""
