@@ -216,7 +216,7 @@ class PrioritizedSampler(BatchSampler):
         self._take_turn()
         try:
             if self._rows is not None:
-                # The core takes exact arrays only, and nothing in part. What it refuses is converted or explained below.
+                # The core takes exact arrays only, all or nothing. What it refuses is converted or explained below.
                 try:
                     row = meta["row"]
                     return self._applied_of(self._rows.update(row, meta["generation"], values), len(row))
