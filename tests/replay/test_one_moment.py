@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.meanwhile import at_every_moment, at_moment
-from tests.replay.make import block, create
+from tests.replay.make import block, create, sample
 
 from recollect.errors import ContentionError
 from recollect.replay import ReplayBuffer
@@ -121,3 +121,34 @@ def test_a_read_that_never_agrees_with_the_count_gives_up(monkeypatch: pytest.Mo
     with pytest.raises(ContentionError, match="1 s"):
         world.buffer[-1]
     assert len(tries) == 4, "for 1 s, of a clock that goes on 0.3 s at every look"
+
+
+def test_an_open_segment_is_one_that_was_open() -> None:
+    """Whatever ends, begins and is overwritten while it is looked for."""
+
+    def begin() -> ReplayBuffer:
+        buffer = create("memory", directory="", capacity=8, maintain_segment_metadata=True)
+        for i in range(6):
+            buffer.append(sample(i))
+        return buffer
+
+    def go_on(buffer: ReplayBuffer) -> list[Any]:
+        states = [buffer.open_segment]
+        for i, ends in enumerate([False, False, False, True, False, False, True, False]):
+            if ends:
+                buffer.mark_segment_end()
+                states.append(buffer.open_segment)
+            buffer.append(sample(10 + i))
+            states.append(buffer.open_segment)
+        return states
+
+    possible = go_on(begin())
+    assert len(set(possible)) > 5
+    for n in range(100):
+        buffer = begin()
+        with at_moment(n, lambda: go_on(buffer)) as meanwhile:  # noqa: B023
+            seen = buffer.open_segment
+        assert seen in (possible[0], possible[-1], None), n
+        if not meanwhile.happened:
+            break
+    assert n >= 4

@@ -241,23 +241,28 @@ nb::tuple segments(const Rows& self) {
 nb::object open_segment(const Rows& self, size_t k) {
     auto m = self.memory();
     check_lane(*m, k);
-    const int64_t open = m->tagged ? int64_t(live_segment(*m, k)) : 0;
-    if (!open) return nb::none();
+    if (!m->tagged) return nb::none();
     uint64_t start = 0, end = 0;
+    int64_t open = 0;
     Reader reader(*m);
     reader.run([&] {
         const Snapshot& s = reader.snapshot();
-        uint64_t before = 0, first = s[k].cursor;
+        moment();
+        start = end = 0;
+        open = int64_t(live_segment(*m, k));  // of now: the one that was open a moment ago may have ended since
+        if (!open) return true;
+        uint64_t before = 0;
         for (size_t j = 0; j < k; ++j) before += s[j].count();
         // Binary search for its first row: the open segment is the newest of its lane.
         uint64_t lo = s[k].low, hi = s[k].cursor;
         while (lo < hi) {
+            moment();
             const uint64_t mid = lo + (hi - lo) / 2;
             if (m->segment(m->row_of(k, mid)) == open) hi = mid; else lo = mid + 1;
         }
-        first = lo;
-        start = before + first - s[k].low;
+        start = before + lo - s[k].low;
         end = before + s[k].count();
+        moment();
         return s.is_untouched();
     });
     if (start == end) return nb::none();
