@@ -123,7 +123,8 @@ def test_a_read_that_never_agrees_with_the_count_gives_up(monkeypatch: pytest.Mo
     assert len(tries) == 4, "for 1 s, of a clock that goes on 0.3 s at every look"
 
 
-def test_an_open_segment_is_one_that_was_open() -> None:
+@pytest.mark.parametrize("appends", ["....|", "...|..|..", "|...", "|."])
+def test_an_open_segment_is_one_that_was_open(appends: str) -> None:
     """Whatever ends, begins and is overwritten while it is looked for."""
 
     def begin() -> ReplayBuffer:
@@ -134,21 +135,17 @@ def test_an_open_segment_is_one_that_was_open() -> None:
 
     def go_on(buffer: ReplayBuffer) -> list[Any]:
         states = [buffer.open_segment]
-        for i, ends in enumerate([False, False, False, True, False, False, True, False]):
-            if ends:
-                buffer.mark_segment_end()
-                states.append(buffer.open_segment)
-            buffer.append(sample(10 + i))
+        for i, what in enumerate(appends):
+            buffer.append(sample(10 + i)) if what == "." else buffer.mark_segment_end()
             states.append(buffer.open_segment)
         return states
 
     possible = go_on(begin())
-    assert len(set(possible)) > 5
     for n in range(100):
         buffer = begin()
         with at_moment(n, lambda: go_on(buffer)) as meanwhile:  # noqa: B023
             seen = buffer.open_segment
-        assert seen in (possible[0], possible[-1], None), n
+        assert seen in possible, n
         if not meanwhile.happened:
             break
-    assert n >= 4
+    assert n >= 3
