@@ -5,7 +5,7 @@
 #include <nanobind/stl/vector.h>
 
 #include "bind.hpp"
-#include "codec.hpp"
+#include "recycle.hpp"
 #include "ring.hpp"
 #include "rows.hpp"
 
@@ -15,7 +15,7 @@ namespace {
 // A batch in a slot: for each field of a codec a block of up to `most` rows at its offset.
 struct Blocks {
     Blocks(nb::object codec_, std::vector<size_t> offsets_, size_t most_, size_t slot_nbytes_)
-        : keep(codec_), codec(nb::cast<const Codec&>(codec_)), offsets(std::move(offsets_)), most(most_), slot_nbytes(slot_nbytes_) {
+        : keep(codec_), codec(nb::cast<const Codec&>(codec_)), offsets(std::move(offsets_)), most(most_), slot_nbytes(slot_nbytes_), recycled(codec) {
         if (offsets.size() != codec.size()) throw nb::value_error("offsets: one per field is needed");
         for (size_t i = 0; i < offsets.size(); ++i) {
             size_t nbytes;
@@ -25,24 +25,20 @@ struct Blocks {
     }
     // Copies of the first n rows, nested as the codec says.
     nb::object copy(const byte* slot, size_t n, nb::object out) const {
-        PerLeaf<nb::object> arrays(codec.size());
         PerLeaf<byte*> leaves(codec.size());
-        if (out.is_none()) codec.make_arrays(npy_intp(n), arrays, leaves);
-        else {
-            npy_intp rows = npy_intp(n);
-            if (!codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
-                throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
-        }
-        {
-            Unlocked unlocked(n * codec.row_nbytes() > 2 * kHoldGil);
-            for (size_t i = 0; i < offsets.size(); ++i) std::memcpy(leaves[i], slot + offsets[i], codec.spans()[i].nbytes * n);
-        }
-        return out.is_none() ? codec.build(arrays, false) : out;
+        npy_intp rows = npy_intp(n);
+        if (out.is_none()) out = recycled.take(rows, leaves);
+        else if (!codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
+            throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
+        Unlocked unlocked(n * codec.row_nbytes() > 2 * kHoldGil);
+        for (size_t i = 0; i < offsets.size(); ++i) std::memcpy(leaves[i], slot + offsets[i], codec.spans()[i].nbytes * n);
+        return out;
     }
     nb::object keep;
     const Codec& codec;
     std::vector<size_t> offsets;
     size_t most, slot_nbytes;
+    mutable Recycled recycled;
 };
 
 class BoundRing {
