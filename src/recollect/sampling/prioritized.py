@@ -52,7 +52,7 @@ class PrioritizedSampler(BatchSampler):
     `update_priorities(meta, values)` gives those drawn their own. Sources of packed rows, and views that show them one
     by one, cost O(log capacity) a sample and what was written since the last call; others a pass when they change.
 
-    Ownership: holds no data; a batch is one copy, the caller's own.
+    Ownership: a batch is one copy, the caller's own; of what was dropped up to two are kept to be filled again.
     Concurrency: one thread at a time, a second raises RuntimeError; priorities are this sampler's, writers anywhere.
 
     Example:

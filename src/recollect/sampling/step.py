@@ -24,7 +24,7 @@ class StepSampler(BatchSampler):
     `replace=False` draws without (too few samples: ValueError). `device` moves the result. Equal seeds and
     lengths give equal indices on every device; `seed=None` is a fresh one.
 
-    Ownership: holds no data; a batch is one copy, the caller's own.
+    Ownership: a batch is one copy, the caller's own; of what was dropped up to two are kept to be filled again.
     Concurrency: one thread at a time, a second raises RuntimeError; several samplers may share a source.
 
     Example:
