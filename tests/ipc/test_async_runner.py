@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import logging
@@ -31,6 +32,7 @@ from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
 from recollect.ipc.control import Control, Counters, Permit
 from recollect.memory.ring import Ring
+from recollect.sampling.stream import mix
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
@@ -90,6 +92,7 @@ class TestStarting:
     def test_seeds_differ_by_lane_and_by_restart(self) -> None:
         seeds = {lane_seed(s, lane, r) for s in range(3) for lane in range(8) for r in range(4)}
         assert len(seeds) == 96 and max(seeds) < 2**31
+        assert lane_seed(5, 2, 1) == mix(mix(mix(5) + 3) + 1) >> 33  # the same in every release
 
     def test_what_cannot_be_pickled_is_refused_and_nothing_stays(self) -> None:
         with runner() as it, pytest.raises((AttributeError, TypeError, ValueError)):
@@ -110,6 +113,11 @@ class TestStarting:
         for wrong, text in (
             ({"num_envs": 5, "num_collectors": 2}, "num_envs: must divide"),
             ({"num_collectors": 0}, "num_collectors"),
+            ({"num_envs": 0}, "num_envs: must be"),
+            ({"collector_threads": 0}, "collector_threads"),
+            ({"max_restarts": -1}, "max_restarts"),
+            ({"env_cfg_overrides": 3}, "env_cfg_overrides: must be a mapping of keyword arguments"),
+            ({"env_cfg_overrides": {1: 2}}, "env_cfg_overrides: must be a mapping of keyword arguments"),
             ({"restart": "always"}, "restart: must be one of never, on_death"),
             ({"start_method": "fork"}, "start_method: must be one of spawn, forkserver, got 'fork'"),
             ({"deadline": float("nan")}, "deadline"),
@@ -123,7 +131,22 @@ class TestStarting:
 
         with pytest.raises(ValueError, match="'batchsize'; did you mean 'batch_size'"):
             Mine("CartPole-v1", {}, {"batchsize": 3}, device="cpu")
+        with pytest.raises(ValueError, match="'zzz'; did you mean '"):  # however far it is
+            Mine("CartPole-v1", {}, {"zzz": 3}, device="cpu")
+        with pytest.raises(ValueError, match="rl_cfg: must be a mapping or a Config, got list"):
+            Mine("CartPole-v1", {}, [3], device="cpu")
+        with pytest.raises(ValueError, match="env_name: must be a gymnasium id or a factory, got 3"):
+            Mine(3, {}, {}, device="cpu")
         assert Mine("CartPole-v1", {}, {"batch_size": 3}, device="cpu").rl_cfg == self.Config(3)
+        record = self.Config(4)
+        assert Mine("CartPole-v1", {}, record, device="cpu").rl_cfg is record
+
+    def test_what_was_given_is_kept_as_a_copy(self) -> None:
+        config, overrides = {"a": 1}, {"b": 2}
+        it = crews.Told("CartPole-v1", overrides, config, device="cpu", num_envs=1)
+        config["a"] = overrides["b"] = 9
+        assert (it.rl_cfg, it.env_cfg_overrides) == ({"a": 1}, {"b": 2})
+        assert runner(env_cfg_overrides=None).env_cfg_overrides == {}
 
     def test_spawned_collectors_are_the_default(self) -> None:
         with crews.Told("CartPole-v1", {}, {}, device="cpu", num_envs=2) as it:
@@ -410,6 +433,15 @@ class TestPermits:
             assert words.take(0, 0.0, lambda: None) == Permit(1, 1, 1)
             it.grant_permits(2, timeout=0.0)
 
+    def test_without_a_timeout_the_learner_waits_longer_than_any_collector_may_take(self) -> None:
+        waits: list[float] = []
+        words = SimpleNamespace(wait_for=lambda ready, look, seconds, what: waits.append(seconds))
+        with runner(deadline=7.0) as it:
+            it._crew = cast(Any, SimpleNamespace(control=words, check=None, close=lambda: None, members=[]))
+            it.wait_permits_done()
+            it.wait_permits_taken(2.0)
+        assert waits == [130.0, 2.0]  # one that is stuck in its first step is named before
+
     def test_the_learner_does_not_wait_for_ever(self) -> None:
         with runner() as it:
             say = it.own(Say.create())
@@ -436,7 +468,8 @@ class TestClose:
         it.close()
         assert all(map(is_gone, pids))
         assert it.stats().counters["env_steps"] > 0  # totals outlive their collectors
-        for call in (it.check_collectors, lambda: it.own(say), lambda: it.learn(1), it.__enter__):
+        start_again = functools.partial(it.start_collectors, crews.raise_at_once, {})
+        for call in (it.check_collectors, lambda: it.own(say), lambda: it.learn(1), it.__enter__, start_again):
             with pytest.raises(rc.ClosedError):
                 call()  # type: ignore[operator]
 

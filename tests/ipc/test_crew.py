@@ -17,7 +17,7 @@ from tests.ipc import crews
 from tests.ipc.crews import Say, runner, wait_until
 
 import recollect as rc
-from recollect.ipc import async_runner, control, crew
+from recollect.ipc import async_runner, collector, control, crew
 from recollect.ipc.collector_error import ExceptionWrapper, create_error_pipe
 from recollect.ipc.control import Counters
 from recollect.ipc.crew import Crew, Death
@@ -393,6 +393,10 @@ class TestCores:
             monkeypatch.setattr(module, "is_available", lambda name=name: name in there)
         assert async_runner.best_device() == first
 
+    def test_without_torch_it_is_numpy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(async_runner.importlib.util, "find_spec", lambda name: None)
+        assert async_runner.best_device() == "numpy"
+
     def test_without_a_word_it_is_the_first_for_the_learner_and_the_cpu_for_collectors(
         self, monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -452,14 +456,14 @@ def say_lane_and_make_workers(ctx: Any, parts: Any) -> None:
     env = ctx.make_env()  # with processes of its own, which a daemon may not have
     obs, _ = env.reset(seed=ctx.seed)
     env.close()
-    parts["deep"][0](100 * ctx.lane + len(obs))
+    parts["deep"][0][0](100 * ctx.lane + len(obs))
 
 
 def test_resources_anywhere_in_the_arguments_are_bound_and_environments_may_have_workers() -> None:
     overrides = {"vectorization_mode": "async"}
     with runner(env_cfg_overrides=overrides, num_envs=4, num_collectors=2) as it:
         say = it.own(Say.create(2))
-        it.start_collectors(say_lane_and_make_workers, {"parts": {"deep": [say]}})
+        it.start_collectors(say_lane_and_make_workers, {"parts": {"deep": [(say,)]}})
         heard = {}
         for _ in range(2):
             taken = say.ring.take(60.0)
@@ -467,6 +471,23 @@ def test_resources_anywhere_in_the_arguments_are_bound_and_environments_may_have
             say.ring.release()
         assert heard == {0: 2, 1: 102}
         wait_until(lambda: it.stats().alive == 0, 30, it.check_collectors)
+
+
+def test_what_was_bound_for_a_collector_is_told_to_be_closed_and_classes_are_no_resources() -> None:
+    say, bound = Say.create(2), list[Any]()
+    found = async_runner._on_lane({"say": say, "kind": Say, "n": 3}, 1, bound)
+    assert bound == [found["say"]] and found["say"] is not say
+    assert (found["kind"], found["n"]) == (Say, 3)
+    assert collector._watchable({"a": ([say], Say), "n": 3}) == [say]
+    found["say"].close()
+    say.cleanup()
+
+
+def test_before_collectors_run_a_wait_goes_on() -> None:
+    looks: list[Any] = []
+    with runner() as it:
+        it.own(SimpleNamespace(watch=looks.append, close=lambda: None))
+        assert looks[0]() is True
 
 
 def test_a_wait_for_a_batch_tells_of_a_dead_collector() -> None:

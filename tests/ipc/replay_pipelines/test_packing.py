@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pickle
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.ipc.crews import sleeps_in, wait_until
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 from tests.process.actor import Actor
 
@@ -41,6 +43,26 @@ def test_slots_serve_one_pipeline_after_another(setting: Setting) -> None:
             batch = pipe.sample_large_batch(0, N)
             assert pipe.metadata is not None and ids(batch) == drawn_ids(pipe.metadata)
         assert pack[2].stats().state == "done"  # they are the caller's: no pipeline closes them
+
+
+def test_close_wakes_whoever_waits_for_the_collector_to_pack(setting: Setting) -> None:
+    buf, pack = setting
+    pipe, errors = packed_by(buf, pack), list[Exception]()
+
+    def run() -> None:
+        try:
+            pipe.sample_large_batch(0, N)  # nobody serves, and nobody started it
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: sleeps_in(thread, "_wait"), 10.0)
+    finally:
+        pipe.close()
+        thread.join(20)
+    assert [type(error) for error in errors] == [ClosedError]
 
 
 def test_a_pipeline_that_waits_for_rows_is_not_stopped_by_the_one_before(

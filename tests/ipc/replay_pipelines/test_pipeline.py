@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.ipc.crews import sleeps_in
+from tests.ipc.crews import sleeps_in, wait_until
 from tests.ipc.replay_pipelines.make import (
     A,
     N,
@@ -559,14 +559,35 @@ def test_close_wakes_whoever_waits(wait: str) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        while not sleeps_in(thread, "_wait"):
-            pass
+        wait_until(lambda: sleeps_in(thread, "_wait"), 20.0)
         start = Stopwatch()
         pipe.close()
         assert start.s < 0.09  # the packer was woken too, not joined at the end of its slice
         thread.join(10)
         ((error, took_s),) = errors
         assert isinstance(error, ClosedError) and took_s < 0.09
+
+
+def test_close_wakes_whoever_waits_for_a_packer_that_hangs() -> None:
+    with buffer(4) as buf:
+        pipe = pipeline(buf)
+        gate = _Gate(pipe)
+        pipe.start_prepare(0, N)
+        woken = threading.Event()
+
+        def run() -> None:
+            with pytest.raises(ClosedError):
+                pipe.wait_ready()
+            woken.set()
+
+        waiter, closer = threading.Thread(target=run), threading.Thread(target=pipe.close)
+        waiter.start()
+        wait_until(lambda: sleeps_in(waiter, "_wait"), 20.0)
+        closer.start()
+        assert woken.wait(9.0)  # the packer itself has ten seconds
+        gate.open()
+        for thread in (waiter, closer):
+            thread.join(20)
 
 
 def test_after_close_every_call_raises_and_close_may_be_repeated() -> None:
