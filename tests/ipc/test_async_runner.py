@@ -57,6 +57,7 @@ class TestStarting:
                 assert pid == group != os.getpid()
             wait_until(lambda: it.stats().alive == 0, 20, it.check_collectors)  # to return is not to die
             assert (it.stats().deaths, it.stats().restarts) == (0, 0)
+            assert it._look() is False  # nobody is left to wait for
 
     def test_make_env_makes_this_lanes_share(self) -> None:
         with runner(num_envs=6, num_collectors=2) as it:
@@ -93,6 +94,14 @@ class TestStarting:
         seeds = {lane_seed(s, lane, r) for s in range(3) for lane in range(8) for r in range(4)}
         assert len(seeds) == 96 and max(seeds) < 2**31
         assert lane_seed(5, 2, 1) == mix(mix(mix(5) + 3) + 1) >> 33  # the same in every release
+
+    def test_pipes_and_queues_among_the_arguments_arrive(self) -> None:
+        receive, send = multiprocessing.Pipe(duplex=False)
+        with runner() as it:
+            it.start_collectors(crews.tell_by_pipe, {"send": send})
+            assert receive.poll(40.0) and receive.recv() == 0
+        receive.close()
+        send.close()
 
     def test_what_cannot_be_pickled_is_refused_and_nothing_stays(self) -> None:
         with runner() as it, pytest.raises((AttributeError, TypeError, ValueError)):
@@ -442,6 +451,16 @@ class TestPermits:
             it.wait_permits_taken(2.0)
         assert waits == [130.0, 2.0]  # one that is stuck in its first step is named before
 
+    def test_a_wait_for_permits_tells_of_a_dead_collector_within_a_second(self) -> None:
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.step_until_stopped, {"say": say})
+            threading.Timer(0.2, os.kill, (say.hear(), signal.SIGKILL)).start()
+            start = Stopwatch()
+            with pytest.raises(rc.CollectorDiedError, match="SIGKILL"):
+                it._wait_permits("done", lambda crew: False, 30.0)
+            assert start.s < 1.2
+
     def test_the_learner_does_not_wait_for_ever(self) -> None:
         with runner() as it:
             say = it.own(Say.create())
@@ -531,6 +550,17 @@ class TestClose:
             it.close()
         assert order == ["collectors", "d for all", "c", "b", "a"]
         assert caught.value.__notes__ == ["and while closing: OSError('disk b is full')"]
+
+    def test_resources_are_closed_also_when_ctrl_c_comes_meanwhile(self) -> None:
+        def hurry() -> None:
+            raise KeyboardInterrupt
+
+        it, closed = runner(), list[int]()
+        it.own(SimpleNamespace(close=lambda: closed.append(1)))
+        it._crew = cast(Any, SimpleNamespace(close=hurry, members=[]))
+        with pytest.raises(KeyboardInterrupt):
+            it.close()
+        assert closed == [1]
 
     def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(crew, "JOIN_S", 0.2)
@@ -672,7 +702,12 @@ class TestCounters:
         for wrong in ({"x": "y"}, {"x": float("nan")}, {"a\nb": 1}, {f"{i}": 1 for i in range(200)}):
             with pytest.raises(ValueError, match="must be"):
                 second.add(wrong)
-        assert first.read().totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
+        with pytest.raises(ValueError, match="8192 bytes in all"):
+            second.add({"n" * 8192: 1})
+        for phase in ("a long name of a phase", "two\nlines", "x"):
+            second.add({}, phase)
+            assert first.read().phase == phase.replace("\n", " ")
+            assert first.read().totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
         second.close()
         first.cleanup()
 
@@ -739,6 +774,27 @@ class TestCounters:
         assert not thread.is_alive()
         if how == "stop":
             assert found == [None if who == "collector" else "closed"]
+        control.close()
+
+    @pytest.mark.parametrize("what", ["taken", "wanted"])
+    def test_the_learner_is_woken_when_a_permit_is_taken_or_wanted(
+        self, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(control_module, "LOOK_S", 30.0)
+        control = Control.create(1)
+        ready = control.is_ready
+        if what == "taken":
+            assert control.take(0, 0.0, lambda: None) is None  # it is ready
+            control.grant(0, 1, 1)
+            ready = control.has_taken
+        thread = threading.Thread(
+            target=control.wait_for, args=(lambda: ready(0), lambda: None, 30.0, "permits")
+        )
+        thread.start()
+        wait_until(lambda: sleeps_in(thread, "wait_for"), 10.0)
+        assert (control.take(0, 0.0, lambda: None) is not None) == (what == "taken")
+        thread.join(10.0)
+        assert not thread.is_alive()
         control.close()
 
     def test_a_beat_is_progress_and_a_permit_is_not_waited_for_for_ever(self) -> None:

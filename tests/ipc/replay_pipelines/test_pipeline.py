@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import threading
 import time
 from pathlib import Path
@@ -163,6 +164,30 @@ def test_it_is_a_replay_pipeline_and_any_class_with_the_calls_is_one() -> None:
     with buffer(4) as buf, pipeline(buf) as pipe:
         assert isinstance(pipe, ReplayPipeline)
         assert not isinstance(buf, ReplayPipeline)
+
+
+def test_the_defaults() -> None:
+    given = inspect.signature(Pipeline.__init__).parameters.values()
+    assert {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} == {
+        "base_seed": 0, "trace_recorder": None, "trace_cuda_events": True, "verbose": False,
+        "verbose_output_dir": None, "collector_pack_request_queue": None, "collector_pack_ready_queue": None,
+        "collector_pack_shared_slots": None, "deadline": 60.0, "transfer": None,
+    }  # fmt: skip
+
+
+def test_times_are_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    def clock() -> int:
+        now[0] += 3000
+        return now[0]
+
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        for module in (packing, cpu_pinned_double_buffer):
+            monkeypatch.setattr(module, "monotonic_ns", clock)
+        pipe.sample_large_batch(0, N)
+        stats = pipe.stats()
+        assert (stats.pack_us, stats.wait_us) == (3.0, 9.0)  # it waited for its own packing
 
 
 def test_metadata_is_frozen() -> None:
@@ -471,6 +496,12 @@ def test_another_sample_count_is_refused(call: str, n: Any) -> None:
         with pytest.raises(ValueError, match=r"sample_count: must be the 32 of the constructor"):
             getattr(pipe, call)(0, n)
         assert pipe.stats().started == 0
+
+
+def test_true_is_no_count() -> None:
+    with buffer(4) as buf, pipeline(buf, sample_count=1) as pipe:
+        with pytest.raises(ValueError, match="sample_count: must be the 1 of the constructor, got True"):
+            pipe.start_prepare(0, True)
 
 
 @pytest.mark.parametrize("tick", [-1, 2**32, 1.5, True, "1"])
