@@ -302,15 +302,16 @@ def test_rows_lost_for_want_of_headroom_are_drawn_again_and_counted(tmp_path: Pa
         assert [int(row["redrawn"]) for row in csv.DictReader(file)] == [redrawn, 0]  # of each tick
 
 
-def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next() -> None:
+@pytest.mark.parametrize("headroom", [0, 4])
+def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next(headroom: int) -> None:
     with buffer(16, capacity=16) as buf, pipeline(buf) as pipe:
         gate = _Gate(pipe)
-        pipe.start_prepare(0, N)
+        pipe.start_prepare(0, N, headroom=headroom)
         add(buf, 16)
         gate.open()
         assert min(ids(pipe.sample_large_batch(0, N))) >= 16
         meta = pipe.metadata
-        assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16)
+        assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16 - headroom)
 
 
 def test_a_snapshot_counts_the_rows_of_all_lanes() -> None:
@@ -686,6 +687,22 @@ def test_rows_of_collectors_that_died_since_are_rows(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
         pipe.start_prepare(0, N, 11)
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+def test_while_somebody_watches_dead_collectors_are_for_him_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, waits = packing.wait_for_rows, list[float]()
+
+    def wait(*args: Any) -> int:
+        waits.append(args[3])
+        return packing.TIMED_OUT if len(waits) == 1 else real(*args)
+
+    monkeypatch.setattr(packing, "wait_for_rows", wait)
+    monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        pipe.watch(lambda: add(buf, 1))
+        pipe.start_prepare(0, N, 11)
+        assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+    assert all(0 < s <= 0.1 for s in waits)  # who watches nobody is told of the dead within a second
 
 
 def test_once_nobody_watches_dead_collectors_are_an_error_again(monkeypatch: pytest.MonkeyPatch) -> None:
