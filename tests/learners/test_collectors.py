@@ -5,10 +5,11 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from recollect.errors import DeadlineError
+from recollect.errors import DeadlineError, EnvContractError
 from recollect.learners import collectors
 from recollect.learners.metrics import open_sinks
 
@@ -60,6 +61,70 @@ def test_each_step_says_what_it_did_last() -> None:
     worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
     worker.step(None)
     assert beats == [(("env_step",), {"env_steps": 4})]
+
+
+def test_a_factory_that_makes_another_environment_elsewhere_is_found_out() -> None:
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker.driver, worker.plan = SimpleNamespace(n=3, spec="ours"), SimpleNamespace(spec="ours")
+    worker._check(3)
+    with pytest.raises(EnvContractError, match="num_envs: the environment must have 4 slots, got 3"):
+        worker._check(4)
+    worker.plan.spec = "theirs"
+    with pytest.raises(EnvContractError, match="must have the spaces the learner saw, theirs, got ours"):
+        worker._check(3)
+
+
+def test_an_environment_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    driver = SimpleNamespace(n=3, spec="ours", close=lambda: closed.append(1))
+    monkeypatch.setattr(collectors, "EnvDriver", lambda *args, **kwargs: driver)
+    ctx = SimpleNamespace(seed=1, num_envs=4, make_env=lambda: None)
+    plan: Any = SimpleNamespace(salt=1, nan_policy="raise", spec="ours")
+    with pytest.raises(EnvContractError, match="num_envs"):
+        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+    assert closed == [1]
+
+
+def test_each_run_and_each_lane_has_environments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    driver = SimpleNamespace(n=4, spec="ours")
+    monkeypatch.setattr(
+        collectors, "EnvDriver", lambda env, *, seed, nan_policy: seeds.append(seed) or driver
+    )
+    monkeypatch.setattr(collectors, "Policy", lambda *args: None)
+    monkeypatch.setattr(collectors, "Tally", lambda *args: None)
+    for seed, salt in ((1, 1), (1, 21), (2, 1), (1, 1)):
+        ctx = SimpleNamespace(seed=seed, num_envs=4, lane=0, device="cpu", make_env=lambda: None)
+        plan: Any = SimpleNamespace(salt=salt, nan_policy="raise", spec="ours")
+        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+    assert len(set(seeds)) == 3 and seeds[0] == seeds[3]
+
+
+def test_a_policy_acts_on_observations_of_the_newest_statistics() -> None:
+    seen: list[Any] = []
+    pairs = iter([None, (np.float32([4.0]), np.float32([1.99]))])
+    network = SimpleNamespace(act=lambda obs, noise: (seen.append(obs.numpy().tolist()), noise)[1])
+    spec = SimpleNamespace(action_dim=1, action_bounds=lambda: (np.float32([-1]), np.float32([1])))
+    policy: Any = collectors.Policy.__new__(collectors.Policy)
+    policy.version, policy.network, policy._device, policy._pair = 3, network, "cpu", None
+    policy._weights, policy._stats = SimpleNamespace(version=3), SimpleNamespace(latest=lambda: next(pairs))
+    policy._plan, policy._generator = SimpleNamespace(spec=spec, random_version=1), None
+    for _ in range(2):
+        policy.refresh()
+        policy.transition_actions(np.float32([[8.0]]))
+    assert seen == [[[8.0]], [[2.0]]]
+
+
+def test_the_report_of_a_chunk_tells_its_version() -> None:
+    published: list[Any] = []
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    totals = {"chunks": 4.0, "version": 6.0}
+    worker.tally = SimpleNamespace(
+        report=SimpleNamespace(totals=totals), publish=lambda: published.append(dict(totals))
+    )
+    worker.policy = SimpleNamespace(version=7)
+    worker.end()
+    assert published == [{"chunks": 5.0, "version": 7}]
 
 
 def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:
