@@ -66,7 +66,10 @@ def test_a_limit_keeps_the_first_events_of_each_process(tmp_path: Path) -> None:
     assert f"learner {os.getpid()}" in path.read_text()
 
 
-def test_a_recorder_that_fails_ends_the_tracing_of_phases(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [OSError, KeyError])
+def test_a_recorder_that_fails_ends_the_tracing_of_phases(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         calls = 0
 
@@ -74,7 +77,7 @@ def test_a_recorder_that_fails_ends_the_tracing_of_phases(caplog: pytest.LogCapt
 
         def add_slice(self, *args: object) -> None:
             self.calls += 1
-            raise OSError("disk full")
+            raise kind("disk full")
 
     broken = Broken()
     phases = Phases(broken, "collector 3", wait="ring/write_wait")
