@@ -31,7 +31,7 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {
         "iteration": seed, "network": net, "adam": adam, "generator": g.get_state(), "best": None, "worst": -math.inf,
         "flag": True, "names": ["a", "ü"], "half": torch.ones(3, dtype=torch.bfloat16), "stats": np.arange(3.0),
-        "odd": {"$tuple": [1], "$tensor": None}, "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
+        "odd": {"$tuple": [1]}, "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
     }  # fmt: skip
 
 
