@@ -380,3 +380,11 @@ def test_a_number_that_is_no_reward_is_refused() -> None:
     given = (np.zeros((2, 2), np.float32), np.array(["a", "b"]), NO, NO, {})
     with pytest.raises(EnvContractError, match="reward: dtype must be a number"):
         EnvDriver(Vector([given]), seed=0).step(ACT)
+
+
+def test_it_closes_its_environment() -> None:
+    closed: list[int] = []
+    env = Vector([])
+    env.close = lambda **kwargs: closed.append(1)  # type: ignore[method-assign]
+    EnvDriver(env, seed=0).close()
+    assert closed == [1]
