@@ -484,6 +484,15 @@ def test_discrete_actions_are_refused(tmp_path: Path) -> None:
         assert r.last_run_summary.status == "error"
 
 
+def test_actions_that_no_bounded_policy_has_are_refused_before_a_learner_is_made(tmp_path: Path) -> None:
+    def factory(*args: Any) -> Any:
+        pytest.fail("made a learner")
+
+    with OffPolicyRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu", learner=factory) as r:
+        with pytest.raises(EnvContractError, match="use APPO"):
+            r.learn(5, 0, tmp_path)
+
+
 def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
     said = "obs_normalization: needs a learner with an obs_normalizer"
     with (
