@@ -7,11 +7,15 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.learners.test_sac_learner import spec
 
 from recollect.errors import DeadlineError, EnvContractError
 from recollect.learners import collectors
+from recollect.learners.config import SACConfig
 from recollect.learners.metrics import open_sinks
+from recollect.learners.sac_learner import make_actor
 
 
 class FullRing:
@@ -113,6 +117,20 @@ def test_a_policy_acts_on_observations_of_the_newest_statistics() -> None:
         policy.refresh()
         policy.transition_actions(np.float32([[8.0]]))
     assert seen == [[[8.0]], [[2.0]]]
+
+
+@pytest.mark.parametrize("random_version", [0, 1])
+def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) -> None:
+    """By the uniform one at first, by the network's later; the global one is left alone."""
+    space = spec()
+    network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
+    plan = collectors.Plan(space, network, 1, True, "raise", 1, random_version)
+    obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
+    a, b, c = (
+        collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2)
+    )
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_report_of_a_chunk_tells_its_version() -> None:
