@@ -488,7 +488,13 @@ class TestClose:
         assert all(map(is_gone, pids))
         assert it.stats().counters["env_steps"] > 0  # totals outlive their collectors
         start_again = functools.partial(it.start_collectors, crews.raise_at_once, {})
-        for call in (it.check_collectors, lambda: it.own(say), lambda: it.learn(1), it.__enter__, start_again):
+        for call in (
+            it.check_collectors,
+            lambda: it.own(say),
+            lambda: it.learn(1),
+            it.__enter__,
+            start_again,
+        ):
             with pytest.raises(rc.ClosedError):
                 call()  # type: ignore[operator]
 

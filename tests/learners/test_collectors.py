@@ -126,9 +126,7 @@ def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) 
     network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
     plan = collectors.Plan(space, network, 1, True, "raise", 1, random_version)
     obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
-    a, b, c = (
-        collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2)
-    )
+    a, b, c = (collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert torch.equal(torch.random.get_rng_state(), before)
 

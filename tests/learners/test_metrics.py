@@ -136,7 +136,9 @@ def test_what_is_no_finite_number_spoils_no_component() -> None:
 def test_an_environment_without_a_component_does_not_count_in_its_mean() -> None:
     """As gymnasium's vector environments tell it, which put 0 where there is none: at a reset, say."""
     with EpisodeBoard(1) as board:
-        play(board, [result(info={"log": {"speed": np.array([0.0, 2.0]), "_speed": np.array([False, True])}})])
+        play(
+            board, [result(info={"log": {"speed": np.array([0.0, 2.0]), "_speed": np.array([False, True])}})]
+        )
         values = Merged(board.read()).values(None)
         assert values["reward/speed"] == 2 and "reward/_speed" not in values
         board.cleanup()

@@ -188,7 +188,10 @@ def test_going_on_from_a_saved_state_is_bit_exact() -> None:
 
 def test_an_iteration_is_epochs_of_minibatches() -> None:
     spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
-    learner, parts = PPOLearner(spec, APPOConfig(epochs=3, minibatches=5, hidden=(4,)), "cpu", seed=1), list[int]()
+    learner, parts = (
+        PPOLearner(spec, APPOConfig(epochs=3, minibatches=5, hidden=(4,)), "cpu", seed=1),
+        list[int](),
+    )
     step = learner._step
     learner._step = lambda data: (parts.append(len(data["obs"])), step(data))[1]  # type: ignore[method-assign]
     learner.train(stale_rollout(learner, 4, 5))

@@ -488,9 +488,11 @@ def test_actions_that_no_bounded_policy_has_are_refused_before_a_learner_is_made
     def factory(*args: Any) -> Any:
         pytest.fail("made a learner")
 
-    with OffPolicyRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu", learner=factory) as r:
-        with pytest.raises(EnvContractError, match="use APPO"):
-            r.learn(5, 0, tmp_path)
+    with (
+        OffPolicyRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu", learner=factory) as r,
+        pytest.raises(EnvContractError, match="use APPO"),
+    ):
+        r.learn(5, 0, tmp_path)
 
 
 def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
@@ -605,7 +607,8 @@ def test_filling_and_checkpoints_are_no_part_of_the_learners_phases(
         r._begin, r._save = lambda first, resumed: spend(50.0), lambda log_dir, iteration: spend(5.0)
         r.learn(20, 10, tmp_path, on_metrics=lambda i, values: lines.append(values))
     assert [line["time/learner_train_ms"] for line in lines] == [1000.0, 1000.0]
-    assert [line["perf/iter_ms"] for line in lines] == [1000.0, 1500.0]  # the first line begins with the first iteration
+    # the first line begins with the first iteration
+    assert [line["perf/iter_ms"] for line in lines] == [1000.0, 1500.0]
 
 
 def test_a_runner_learns_once(run: Any, tmp_path: Path) -> None:

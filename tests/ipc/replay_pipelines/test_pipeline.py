@@ -500,9 +500,13 @@ def test_another_sample_count_is_refused(call: str, n: Any) -> None:
 
 
 def test_true_is_no_count() -> None:
-    with buffer(4) as buf, pipeline(buf, sample_count=1) as pipe:
-        with pytest.raises(ValueError, match="sample_count: must be the 1 of the constructor, got True"):
-            pipe.start_prepare(0, True)
+    said = "sample_count: must be the 1 of the constructor, got True"
+    with (
+        buffer(4) as buf,
+        pipeline(buf, sample_count=1) as pipe,
+        pytest.raises(ValueError, match=said),
+    ):
+        pipe.start_prepare(0, True)
 
 
 @pytest.mark.parametrize("tick", [-1, 2**32, 1.5, True, "1"])

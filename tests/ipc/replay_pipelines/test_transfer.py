@@ -512,7 +512,9 @@ def test_host_slots_are_pinned_where_they_lie_or_the_manifest_says_not(
     assert told["supports_async_submit"] is (
         refuses == 9
     )  # from pageable memory the driver copies while we wait
-    assert ("refused to pin" in caplog.text) is ("copied from pageable memory" in caplog.text) is (refuses != 9)
+    assert (
+        ("refused to pin" in caplog.text) is ("copied from pageable memory" in caplog.text) is (refuses != 9)
+    )
     assert told["supports_timing_events"] is True
     if refuses == 9:
         assert runtime.nbytes == [32, 32]
@@ -588,7 +590,11 @@ def test_streams_events_and_memory_are_of_the_device_asked_for(monkeypatch: pyte
     monkeypatch.setattr(torch, "xpu", module)
     device = XpuTransfer("meta:1")
     assert (device.new_stream(), device.current_stream()) == (("side", "meta:1"), ("current", "meta:1"))
-    assert [device.new_event(f"{name} 0") for name in ("started", "copied", "released")] == [True, True, False]
+    assert [device.new_event(f"{name} 0") for name in ("started", "copied", "released")] == [
+        True,
+        True,
+        False,
+    ]
     block = device.new_block(np.zeros((4, 8), np.uint8))
     assert (block.device.type, block.shape, block.dtype) == ("meta", (4, 8), torch.uint8)
 
