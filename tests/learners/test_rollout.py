@@ -198,6 +198,18 @@ def test_an_iteration_is_epochs_of_minibatches() -> None:
     assert parts == [4] * 15 and learner.update_count == 15
 
 
+@pytest.mark.parametrize("cells", [0, 1])
+def test_hardly_a_valid_cell_spoils_no_weight(cells: int) -> None:
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    learner = PPOLearner(spec, APPOConfig(hidden=(4,)), "cpu", seed=1)
+    rollout = stale_rollout(learner, 4, 5)
+    rollout["valid"] = torch.zeros_like(rollout["valid"])
+    rollout["valid"].view(-1)[:cells] = True
+    losses = learner.train(rollout)
+    assert bool(losses) is (cells > 0)
+    assert all(torch.isfinite(p).all() for p in learner.network.parameters())
+
+
 def test_the_parts_of_the_loss_count_as_configured_and_each_network_is_clipped_by_its_own_norm() -> None:
     spec, rng = EnvSpaces(4, 0, 1, 3, 0, (), (), (), "int64", "NEXT_STEP"), np.random.default_rng(0)
     data = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -149,6 +150,19 @@ def test_going_on_from_a_saved_state_is_bit_exact(normalization: bool) -> None:
     a, b = flat(one.get_state_dict()), flat(two.get_state_dict())
     assert a.keys() == b.keys() and len(a) > 30
     assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_a_loaded_state_stays_as_it_was() -> None:
+    """So that it can be loaded again."""
+    config = SACConfig(hidden=(8,))
+    one, two = (SACLearner(spec(), config, "cpu", seed=s) for s in (1, 2))
+    run(one, range(2))
+    state = copy.deepcopy(one.get_state_dict())
+    before = copy.deepcopy(flat(state))
+    two.load_state_dict(state)
+    run(two, range(2))
+    after = flat(state)
+    assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
 def test_the_global_generator_is_left_alone() -> None:
