@@ -56,6 +56,29 @@ def test_at_a_full_ring_it_stops_when_told() -> None:
     assert collectors._claim(Context(looks=2), FullRing(10**6)) is None
 
 
+@pytest.mark.parametrize("collect", ["collect_transitions", "collect_rollouts"])
+def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
+    collect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    steps = SimpleNamespace(write=lambda *args: None)
+    work = SimpleNamespace(
+        begin=lambda *args: True, step=lambda actions: done.append("step"),
+        driver=SimpleNamespace(acting_obs=lambda: None, close=lambda: done.append("closed")),
+        policy=SimpleNamespace(transition_actions=lambda obs: None, rollout_actions=lambda obs: (None, None)),
+        tally=SimpleNamespace(lap=lambda phase: None),
+    )  # fmt: skip
+    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    monkeypatch.setattr(collectors, "_add", lambda replay, step: None)
+    monkeypatch.setattr(collectors, "RolloutWriter", lambda slot: steps)
+    plan, kind = SimpleNamespace(steps=100), "replay" if collect == "collect_transitions" else "ring"
+    looks = 2 if kind == "replay" else 3  # a rollout looks once more, for its slot
+    getattr(collectors, collect)(
+        Context(looks), weights=None, board=None, plan=plan, **{kind: SimpleNamespace(write_buffer="slot")}
+    )
+    assert done == ["step", "step", "closed"]
+
+
 def test_each_step_says_what_it_did_last() -> None:
     """A collector that hangs in an environment must not be reported as one that never started."""
     beats: list[Any] = []
