@@ -254,6 +254,17 @@ def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: py
     assert threads == [threading.get_ident(), pipe._packer._thread.ident]
 
 
+def test_whoever_packs_waits_for_a_copy_as_long_as_the_deadline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    with buffer(40) as buf, pipeline(buf) as pipe, monkeypatch.context() as patch:
+        patch.setattr(pipe._transfer, "synchronize_ready", lambda slot, timeout: waits.append(timeout))
+        pipe.sample_large_batch(0, N)
+        pipe.start_prepare(1, N)
+        assert pipe._cold is not None
+        pipe._cold.done.get(timeout=20)
+    assert len(waits) == 2 and all(10 < s <= 20 for s in waits)
+
+
 # -- seeds and snapshots
 
 
