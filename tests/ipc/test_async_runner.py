@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import inspect
 import logging
@@ -31,6 +32,7 @@ from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
 from recollect.ipc.control import Control, Counters, Permit
 from recollect.memory.ring import Ring
+from recollect.sampling.stream import mix
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]
 
@@ -55,6 +57,7 @@ class TestStarting:
                 assert pid == group != os.getpid()
             wait_until(lambda: it.stats().alive == 0, 20, it.check_collectors)  # to return is not to die
             assert (it.stats().deaths, it.stats().restarts) == (0, 0)
+            assert it._look() is False  # nobody is left to wait for
 
     def test_make_env_makes_this_lanes_share(self) -> None:
         with runner(num_envs=6, num_collectors=2) as it:
@@ -90,6 +93,15 @@ class TestStarting:
     def test_seeds_differ_by_lane_and_by_restart(self) -> None:
         seeds = {lane_seed(s, lane, r) for s in range(3) for lane in range(8) for r in range(4)}
         assert len(seeds) == 96 and max(seeds) < 2**31
+        assert lane_seed(5, 2, 1) == mix(mix(mix(5) + 3) + 1) >> 33  # the same in every release
+
+    def test_pipes_and_queues_among_the_arguments_arrive(self) -> None:
+        receive, send = multiprocessing.Pipe(duplex=False)
+        with runner() as it:
+            it.start_collectors(crews.tell_by_pipe, {"send": send})
+            assert receive.poll(40.0) and receive.recv() == 0
+        receive.close()
+        send.close()
 
     def test_what_cannot_be_pickled_is_refused_and_nothing_stays(self) -> None:
         with runner() as it, pytest.raises((AttributeError, TypeError, ValueError)):
@@ -110,6 +122,11 @@ class TestStarting:
         for wrong, text in (
             ({"num_envs": 5, "num_collectors": 2}, "num_envs: must divide"),
             ({"num_collectors": 0}, "num_collectors"),
+            ({"num_envs": 0}, "num_envs: must be"),
+            ({"collector_threads": 0}, "collector_threads"),
+            ({"max_restarts": -1}, "max_restarts"),
+            ({"env_cfg_overrides": 3}, "env_cfg_overrides: must be a mapping of keyword arguments"),
+            ({"env_cfg_overrides": {1: 2}}, "env_cfg_overrides: must be a mapping of keyword arguments"),
             ({"restart": "always"}, "restart: must be one of never, on_death"),
             ({"start_method": "fork"}, "start_method: must be one of spawn, forkserver, got 'fork'"),
             ({"deadline": float("nan")}, "deadline"),
@@ -123,7 +140,22 @@ class TestStarting:
 
         with pytest.raises(ValueError, match="'batchsize'; did you mean 'batch_size'"):
             Mine("CartPole-v1", {}, {"batchsize": 3}, device="cpu")
+        with pytest.raises(ValueError, match="'zzz'; did you mean '"):  # however far it is
+            Mine("CartPole-v1", {}, {"zzz": 3}, device="cpu")
+        with pytest.raises(ValueError, match="rl_cfg: must be a mapping or a Config, got list"):
+            Mine("CartPole-v1", {}, [3], device="cpu")
+        with pytest.raises(ValueError, match="env_name: must be a gymnasium id or a factory, got 3"):
+            Mine(3, {}, {}, device="cpu")
         assert Mine("CartPole-v1", {}, {"batch_size": 3}, device="cpu").rl_cfg == self.Config(3)
+        record = self.Config(4)
+        assert Mine("CartPole-v1", {}, record, device="cpu").rl_cfg is record
+
+    def test_what_was_given_is_kept_as_a_copy(self) -> None:
+        config, overrides = {"a": 1}, {"b": 2}
+        it = crews.Told("CartPole-v1", overrides, config, device="cpu", num_envs=1)
+        config["a"] = overrides["b"] = 9
+        assert (it.rl_cfg, it.env_cfg_overrides) == ({"a": 1}, {"b": 2})
+        assert runner(env_cfg_overrides=None).env_cfg_overrides == {}
 
     def test_spawned_collectors_are_the_default(self) -> None:
         with crews.Told("CartPole-v1", {}, {}, device="cpu", num_envs=2) as it:
@@ -410,6 +442,25 @@ class TestPermits:
             assert words.take(0, 0.0, lambda: None) == Permit(1, 1, 1)
             it.grant_permits(2, timeout=0.0)
 
+    def test_without_a_timeout_the_learner_waits_longer_than_any_collector_may_take(self) -> None:
+        waits: list[float] = []
+        words = SimpleNamespace(wait_for=lambda ready, look, seconds, what: waits.append(seconds))
+        with runner(deadline=7.0) as it:
+            it._crew = cast(Any, SimpleNamespace(control=words, check=None, close=lambda: None, members=[]))
+            it.wait_permits_done()
+            it.wait_permits_taken(2.0)
+        assert waits == [130.0, 2.0]  # one that is stuck in its first step is named before
+
+    def test_a_wait_for_permits_tells_of_a_dead_collector_within_a_second(self) -> None:
+        with runner() as it:
+            say = it.own(Say.create())
+            it.start_collectors(crews.step_until_stopped, {"say": say})
+            threading.Timer(0.2, os.kill, (say.hear(), signal.SIGKILL)).start()
+            start = Stopwatch()
+            with pytest.raises(rc.CollectorDiedError, match="SIGKILL"):
+                it._wait_permits("done", lambda crew: False, 30.0)
+            assert start.s < 1.2
+
     def test_the_learner_does_not_wait_for_ever(self) -> None:
         with runner() as it:
             say = it.own(Say.create())
@@ -436,7 +487,14 @@ class TestClose:
         it.close()
         assert all(map(is_gone, pids))
         assert it.stats().counters["env_steps"] > 0  # totals outlive their collectors
-        for call in (it.check_collectors, lambda: it.own(say), lambda: it.learn(1), it.__enter__):
+        start_again = functools.partial(it.start_collectors, crews.raise_at_once, {})
+        for call in (
+            it.check_collectors,
+            lambda: it.own(say),
+            lambda: it.learn(1),
+            it.__enter__,
+            start_again,
+        ):
             with pytest.raises(rc.ClosedError):
                 call()  # type: ignore[operator]
 
@@ -498,6 +556,17 @@ class TestClose:
             it.close()
         assert order == ["collectors", "d for all", "c", "b", "a"]
         assert caught.value.__notes__ == ["and while closing: OSError('disk b is full')"]
+
+    def test_resources_are_closed_also_when_ctrl_c_comes_meanwhile(self) -> None:
+        def hurry() -> None:
+            raise KeyboardInterrupt
+
+        it, closed = runner(), list[int]()
+        it.own(SimpleNamespace(close=lambda: closed.append(1)))
+        it._crew = cast(Any, SimpleNamespace(close=hurry, members=[]))
+        with pytest.raises(KeyboardInterrupt):
+            it.close()
+        assert closed == [1]
 
     def test_who_ignores_stop_is_ended_by_force(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(crew, "JOIN_S", 0.2)
@@ -639,7 +708,12 @@ class TestCounters:
         for wrong in ({"x": "y"}, {"x": float("nan")}, {"a\nb": 1}, {f"{i}": 1 for i in range(200)}):
             with pytest.raises(ValueError, match="must be"):
                 second.add(wrong)
-        assert first.read().totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
+        with pytest.raises(ValueError, match="8192 bytes in all"):
+            second.add({"n" * 8192: 1})
+        for phase in ("a long name of a phase", "two\nlines", "x"):
+            second.add({}, phase)
+            assert first.read().phase == phase.replace("\n", " ")
+            assert first.read().totals == {"env_steps": 7, "reward": 0.5, "episodes": 1}
         second.close()
         first.cleanup()
 
@@ -706,6 +780,27 @@ class TestCounters:
         assert not thread.is_alive()
         if how == "stop":
             assert found == [None if who == "collector" else "closed"]
+        control.close()
+
+    @pytest.mark.parametrize("what", ["taken", "wanted"])
+    def test_the_learner_is_woken_when_a_permit_is_taken_or_wanted(
+        self, what: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setattr(control_module, "LOOK_S", 30.0)
+        control = Control.create(1)
+        ready = control.is_ready
+        if what == "taken":
+            assert control.take(0, 0.0, lambda: None) is None  # it is ready
+            control.grant(0, 1, 1)
+            ready = control.has_taken
+        thread = threading.Thread(
+            target=control.wait_for, args=(lambda: ready(0), lambda: None, 30.0, "permits")
+        )
+        thread.start()
+        wait_until(lambda: sleeps_in(thread, "wait_for"), 10.0)
+        assert (control.take(0, 0.0, lambda: None) is not None) == (what == "taken")
+        thread.join(10.0)
+        assert not thread.is_alive()
         control.close()
 
     def test_a_beat_is_progress_and_a_permit_is_not_waited_for_for_ever(self) -> None:

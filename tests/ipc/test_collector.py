@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from multiprocessing import Pipe
@@ -83,6 +84,33 @@ def test_one_that_returns_has_done_its_permit(control: Control, work: Callable[.
     control.grant(0, 1, 1)
     work(lambda ctx: ctx.permit(0.0))
     assert control.has_taken(0) and control.has_done(0)
+
+
+def test_it_beats_before_it_begins(work: Callable[..., None]) -> None:
+    """So that one that hangs in its first call is seen to."""
+    seen: list[Any] = []
+    work(lambda ctx: seen.append(ctx._counters.read()))
+    assert (seen[0].phase, seen[0].n_beats, seen[0].n_steps) == ("start", 1, 0)
+
+
+def test_one_that_comes_too_late_does_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    ended: list[Any] = []
+    monkeypatch.setattr(collector, "_lead_own_group", lambda: 17)
+    monkeypatch.setattr(collector, "_set_threads", lambda n: None)
+    monkeypatch.setattr(collector, "_joined", lambda job, alive: None)
+    monkeypatch.setattr(collector, "_work", lambda job, control: pytest.fail("it worked"))
+    monkeypatch.setattr(collector, "_end_own_group", lambda *args: ended.append(args))
+    collector.run_collector(job(learner=5), None, cast(Any, None))
+    assert ended == [(17, 5)]
+
+
+def test_every_library_with_threads_of_its_own_is_told_their_number(monkeypatch: pytest.MonkeyPatch) -> None:
+    names, told = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), list[int]()
+    for name in names:
+        monkeypatch.setenv(name, "64")
+    monkeypatch.setitem(sys.modules, "torch", SimpleNamespace(set_num_threads=told.append))
+    collector._set_threads(3)
+    assert [os.environ[name] for name in names] == ["3"] * 3 and told == [3]
 
 
 @pytest.mark.parametrize("stops", [True, False])

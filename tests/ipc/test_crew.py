@@ -17,7 +17,7 @@ from tests.ipc import crews
 from tests.ipc.crews import Say, runner, wait_until
 
 import recollect as rc
-from recollect.ipc import async_runner, control, crew
+from recollect.ipc import async_runner, collector, control, crew
 from recollect.ipc.collector_error import ExceptionWrapper, create_error_pipe
 from recollect.ipc.control import Counters
 from recollect.ipc.crew import Crew, Death
@@ -67,20 +67,26 @@ def bury(made: Crew, member: Any, clock: Clock) -> float | None:
 class Lingering:
     """The end of a process that has not come."""
 
+    def __init__(self) -> None:
+        self.waited: list[float] = []
+
     def wait(self, timeout_s: float) -> bool:
+        self.waited.append(timeout_s)
         return False
 
 
 def test_a_collector_on_its_way_out_is_not_taken_for_one_that_reported() -> None:
     """Its pipe ends early in the end of an interpreter, which takes its time on a busy machine."""
     receive, send = create_error_pipe()
-    member = crew.Member(0, Counters(), ending=Lingering(), errors=receive)  # type: ignore[arg-type]
+    ending = Lingering()
+    member = crew.Member(0, Counters(), ending=ending, errors=receive)  # type: ignore[arg-type]
     assert not crew._has_ended(member)
     try:
         raise ValueError("the simulator gave up")
     except ValueError:
         send.send(ExceptionWrapper("collector 0"))
     assert crew._has_ended(member)
+    assert ending.waited == [0.0, 0.0, 0.5]  # one that has reported has a moment to exit by itself
     assert member.reported is not None and "gave up" in member.reported.traceback_text
     member.reported = None
     send.close()
@@ -163,6 +169,7 @@ class Noted(Lingering):
     """Notes how long the end of a process was waited for."""
 
     def __init__(self, events: list[Any], interrupts: int = 0) -> None:
+        super().__init__()
         self.events, self.interrupts = events, interrupts
 
     def wait(self, timeout_s: float) -> bool:
@@ -202,6 +209,8 @@ class TestEnding:
         still.crew.start()
         still.crew.close()
         assert still.crew.members[0].n_deaths == 0 and not caplog.records  # it did not die: it was ended
+        with pytest.raises(rc.ClosedError):
+            still.crew.members[0].counters.read()  # their memory is given back
         # the last one is for what it may have started
         assert still.events == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0, signal.SIGKILL]
 
@@ -209,12 +218,29 @@ class TestEnding:
         """What an environment forked has the end of every pipe of its collector."""
         here, there = os.pipe()
         process = subprocess.Popen(["true"])
+        before = set(os.listdir("/proc/self/fd"))
         ending = crew.Ending(SimpleNamespace(pid=process.pid, sentinel=here))
         assert ending.wait(20.0) and process.returncode is None  # and nobody has reaped it
         process.wait(20)
         ending.close()
+        assert set(os.listdir("/proc/self/fd")) == before
         os.close(here)
         os.close(there)
+
+    def test_without_process_descriptors_the_end_of_its_pipe_is_its_end(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        def refused(pid: int) -> int:
+            raise OSError("no such call")
+
+        monkeypatch.setattr(os, "pidfd_open", refused)
+        here, there = os.pipe()
+        ending = crew.Ending(SimpleNamespace(pid=1, sentinel=here))
+        assert not ending.wait(0.0)
+        os.close(there)
+        assert ending.wait(20.0)
+        ending.close()
+        os.close(here)
 
     def test_ctrl_c_meanwhile_hurries_and_is_raised(
         self, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -354,6 +380,16 @@ class TestWork:
         still.crew.close()
 
 
+def test_the_age_of_a_beat_is_in_seconds_and_none_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    member = crew.Member(0, Counters())
+    assert async_runner._stats_of(member).beat_age_s is None
+    member.counters.add({}, "reset")
+    beat_ns = member.counters.read().beat_ns
+    monkeypatch.setattr(async_runner, "monotonic_ns", lambda: beat_ns + 2_500_000_000)
+    assert async_runner._stats_of(member).beat_age_s == 2.5
+    member.counters.cleanup()
+
+
 def test_a_lane_that_died_with_its_permit_counts_as_done(monkeypatch: pytest.MonkeyPatch) -> None:
     still = StillCrew(monkeypatch, n=2)
     still.crew.start()
@@ -392,6 +428,10 @@ class TestCores:
         for name, module in (("cuda", torch.cuda), ("xpu", torch.xpu), ("mps", torch.backends.mps)):
             monkeypatch.setattr(module, "is_available", lambda name=name: name in there)
         assert async_runner.best_device() == first
+
+    def test_without_torch_it_is_numpy(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(async_runner.importlib.util, "find_spec", lambda name: None)
+        assert async_runner.best_device() == "numpy"
 
     def test_without_a_word_it_is_the_first_for_the_learner_and_the_cpu_for_collectors(
         self, monkeypatch: pytest.MonkeyPatch
@@ -452,14 +492,14 @@ def say_lane_and_make_workers(ctx: Any, parts: Any) -> None:
     env = ctx.make_env()  # with processes of its own, which a daemon may not have
     obs, _ = env.reset(seed=ctx.seed)
     env.close()
-    parts["deep"][0](100 * ctx.lane + len(obs))
+    parts["deep"][0][0](100 * ctx.lane + len(obs))
 
 
 def test_resources_anywhere_in_the_arguments_are_bound_and_environments_may_have_workers() -> None:
     overrides = {"vectorization_mode": "async"}
     with runner(env_cfg_overrides=overrides, num_envs=4, num_collectors=2) as it:
         say = it.own(Say.create(2))
-        it.start_collectors(say_lane_and_make_workers, {"parts": {"deep": [say]}})
+        it.start_collectors(say_lane_and_make_workers, {"parts": {"deep": [(say,)]}})
         heard = {}
         for _ in range(2):
             taken = say.ring.take(60.0)
@@ -467,6 +507,23 @@ def test_resources_anywhere_in_the_arguments_are_bound_and_environments_may_have
             say.ring.release()
         assert heard == {0: 2, 1: 102}
         wait_until(lambda: it.stats().alive == 0, 30, it.check_collectors)
+
+
+def test_what_was_bound_for_a_collector_is_told_to_be_closed_and_classes_are_no_resources() -> None:
+    say, bound = Say.create(2), list[Any]()
+    found = async_runner._on_lane({"say": say, "kind": Say, "n": 3}, 1, bound)
+    assert bound == [found["say"]] and found["say"] is not say
+    assert (found["kind"], found["n"]) == (Say, 3)
+    assert collector._watchable({"a": ([say], Say), "n": 3}) == [say]
+    found["say"].close()
+    say.cleanup()
+
+
+def test_before_collectors_run_a_wait_goes_on() -> None:
+    looks: list[Any] = []
+    with runner() as it:
+        it.own(SimpleNamespace(watch=looks.append, close=lambda: None))
+        assert looks[0]() is True
 
 
 def test_a_wait_for_a_batch_tells_of_a_dead_collector() -> None:

@@ -128,7 +128,7 @@ def thousand(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("thousand")
 def test_warns_once_per_label(monkeypatch: pytest.MonkeyPatch) -> None:
-    budget.warn_if_over_budget(800, "sac")
+    budget.warn_if_over_budget(np.int64(800), "sac")
     with pytest.warns(ResourceWarning, match="sac: must fit in 80% of the 1000 B available, got 801 B"):
         budget.warn_if_over_budget({"peak": 801, "total": 1}, "sac")
     budget.warn_if_over_budget(900, "sac")  # warnings are errors: a second one would raise

@@ -200,6 +200,23 @@ def test_too_large_a_ring_is_refused_before_it_is_made(
         r.learn(5, 0, tmp_path)
 
 
+@pytest.mark.parametrize(("env", "finals"), [({}, False), (SAME, True)])
+def test_the_ring_is_made_as_the_configuration_says(
+    env: Any, finals: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
+    cfg = {"num_slots": 3, "ring_policy": "drop_oldest", "staging": 2}
+    with runner(cfg, env, num_collectors=2) as r:
+        r._make(r._look_at_env())
+        ring = r._ring
+        assert (ring.num_slots, ring.num_lanes, ring.policy, ring.order) == (3, 2, "drop_oldest", "time")
+        assert (ring._ring.deadline, ring.num_envs, ring.num_steps) == (20.0, 2, 8)
+        assert ("final_obs" in ring.slot_shapes) is finals and "valid" in ring.slot_shapes
+        assert r._pool.size == 4
+    assert said == ["APPORunner"]
+
+
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
     from recollect.learners.checkpoint import save_checkpoint
 

@@ -31,7 +31,7 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {
         "iteration": seed, "network": net, "adam": adam, "generator": g.get_state(), "best": None, "worst": -math.inf,
         "flag": True, "names": ["a", "ü"], "half": torch.ones(3, dtype=torch.bfloat16), "stats": np.arange(3.0),
-        "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
+        "odd": {"$tuple": [1]}, "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
     }  # fmt: skip
 
 
@@ -94,6 +94,9 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model_1", state(1))
     with pytest.raises(TypeError, match="state/bad: must be numbers"):
         save_checkpoint(path, {"bad": object()})
+
+    with pytest.raises(TypeError, match="state/bad: dtype must be one of"):
+        save_checkpoint(path, {"bad": torch.zeros(1, dtype=torch.complex64)})
 
     (tmp_path / ".model_1.tmp-1").mkdir()  # of a save that was killed
 
@@ -159,6 +162,7 @@ def test_damage_is_named(file: str, how: str, tmp_path: Path) -> None:
         ({"format": "torch"}, "another program's"),
         ({"format_version": 99}, "needs a newer release"),
         ({"extra": 1}, "it is damaged"),
+        ({"state": [1]}, "state cannot be list; it is damaged"),
         (
             {"state": {"x": {"$tensor": {"dtype": "float32", "shape": [4], "at": 10**6, "bytes": 16}}}},
             "it is damaged",
@@ -181,8 +185,17 @@ def test_forged_manifests_are_refused(change: Any, said: str, tmp_path: Path) ->
         load_checkpoint(path)
 
 
+def test_a_file_is_no_checkpoint(tmp_path: Path) -> None:
+    (tmp_path / "model_1").write_text("weights")
+    for path in (tmp_path / "model_1", tmp_path / "model_2"):
+        with pytest.raises(FormatError, match="must hold manifest.json, got none; it is no checkpoint"):
+            load_checkpoint(path)
+
+
 def test_another_network_is_named_by_its_parameter() -> None:
     net = {"0.weight": torch.zeros(3, 4)}
+    with pytest.raises(FormatError, match=r"actor.0.weight: shape must be \(3, 4\), got \(4, 3\)"):
+        check_shapes("actor", net, {"0.weight": torch.zeros(4, 3)})
     with pytest.raises(FormatError, match=r"actor.0.weight: shape must be \(3, 4\), got \(3, 5\)"):
         check_shapes("actor", net, {"0.weight": torch.zeros(3, 5)})
     with pytest.raises(FormatError, match="actor.0.weight: is not in the checkpoint"):

@@ -5,12 +5,17 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+from tests.learners.test_sac_learner import spec
 
-from recollect.errors import DeadlineError
+from recollect.errors import DeadlineError, EnvContractError
 from recollect.learners import collectors
+from recollect.learners.config import SACConfig
 from recollect.learners.metrics import open_sinks
+from recollect.learners.sac_learner import make_actor
 
 
 class FullRing:
@@ -51,6 +56,29 @@ def test_at_a_full_ring_it_stops_when_told() -> None:
     assert collectors._claim(Context(looks=2), FullRing(10**6)) is None
 
 
+@pytest.mark.parametrize("collect", ["collect_transitions", "collect_rollouts"])
+def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
+    collect: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    steps = SimpleNamespace(write=lambda *args: None)
+    work = SimpleNamespace(
+        begin=lambda *args: True, step=lambda actions: done.append("step"),
+        driver=SimpleNamespace(acting_obs=lambda: None, close=lambda: done.append("closed")),
+        policy=SimpleNamespace(transition_actions=lambda obs: None, rollout_actions=lambda obs: (None, None)),
+        tally=SimpleNamespace(lap=lambda phase: None),
+    )  # fmt: skip
+    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    monkeypatch.setattr(collectors, "_add", lambda replay, step: None)
+    monkeypatch.setattr(collectors, "RolloutWriter", lambda slot: steps)
+    plan, kind = SimpleNamespace(steps=100), "replay" if collect == "collect_transitions" else "ring"
+    looks = 2 if kind == "replay" else 3  # a rollout looks once more, for its slot
+    getattr(collectors, collect)(
+        Context(looks), weights=None, board=None, plan=plan, **{kind: SimpleNamespace(write_buffer="slot")}
+    )
+    assert done == ["step", "step", "closed"]
+
+
 def test_each_step_says_what_it_did_last() -> None:
     """A collector that hangs in an environment must not be reported as one that never started."""
     beats: list[Any] = []
@@ -60,6 +88,82 @@ def test_each_step_says_what_it_did_last() -> None:
     worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
     worker.step(None)
     assert beats == [(("env_step",), {"env_steps": 4})]
+
+
+def test_a_factory_that_makes_another_environment_elsewhere_is_found_out() -> None:
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker.driver, worker.plan = SimpleNamespace(n=3, spec="ours"), SimpleNamespace(spec="ours")
+    worker._check(3)
+    with pytest.raises(EnvContractError, match="num_envs: the environment must have 4 slots, got 3"):
+        worker._check(4)
+    worker.plan.spec = "theirs"
+    with pytest.raises(EnvContractError, match="must have the spaces the learner saw, theirs, got ours"):
+        worker._check(3)
+
+
+def test_an_environment_that_cannot_be_used_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    driver = SimpleNamespace(n=3, spec="ours", close=lambda: closed.append(1))
+    monkeypatch.setattr(collectors, "EnvDriver", lambda *args, **kwargs: driver)
+    ctx = SimpleNamespace(seed=1, num_envs=4, make_env=lambda: None)
+    plan: Any = SimpleNamespace(salt=1, nan_policy="raise", spec="ours")
+    with pytest.raises(EnvContractError, match="num_envs"):
+        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+    assert closed == [1]
+
+
+def test_each_run_and_each_lane_has_environments_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seeds: list[int] = []
+    driver = SimpleNamespace(n=4, spec="ours")
+    monkeypatch.setattr(
+        collectors, "EnvDriver", lambda env, *, seed, nan_policy: seeds.append(seed) or driver
+    )
+    monkeypatch.setattr(collectors, "Policy", lambda *args: None)
+    monkeypatch.setattr(collectors, "Tally", lambda *args: None)
+    for seed, salt in ((1, 1), (1, 21), (2, 1), (1, 1)):
+        ctx = SimpleNamespace(seed=seed, num_envs=4, lane=0, device="cpu", make_env=lambda: None)
+        plan: Any = SimpleNamespace(salt=salt, nan_policy="raise", spec="ours")
+        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+    assert len(set(seeds)) == 3 and seeds[0] == seeds[3]
+
+
+def test_a_policy_acts_on_observations_of_the_newest_statistics() -> None:
+    seen: list[Any] = []
+    pairs = iter([None, (np.float32([4.0]), np.float32([1.99]))])
+    network = SimpleNamespace(act=lambda obs, noise: (seen.append(obs.numpy().tolist()), noise)[1])
+    spec = SimpleNamespace(action_dim=1, action_bounds=lambda: (np.float32([-1]), np.float32([1])))
+    policy: Any = collectors.Policy.__new__(collectors.Policy)
+    policy.version, policy.network, policy._device, policy._pair = 3, network, "cpu", None
+    policy._weights, policy._stats = SimpleNamespace(version=3), SimpleNamespace(latest=lambda: next(pairs))
+    policy._plan, policy._generator = SimpleNamespace(spec=spec, random_version=1), None
+    for _ in range(2):
+        policy.refresh()
+        policy.transition_actions(np.float32([[8.0]]))
+    assert seen == [[[8.0]], [[2.0]]]
+
+
+@pytest.mark.parametrize("random_version", [0, 1])
+def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) -> None:
+    """By the uniform one at first, by the network's later; the global one is left alone."""
+    space = spec()
+    network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
+    plan = collectors.Plan(space, network, 1, True, "raise", 1, random_version)
+    obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
+    a, b, c = (collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_report_of_a_chunk_tells_its_version() -> None:
+    published: list[Any] = []
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    totals = {"chunks": 4.0, "version": 6.0}
+    worker.tally = SimpleNamespace(
+        report=SimpleNamespace(totals=totals), publish=lambda: published.append(dict(totals))
+    )
+    worker.policy = SimpleNamespace(version=7)
+    worker.end()
+    assert published == [{"chunks": 5.0, "version": 7}]
 
 
 def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:

@@ -12,7 +12,7 @@ from gymnasium.vector import AutoresetMode, SyncVectorEnv
 from tests.collect.worlds import DISABLED, MODES, NEXT_STEP, SAME_STEP, Counting
 
 from recollect.errors import EnvContractError
-from recollect.learners.environment import EnvDriver, spaces_of
+from recollect.learners.environment import EnvDriver, ObsReader, spaces_of
 
 
 class Boxed(Counting):
@@ -128,6 +128,19 @@ def test_another_dict_is_flattened_in_layout_order() -> None:
     assert step.next_obs.dtype == np.float32
 
 
+@pytest.mark.parametrize("names", ["obs critic more", "critic"])
+def test_only_a_dict_of_obs_and_critic_has_a_leaf_for_the_critic(names: str) -> None:
+    space = spaces.Dict({name: spaces.Box(-1, 1, (2,), np.float32) for name in names.split()})
+    reader = ObsReader(space)
+    assert (reader.obs_dim, reader.critic_dim) == (2 * len(names.split()), 0)
+
+
+def test_what_is_beyond_float32_is_infinite_and_no_warning() -> None:
+    reader = ObsReader(spaces.Box(-np.inf, np.inf, (2,), np.float64))
+    obs, critic = reader.read(np.array([[1e300, 2.0]]), 1)
+    assert obs.tolist() == [[np.inf, 2.0]] and critic is None
+
+
 class Vector(gymnasium.vector.VectorEnv[Any, Any, Any]):
     """Two slots that return whatever they are told to."""
 
@@ -199,6 +212,28 @@ def test_same_step_takes_the_final_observation_from_info(key: str) -> None:
     info = {key: final, f"_{key}": np.array([False, True])}
     step = EnvDriver(Vector([result(0.75, trunc=(0, 1), info=info)], SAME_STEP), seed=0).step(ACT)
     assert step.next_obs.tolist() == [[0.75, 0.75], [0.5, 0.25]]
+
+
+def test_a_final_observation_that_is_not_finite_is_named() -> None:
+    info = {"final_obs": np.array([None, np.float32([0.5, NAN])], object)}
+    with pytest.raises(EnvContractError, match="observation: must be finite, .* in environment 1"):
+        EnvDriver(Vector([result(0.75, trunc=(0, 1), info=info)], SAME_STEP), seed=0).step(ACT)
+
+
+def test_a_reset_observation_that_is_not_finite_is_named() -> None:
+    env = Vector([result(0.75, trunc=(0, 1))], DISABLED)
+    driver = EnvDriver(env, seed=0)
+    env._first = np.float32([[0, 0], [NAN, 0]])
+    with pytest.raises(EnvContractError, match="observation: must be finite, .* in environment 1"):
+        driver.step(ACT)
+
+
+def test_an_overwritten_final_observation_is_warned_of_once() -> None:
+    info = {"final_obs": np.array([None, np.float32([0.75, 0.75])], object)}
+    driver = EnvDriver(Vector([result(0.75, trunc=(0, 1), info=info)] * 2, SAME_STEP), seed=0)
+    with pytest.warns(UserWarning, match="equals the next episode's first observation"):
+        driver.step(ACT)
+    driver.step(ACT)
 
 
 def test_same_step_without_a_final_observation_is_an_error() -> None:
@@ -345,3 +380,11 @@ def test_a_number_that_is_no_reward_is_refused() -> None:
     given = (np.zeros((2, 2), np.float32), np.array(["a", "b"]), NO, NO, {})
     with pytest.raises(EnvContractError, match="reward: dtype must be a number"):
         EnvDriver(Vector([given]), seed=0).step(ACT)
+
+
+def test_it_closes_its_environment() -> None:
+    closed: list[int] = []
+    env = Vector([])
+    env.close = lambda **kwargs: closed.append(1)  # type: ignore[method-assign]
+    EnvDriver(env, seed=0).close()
+    assert closed == [1]

@@ -119,6 +119,48 @@ def test_reward_components_are_means_since_the_last_line() -> None:
         board.cleanup()
 
 
+def test_what_is_no_finite_number_spoils_no_component() -> None:
+    with EpisodeBoard(1) as board:
+        logs: list[Any] = [
+            {"speed": np.array([1.0, NAN]), "energy": -2.0, "image": np.ones((2, 2)), "gait": "trot"},
+            {"speed": np.array([3.0, 5.0]), "energy": NAN},
+            "walked",
+        ]
+        play(board, [result(info={"log": log}) for log in logs])
+        values = Merged(board.read()).values(None)
+        assert values["reward/speed"] == 3 and values["reward/energy"] == -2
+        assert not {"reward/image", "reward/gait"} & values.keys()
+        board.cleanup()
+
+
+def test_an_environment_without_a_component_does_not_count_in_its_mean() -> None:
+    """As gymnasium's vector environments tell it, which put 0 where there is none: at a reset, say."""
+    with EpisodeBoard(1) as board:
+        play(
+            board, [result(info={"log": {"speed": np.array([0.0, 2.0]), "_speed": np.array([False, True])}})]
+        )
+        values = Merged(board.read()).values(None)
+        assert values["reward/speed"] == 2 and "reward/_speed" not in values
+        board.cleanup()
+
+
+def test_more_components_than_there_is_room_for_are_left_out() -> None:
+    with EpisodeBoard(1) as board:
+        report = lane([], env_steps=3.0)
+        report.components = {f"component {k}": [1.0, 1.0] for k in range(2000)}
+        board.publish(report)
+        (found,) = board.read()
+        assert found is not None and found.components == {} and found.totals["env_steps"] == 3
+        board.cleanup()
+
+
+def test_components_and_counts_of_lanes_add_up() -> None:
+    a, b = lane([], rejected=2.0), lane([], rejected=3.0)
+    a.components, b.components = {"speed": [6.0, 2.0]}, {"speed": [2.0, 2.0]}
+    values = Merged([a, b]).values(None)
+    assert values["reward/speed"] == 2 and values["collectors/rejected"] == 5
+
+
 def test_collector_times_are_means_per_chunk_since_the_last_line() -> None:
     before, after = (Merged([lane([], chunks=c, env_step_ns=ns)]) for c, ns in ((2, 4e6), (4, 10e6)))
     assert after.values(before)["time/collector_env_step_ms"] == 3

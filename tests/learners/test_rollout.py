@@ -49,6 +49,21 @@ def joined(rollouts: list[dict[str, Any]], size: int | None = None) -> dict[str,
     return pool.batch()
 
 
+def test_a_rejected_step_is_an_invalid_cell_without_a_final_observation() -> None:
+    info = {"final_obs": np.float32([[5, 6], [7, 8]])}
+    driver = EnvDriver(
+        Vector([result(0.5, reward=[1, np.nan], term=(1, 1), info=info)], AutoresetMode.SAME_STEP), seed=0,
+        nan_policy="reject",
+    )  # fmt: skip
+    slot = slot_for(driver.spec, 1, 2)
+    writer = RolloutWriter(slot)
+    writer.write(driver.step(np.zeros((2, 1), np.float32)), np.float32([-1, -2]))
+    writer.finish(driver.obs, driver.critic)
+    assert slot["valid"].tolist() == [[True, False]] and slot["last_obs"].tolist() == [[0.5, 0.5]] * 2
+    assert int(slot["final_count"]) == 1 and slot["final_index"][0] == 0
+    assert slot["final_obs"][0].tolist() == [5, 6]
+
+
 class Plain:
     """A critic whose value is a fixed function of what it sees."""
 
@@ -169,6 +184,56 @@ def test_going_on_from_a_saved_state_is_bit_exact() -> None:
     two.train(slot)
     assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters()))
     assert torch.equal(one.generator.get_state(), two.generator.get_state())
+
+
+def test_an_iteration_is_epochs_of_minibatches() -> None:
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    learner, parts = (
+        PPOLearner(spec, APPOConfig(epochs=3, minibatches=5, hidden=(4,)), "cpu", seed=1),
+        list[int](),
+    )
+    step = learner._step
+    learner._step = lambda data: (parts.append(len(data["obs"])), step(data))[1]  # type: ignore[method-assign]
+    learner.train(stale_rollout(learner, 4, 5))
+    assert parts == [4] * 15 and learner.update_count == 15
+
+
+@pytest.mark.parametrize("cells", [0, 1])
+def test_hardly_a_valid_cell_spoils_no_weight(cells: int) -> None:
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    learner = PPOLearner(spec, APPOConfig(hidden=(4,)), "cpu", seed=1)
+    rollout = stale_rollout(learner, 4, 5)
+    rollout["valid"] = torch.zeros_like(rollout["valid"])
+    rollout["valid"].view(-1)[:cells] = True
+    losses = learner.train(rollout)
+    assert bool(losses) is (cells > 0)
+    assert all(torch.isfinite(p).all() for p in learner.network.parameters())
+
+
+def test_the_parts_of_the_loss_count_as_configured_and_each_network_is_clipped_by_its_own_norm() -> None:
+    spec, rng = EnvSpaces(4, 0, 1, 3, 0, (), (), (), "int64", "NEXT_STEP"), np.random.default_rng(0)
+    data = {
+        "obs": rng.normal(size=(32, 4)), "actions": rng.integers(0, 3, (32, 1)), "log_probs": np.full(32, -1.0),
+        "advantages": np.zeros(32), "targets": 100 + rng.normal(size=32),
+    }  # fmt: skip
+    tensors = {name: torch.from_numpy(x.astype(np.float32)) for name, x in data.items()}
+    tensors["critic"] = tensors["obs"]
+
+    def norms(**config: Any) -> list[float]:
+        learner = PPOLearner(spec, APPOConfig(hidden=(8,), max_grad_norm=0.01, **config), "cpu", seed=2)
+        with torch.no_grad():
+            learner.network.actor[-1].bias.copy_(torch.tensor([2.0, 0.0, 0.0]))
+            before = float(learner.network.evaluate(tensors["obs"], tensors["actions"])[1].mean())
+        learner._step(tensors)
+        with torch.no_grad():
+            after = float(learner.network.evaluate(tensors["obs"], tensors["actions"])[1].mean())
+        sums = [sum(float((p.grad**2).sum()) for p in part if p.grad is not None) for part in learner._parts]
+        return [*(x**0.5 for x in sums), after - before]
+
+    critic, actor, gained = norms(value_coef=0.0, entropy_coef=0.5)
+    assert critic == 0 and actor == pytest.approx(0.01, rel=1e-3) and gained > 0
+    critic, actor, gained = norms(entropy_coef=0.0)
+    assert critic == pytest.approx(0.01, rel=1e-3) and actor == 0
 
 
 def stale_rollout(learner: PPOLearner, T: int = 16, n: int = 8) -> dict[str, Any]:

@@ -449,12 +449,19 @@ def test_learns_pendulum(seed: int, tmp_path: Path) -> None:
     [
         ({"pack": "collector"}, {"num_collectors": 2}, "pack: 'collector' needs num_collectors=1, got 2"),
         ({"replay_buffer_n": 9}, {}, "replay_buffer_n: 9 rows"),
+        # a chunk of every lane is left out of what can be drawn from
+        ({"replay_buffer_n": 10, "learning_starts": 37}, {"num_collectors": 2}, "replay_buffer_n: 10 rows"),
         ({"batchsize": 1}, {}, "did you mean 'batch_size'"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(cfg: Any, kwargs: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         runner(cfg=cfg, **kwargs)
+
+
+def test_the_smallest_replay_that_can_be() -> None:
+    with runner(cfg={"replay_buffer_n": 10, "learning_starts": 36}, num_collectors=2) as r:
+        assert r._capacity == 40
 
 
 @pytest.mark.parametrize(
@@ -477,6 +484,17 @@ def test_discrete_actions_are_refused(tmp_path: Path) -> None:
         assert r.last_run_summary.status == "error"
 
 
+def test_actions_that_no_bounded_policy_has_are_refused_before_a_learner_is_made(tmp_path: Path) -> None:
+    def factory(*args: Any) -> Any:
+        pytest.fail("made a learner")
+
+    with (
+        OffPolicyRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu", learner=factory) as r,
+        pytest.raises(EnvContractError, match="use APPO"),
+    ):
+        r.learn(5, 0, tmp_path)
+
+
 def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
     said = "obs_normalization: needs a learner with an obs_normalizer"
     with (
@@ -493,6 +511,104 @@ def test_too_large_a_replay_is_refused_before_it_is_made(
     monkeypatch.setattr(memory_budget, "available_nbytes", lambda: 1 << 16)
     with runner() as r, pytest.raises(BudgetError, match="SACRunner: must fit"):
         r.learn(5, 0, tmp_path)
+
+
+@pytest.mark.parametrize("pack", ["learner", "collector"])
+def test_the_pipeline_has_the_runners_seed_and_deadline_and_ends_with_it(pack: str) -> None:
+    with runner(cfg={"pack": pack}, seed=2**32 + 5) as r:
+        r._make(r._look_at_env())
+        packs = r._make_pipe()
+        assert (r._pipe.base_seed, r._pipe.deadline) == (5, 20.0)
+        assert r._pipe.transfer_manifest["pack_executor"] == ("learner_thread" if pack == "learner" else pack)
+    if packs is not None:
+        with pytest.raises(ClosedError):
+            packs[2].stats()
+
+
+def test_the_environment_that_was_looked_at_is_closed() -> None:
+    closed: list[int] = []
+
+    def factory(num_envs: int, sim_backend: str) -> Any:
+        env = reach(num_envs, sim_backend)
+        close, env.close = env.close, lambda: (closed.append(num_envs), close())
+        return env
+
+    with SACRunner(factory, {}, SMALL, num_envs=4, device="cpu") as r:
+        r._look_at_env()
+    assert closed == [1]
+
+
+def test_a_run_over_its_share_of_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
+    with runner() as r:
+        r._make(r._look_at_env())
+    assert said == ["SACRunner"]
+
+
+def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(tmp_path: Path) -> None:
+    n = 70_001
+    with rc.ipc.ReplayBuffer(80_000, 2, 1, "numpy") as saved:
+        x, no = np.arange(n, dtype=np.float32), np.zeros(n, bool)
+        saved.add(np.stack([x, x], 1), x[:, None], x, np.stack([x, x], 1), no, no)
+        saved.dumps(tmp_path / "replay")
+    with runner(cfg={"replay_buffer_n": 36_000}, num_envs=4, num_collectors=2) as r:
+        r._make(r._look_at_env())
+        r._restore_replay(tmp_path / "replay")
+        assert [lane.ptr for lane in r._replay.stats().lanes] == [35_000, 35_001]
+
+
+def test_filling_in_step_gives_permits_to_who_can_use_them() -> None:
+    calls: list[str] = []
+    with runner() as r:
+        r._replay = SimpleNamespace(ptr=0, size=0)
+
+        def permit() -> None:
+            calls.append("permit")
+            r._replay.ptr = r._replay.size = r._replay.ptr + 20
+
+        r.wait_permits_wanted, r._permit = lambda: calls.append("wanted"), permit
+        r.wait_permits_done = lambda: calls.append("done")
+        r._fill_replay(1)
+        r._replay = None
+    assert calls == ["wanted", "permit", "done"] * 2 + ["permit"]
+
+
+def test_filling_while_running_free_looks_after_collectors() -> None:
+    ready, looks = iter([False, False, True]), list[int]()
+    with runner(cfg={"sync_collection": False}) as r:
+        r._replay = SimpleNamespace(ptr=0)
+        r._pipe = SimpleNamespace(
+            start_prepare=lambda *args, **kwargs: True, wait_until_ready=lambda *args, **kwargs: next(ready)
+        )
+        r.check_collectors = lambda: looks.append(1)
+        r._fill_replay(1)
+        r._replay = r._pipe = None
+    assert looks == [1, 1]
+
+
+def test_filling_and_checkpoints_are_no_part_of_the_learners_phases(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now, lines = [100.0], list[Any]()
+    monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
+    monkeypatch.setattr(run_module, "monotonic_ns", lambda: int(now[0] * 1e9))
+
+    def spend(seconds: float) -> Any:
+        now[0] += seconds
+        return tmp_path
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        spend(1.0)
+        r._watch.lap("train")
+        return {}
+
+    with without_collectors(runner(), iterate) as r:
+        r._begin, r._save = lambda first, resumed: spend(50.0), lambda log_dir, iteration: spend(5.0)
+        r.learn(20, 10, tmp_path, on_metrics=lambda i, values: lines.append(values))
+    assert [line["time/learner_train_ms"] for line in lines] == [1000.0, 1000.0]
+    # the first line begins with the first iteration
+    assert [line["perf/iter_ms"] for line in lines] == [1000.0, 1500.0]
 
 
 def test_a_runner_learns_once(run: Any, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from recollect.errors import EnvContractError
 from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.networks import TanhGaussianActor
+from recollect.learners.normalization import RunningStats
 from recollect.learners.sac_learner import SACLearner, bootstrap_mask
 
 
@@ -149,6 +151,30 @@ def test_going_on_from_a_saved_state_is_bit_exact(normalization: bool) -> None:
     a, b = flat(one.get_state_dict()), flat(two.get_state_dict())
     assert a.keys() == b.keys() and len(a) > 30
     assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_statistics_of_blocks_are_those_of_all_rows() -> None:
+    rows = np.random.default_rng(0).normal(3.0, 2.0, (60, 2)).astype(np.float32)
+    rows[40:] += 50.0
+    stats = RunningStats(2)
+    for block in (rows[:7], rows[:0], rows[7:40], rows[40:]):
+        stats.update(block)
+    found = stats.pair()
+    assert found is not None and stats.count == 60
+    assert np.allclose(found[0], rows.mean(0), rtol=1e-5) and np.allclose(found[1], rows.std(0), rtol=1e-5)
+
+
+def test_a_loaded_state_stays_as_it_was() -> None:
+    """So that it can be loaded again."""
+    config = SACConfig(hidden=(8,))
+    one, two = (SACLearner(spec(), config, "cpu", seed=s) for s in (1, 2))
+    run(one, range(2))
+    state = copy.deepcopy(one.get_state_dict())
+    before = copy.deepcopy(flat(state))
+    two.load_state_dict(state)
+    run(two, range(2))
+    after = flat(state)
+    assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
 def test_the_global_generator_is_left_alone() -> None:

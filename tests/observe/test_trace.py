@@ -41,6 +41,20 @@ def test_what_is_recorded_is_written(tmp_path: Path) -> None:
     assert names[1]["args"]["name"] == threading.current_thread().name
 
 
+def test_it_makes_its_directory_and_writes_what_json_has_no_word_for_as_text(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "t.json"
+    with TraceRecorder(path) as trace:
+        trace.add_slice("a", "cat", 0, 1, {"path": Path("x")})
+    assert events(path)[0]["args"] == {"path": "x"}
+
+
+def test_it_is_written_while_the_run_goes_on(tmp_path: Path) -> None:
+    trace = TraceRecorder(tmp_path / "t.json")
+    many(trace, 300, "a")
+    assert trace.path.read_text().count('"name": "a"') > 200
+    trace.close()
+
+
 def test_a_limit_keeps_the_first_events_of_each_process(tmp_path: Path) -> None:
     path = tmp_path / "t.json"
     with TraceRecorder(path, limit=3) as trace:
@@ -52,7 +66,10 @@ def test_a_limit_keeps_the_first_events_of_each_process(tmp_path: Path) -> None:
     assert f"learner {os.getpid()}" in path.read_text()
 
 
-def test_a_recorder_that_fails_ends_the_tracing_of_phases(caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("kind", [OSError, KeyError])
+def test_a_recorder_that_fails_ends_the_tracing_of_phases(
+    kind: type[Exception], caplog: pytest.LogCaptureFixture
+) -> None:
     class Broken:
         calls = 0
 
@@ -60,7 +77,7 @@ def test_a_recorder_that_fails_ends_the_tracing_of_phases(caplog: pytest.LogCapt
 
         def add_slice(self, *args: object) -> None:
             self.calls += 1
-            raise OSError("disk full")
+            raise kind("disk full")
 
     broken = Broken()
     phases = Phases(broken, "collector 3", wait="ring/write_wait")
@@ -74,6 +91,7 @@ def test_phases_have_the_names_of_their_process(tmp_path: Path) -> None:
         phases = Phases(trace, "collector 3", wait="ring/write_wait")
         phases.add("wait", 1_000, 2_000)
         phases.add("env_step", 2_000, 5_000)
+    assert f"collector 3 {os.getpid()}" in (tmp_path / "t.json").read_text()
     assert [(e["name"], e["cat"], e["dur"]) for e in events(tmp_path / "t.json")] == [
         ("ring/write_wait", "collector 3", 1.0),
         ("collector/env_step", "collector 3", 3.0),
@@ -91,7 +109,8 @@ class Event:
         return later.at - self.at
 
 
-def test_device_spans_are_written_once_their_events_have_passed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("then", ["add_counter", "add_cuda_pending_span", "flush", "close"])
+def test_device_spans_are_written_once_their_events_have_passed(tmp_path: Path, then: str) -> None:
     path = tmp_path / "t.json"
     with TraceRecorder(path) as trace:
         late, never = Event(3.0, False), Event(9.0, False)
@@ -100,7 +119,8 @@ def test_device_spans_are_written_once_their_events_have_passed(tmp_path: Path) 
         trace.flush()
         assert "gpu/x" not in path.read_text()
         late.passed = True
-        trace.add_counter("c", 0, 0)
+        args = {"add_counter": ("c", 0, 0), "add_cuda_pending_span": ("gpu/z", never, never)}
+        getattr(trace, then)(*args.get(then, ()))
         late.at = 100.0  # used again: too late to matter
     assert [(e["name"], e["dur"]) for e in events(path) if e["ph"] == "X"] == [("gpu/x", 2000.0)]
 
@@ -152,6 +172,8 @@ def test_a_file_without_an_end_can_be_opened_and_half_a_line_is_left_out(tmp_pat
     trace.close()
     with pytest.raises(ClosedError):
         trace.add_counter("c", 0, 0)
+    with pytest.raises(ClosedError):
+        trace.add_cuda_pending_span("gpu/x", Event(1.0, True), Event(2.0, True))
 
 
 def test_a_forgotten_recorder_writes_what_it_has(tmp_path: Path) -> None:

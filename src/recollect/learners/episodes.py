@@ -156,12 +156,28 @@ class Tally:
         if not isinstance(components, Mapping):
             return
         for name, value in components.items():
-            numbers = np.asarray(value, np.float64) if np.ndim(value) <= 1 else np.empty(0)
-            numbers = numbers[np.isfinite(numbers)] if numbers.ndim else np.atleast_1d(numbers)
-            kept = self.report.components.setdefault(str(name), [0.0, 0.0])
-            kept[0] += float(numbers.sum())
-            kept[1] += numbers.size
+            if str(name).startswith("_") and str(name)[1:] in components:
+                continue  # it says which environments have the component
+            numbers = _numbers(value, components.get(f"_{name}"))
+            if numbers.size:
+                kept = self.report.components.setdefault(str(name), [0.0, 0.0])
+                kept[0] += float(numbers.sum())
+                kept[1] += numbers.size
 
     def publish(self) -> None:
         """Let the learner see it."""
         self._board.publish(self.report)
+
+
+def _numbers(value: Any, present: Any) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """The finite numbers of a component, one or one for each environment that has it; none of anything else."""
+    try:
+        found = np.atleast_1d(np.asarray(value, np.float64))
+    except (TypeError, ValueError):
+        return np.empty(0)
+    if found.ndim != 1:
+        return np.empty(0)
+    keep = np.isfinite(found)
+    if np.shape(present) == found.shape:
+        keep &= np.asarray(present, bool)
+    return found[keep]

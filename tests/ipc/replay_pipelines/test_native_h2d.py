@@ -91,6 +91,7 @@ def test_wrong_tensors_are_refused() -> None:
         (OnCuda(torch.zeros(8, 2)[:, 0]), src, "dst: must be contiguous"),
         (good, torch.zeros(8, 2)[:, 0], "src: must be contiguous"),
         (OnCuda(torch.zeros(7)), src, "dst: must have 32 bytes as src, got 28"),
+        (OnCuda(torch.zeros(8, dtype=torch.float64)), src, "dst: must have 32 bytes as src, got 64"),
     ):
         with pytest.raises(ValueError, match=match):
             native_h2d.submit_h2d(dst, source, Stream())

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import pickle
 import queue
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from tests.ipc.crews import sleeps_in, wait_until
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 from tests.process.actor import Actor
 
-from recollect.errors import ClosedError, EmptyError, PrepareError
+from recollect.errors import ClosedError, DeadlineError, EmptyError, PrepareError
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import make_collector_pack, packing, serve_pack_requests, slots
 from recollect.ipc.replay_pipelines.slots import Bell, PackSlots
@@ -43,6 +46,26 @@ def test_slots_serve_one_pipeline_after_another(setting: Setting) -> None:
         assert pack[2].stats().state == "done"  # they are the caller's: no pipeline closes them
 
 
+def test_close_wakes_whoever_waits_for_the_collector_to_pack(setting: Setting) -> None:
+    buf, pack = setting
+    pipe, errors = packed_by(buf, pack), list[Exception]()
+
+    def run() -> None:
+        try:
+            pipe.sample_large_batch(0, N)  # nobody serves, and nobody started it
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        wait_until(lambda: sleeps_in(thread, "_wait"), 10.0)
+    finally:
+        pipe.close()
+        thread.join(20)
+    assert [type(error) for error in errors] == [ClosedError]
+
+
 def test_a_pipeline_that_waits_for_rows_is_not_stopped_by_the_one_before(
     setting: Setting, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -56,6 +79,137 @@ def test_a_pipeline_that_waits_for_rows_is_not_stopped_by_the_one_before(
             assert not pipe.wait_until_ready(0, N, timeout=0.02)
             add(buf, 1)
             assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+def test_any_queue_will_do(setting: Setting) -> None:
+    """What is put wakes the other side: a queue of another kind cannot be looked at by a word of the slots."""
+    buf, (_, _, shared) = setting
+    request, ready = queue.Queue[int](), queue.Queue[int]()
+    with packed_by(buf, (request, ready, shared)) as pipe:
+        pipe.start_prepare(0, N)
+        assert request.get(timeout=20) == 1
+        put, ready.put = ready.put, lambda number: (told.append(number), put(number))  # type: ignore[method-assign]
+        told: list[int] = []
+        assert serve_pack_requests(buf, request, ready, shared) == 1
+        assert told == [1] and len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+def test_before_anybody_packs_the_live_writers_are_waited_for(setting: Setting) -> None:
+    buf, pack = setting
+    with packed_by(buf, pack) as pipe:
+        assert pack[2].packer_is_gone() is None and not pipe._packer._collector_is_gone()
+
+
+def test_a_request_that_nobody_took_in_time_is_withdrawn(setting: Setting) -> None:
+    buf, pack = setting
+    with packed_by(buf, pack, deadline=0.02) as pipe:
+        pipe.start_prepare(0, N)
+        with pytest.raises(DeadlineError, match="the collector must pack it in 0.02 s"):
+            pipe.wait_ready()
+        assert pack[2].stats().state == "free" and serve_pack_requests(buf, *pack) == 0
+
+
+def test_who_serves_sleeps_until_there_is_a_request(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    sleeps: list[float] = []
+
+    def sleep(request: Any, seconds: float) -> None:
+        sleeps.append(seconds)
+        if len(sleeps) == 3:
+            pack[2].ask(1, 0, 0, 0)
+
+    monkeypatch.setattr(packing, "_sleep", sleep)
+    assert serve_pack_requests(buf, *pack, 5.0) == 1
+    assert len(sleeps) == 3 and all(0 < s <= 0.1 for s in sleeps)
+    for timeout in (-1.0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="timeout"):
+            serve_pack_requests(buf, *pack, timeout)
+
+
+def test_who_serves_sleeps_until_the_rows_are_there(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    real, waits = packing.wait_for_rows, list[float]()
+
+    def wait(buffer: Any, shared: Any, floor: int, timeout: float) -> int:
+        waits.append(timeout)
+        if len(waits) == 3:
+            add(buf, 1)
+            return real(buffer, shared, floor, timeout)
+        return packing.TIMED_OUT
+
+    monkeypatch.setattr(packing, "wait_for_rows", wait)
+    pack[2].ask(1, 0, buf.ptr + 1, 0)
+    assert serve_pack_requests(buf, *pack, 5.0) == 1
+    assert len(waits) == 3 and all(0 < s <= 0.1 for s in waits)
+
+
+def test_a_request_that_was_withdrawn_meanwhile_is_not_packed(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    pack[2].ask(1, 0, 0, 0)
+    monkeypatch.setattr(pack[2], "take", lambda number: not pack[2].cancel(number))
+    monkeypatch.setattr(packing, "pack", lambda *args: pytest.fail("packed"))
+    assert serve_pack_requests(buf, *pack) == 0 and pack[2].stats().state == "free"
+
+
+def test_an_open_request_is_replaced_unless_it_is_taken_meanwhile(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = setting[1][2]
+    assert (shared.ask(1, 0, 0, 0), shared.ask(2, 0, 0, 0)) == (1, 2)
+    assert shared.take(2)
+    monkeypatch.setattr(shared, "claim", lambda: (2, slots.OPEN))
+    assert shared.ask(3, 0, 0, 0) is None
+    monkeypatch.undo()
+    assert shared.claim() == (2, slots.TAKEN)
+
+
+def test_a_fork_of_the_packing_process_is_another_process(setting: Setting) -> None:
+    shared = setting[1][2]
+    shared._enlisted = (os.getpid() + 1, 12345)  # as the fork sees what its parent was
+    shared.enlist()
+    assert shared.stats().packer_pid == os.getpid()
+    other, word = slots._attach(shared.name), shared._enlisted[1]
+    other._enlisted = (os.getpid() + 1, word)
+    other.close()
+    assert shared.stats().packer_pid == os.getpid()  # a fork that closes gives up nothing of its parent's
+
+
+def test_errors_are_told_as_far_as_there_is_room(setting: Setting) -> None:
+    shared = setting[1][2]
+    for error in (ValueError("x" * 2000), KeyError("y")):
+        number = shared.ask(1, 0, 0, 0)
+        assert number is not None and shared.take(number)
+        shared.fail(number, error)
+        name, text = shared.error()
+        assert name == type(error).__name__
+        assert text == ("x" * (512 - len("ValueError\n")) if name == "ValueError" else "'y'")
+
+
+def test_who_waits_at_a_bell_is_woken_when_the_owner_cleans_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(slots, "SLICE_S", 30.0)
+    with buffer(4) as buf:
+        pack = make_collector_pack(buf, N)
+        closed = list[int]()
+
+        def wait(bell: Bell) -> None:
+            with pytest.raises(ClosedError):
+                bell.get(True, 30.0)
+            closed.append(1)
+
+        threads = [threading.Thread(target=wait, args=(bell,)) for bell in pack[:2]]
+        for thread in threads:
+            thread.start()
+            wait_until(lambda thread=thread: sleeps_in(thread, "get"), 10.0)  # type: ignore[misc]
+        pack[2].cleanup()
+        for thread in threads:
+            thread.join(10.0)
+        assert closed == [1, 1]
 
 
 @pytest.mark.process
@@ -152,7 +306,9 @@ def test_who_has_left_is_not_named_as_the_packer(setting: Setting) -> None:
     serve_pack_requests(buf, *pack)
     other = slots._attach(pack[2].name)
     assert other.stats().packer_pid is not None
+    rung = other.mapping.load(slots.READY_AT)
     pack[2].close()
+    assert other.mapping.load(slots.READY_AT) == rung + 1  # the learner is not left to look again
     assert other.stats().packer_pid is None and other.packer_is_gone()
     add(buf, 1)
     other.close()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import threading
 import time
 from pathlib import Path
@@ -13,7 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from tests.ipc.crews import sleeps_in
+from tests.ipc.crews import sleeps_in, wait_until
 from tests.ipc.replay_pipelines.make import (
     A,
     N,
@@ -165,6 +166,30 @@ def test_it_is_a_replay_pipeline_and_any_class_with_the_calls_is_one() -> None:
         assert not isinstance(buf, ReplayPipeline)
 
 
+def test_the_defaults() -> None:
+    given = inspect.signature(Pipeline.__init__).parameters.values()
+    assert {p.name: p.default for p in given if p.kind is p.KEYWORD_ONLY and p.default is not p.empty} == {
+        "base_seed": 0, "trace_recorder": None, "trace_cuda_events": True, "verbose": False,
+        "verbose_output_dir": None, "collector_pack_request_queue": None, "collector_pack_ready_queue": None,
+        "collector_pack_shared_slots": None, "deadline": 60.0, "transfer": None,
+    }  # fmt: skip
+
+
+def test_times_are_microseconds(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0]
+
+    def clock() -> int:
+        now[0] += 3000
+        return now[0]
+
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        for module in (packing, cpu_pinned_double_buffer):
+            monkeypatch.setattr(module, "monotonic_ns", clock)
+        pipe.sample_large_batch(0, N)
+        stats = pipe.stats()
+        assert (stats.pack_us, stats.wait_us) == (3.0, 9.0)  # it waited for its own packing
+
+
 def test_metadata_is_frozen() -> None:
     meta = ReplayTickMetadata(1, 2, 3, 4, 5)
     assert meta.batch_host_slot is None and meta.batch_gpu_slot is None
@@ -229,6 +254,17 @@ def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: py
     assert threads == [threading.get_ident(), pipe._packer._thread.ident]
 
 
+def test_whoever_packs_waits_for_a_copy_as_long_as_the_deadline_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+    with buffer(40) as buf, pipeline(buf) as pipe, monkeypatch.context() as patch:
+        patch.setattr(pipe._transfer, "synchronize_ready", lambda slot, timeout: waits.append(timeout))
+        pipe.sample_large_batch(0, N)
+        pipe.start_prepare(1, N)
+        assert pipe._cold is not None
+        pipe._cold.done.get(timeout=20)
+    assert len(waits) == 2 and all(10 < s <= 20 for s in waits)
+
+
 # -- seeds and snapshots
 
 
@@ -277,15 +313,16 @@ def test_rows_lost_for_want_of_headroom_are_drawn_again_and_counted(tmp_path: Pa
         assert [int(row["redrawn"]) for row in csv.DictReader(file)] == [redrawn, 0]  # of each tick
 
 
-def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next() -> None:
+@pytest.mark.parametrize("headroom", [0, 4])
+def test_if_nothing_of_a_snapshot_is_left_the_metadata_is_of_the_next(headroom: int) -> None:
     with buffer(16, capacity=16) as buf, pipeline(buf) as pipe:
         gate = _Gate(pipe)
-        pipe.start_prepare(0, N)
+        pipe.start_prepare(0, N, headroom=headroom)
         add(buf, 16)
         gate.open()
         assert min(ids(pipe.sample_large_batch(0, N))) >= 16
         meta = pipe.metadata
-        assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16)
+        assert meta is not None and (meta.snapshot_ptr, meta.snapshot_size) == (32, 16 - headroom)
 
 
 def test_a_snapshot_counts_the_rows_of_all_lanes() -> None:
@@ -473,6 +510,16 @@ def test_another_sample_count_is_refused(call: str, n: Any) -> None:
         assert pipe.stats().started == 0
 
 
+def test_true_is_no_count() -> None:
+    said = "sample_count: must be the 1 of the constructor, got True"
+    with (
+        buffer(4) as buf,
+        pipeline(buf, sample_count=1) as pipe,
+        pytest.raises(ValueError, match=said),
+    ):
+        pipe.start_prepare(0, True)
+
+
 @pytest.mark.parametrize("tick", [-1, 2**32, 1.5, True, "1"])
 def test_ticks_and_seeds_are_32_bit(tick: Any) -> None:
     with buffer(4) as buf, pipeline(buf) as pipe:
@@ -559,14 +606,35 @@ def test_close_wakes_whoever_waits(wait: str) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        while not sleeps_in(thread, "_wait"):
-            pass
+        wait_until(lambda: sleeps_in(thread, "_wait"), 20.0)
         start = Stopwatch()
         pipe.close()
         assert start.s < 0.09  # the packer was woken too, not joined at the end of its slice
         thread.join(10)
         ((error, took_s),) = errors
         assert isinstance(error, ClosedError) and took_s < 0.09
+
+
+def test_close_wakes_whoever_waits_for_a_packer_that_hangs() -> None:
+    with buffer(4) as buf:
+        pipe = pipeline(buf)
+        gate = _Gate(pipe)
+        pipe.start_prepare(0, N)
+        woken = threading.Event()
+
+        def run() -> None:
+            with pytest.raises(ClosedError):
+                pipe.wait_ready()
+            woken.set()
+
+        waiter, closer = threading.Thread(target=run), threading.Thread(target=pipe.close)
+        waiter.start()
+        wait_until(lambda: sleeps_in(waiter, "_wait"), 20.0)
+        closer.start()
+        assert woken.wait(9.0)  # the packer itself has ten seconds
+        gate.open()
+        for thread in (waiter, closer):
+            thread.join(20)
 
 
 def test_after_close_every_call_raises_and_close_may_be_repeated() -> None:
@@ -634,6 +702,22 @@ def test_rows_of_collectors_that_died_since_are_rows(monkeypatch: pytest.MonkeyP
         monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
         pipe.start_prepare(0, N, 11)
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+def test_while_somebody_watches_dead_collectors_are_for_him_to_judge(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, waits = packing.wait_for_rows, list[float]()
+
+    def wait(*args: Any) -> int:
+        waits.append(args[3])
+        return packing.TIMED_OUT if len(waits) == 1 else real(*args)
+
+    monkeypatch.setattr(packing, "wait_for_rows", wait)
+    monkeypatch.setattr(packer._core, "writers_gone", lambda memory: True)
+    with buffer(10) as buf, pipeline(buf) as pipe:
+        pipe.watch(lambda: add(buf, 1))
+        pipe.start_prepare(0, N, 11)
+        assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+    assert all(0 < s <= 0.1 for s in waits)  # who watches nobody is told of the dead within a second
 
 
 def test_once_nobody_watches_dead_collectors_are_an_error_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ import pytest
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 
 from recollect.errors import ClosedError, DeadlineError, PrepareError
-from recollect.ipc.replay_pipelines import TransferBackend, native_h2d
+from recollect.ipc.replay_pipelines import TransferBackend, native_h2d, transfer
 from recollect.ipc.replay_pipelines.transfer import StreamTransfer, make_transfer
 from recollect.testing import FakeDevice
 from recollect.testing.fake_device import FakeEvent, FakeRead, FakeStream, read_all
@@ -275,6 +275,28 @@ def test_a_wait_for_a_copy_is_one_wait_of_its_event(monkeypatch: pytest.MonkeyPa
     device.close()
 
 
+def test_waits_for_an_event_share_one_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be recorded again while one waits."""
+    device, now, waits = FakeDevice(0), [100.0], list[float]()
+    submitted(device, monkeypatch)
+    waiter, passed = device._waiter, iter([False, False, False, True])
+
+    def wait(event: Any, timeout: float) -> bool:
+        waits.append(timeout)
+        now[0] += 2.0
+        return True
+
+    with monkeypatch.context() as patch:
+        patch.setattr(transfer, "monotonic", lambda: now[0])
+        patch.setattr(FakeEvent, "query", lambda self: next(passed))
+        patch.setattr(FakeEvent, "elapsed_time", lambda self, later: 0.0)
+        device._waiter = SimpleNamespace(wait=wait)  # type: ignore[assignment]
+        device.synchronize_ready(0, 3.0)
+        device._waiter = waiter
+    assert waits == [3.0, 1.0, 0.0]
+    device.close()
+
+
 def test_a_copy_is_timed_from_its_beginning(monkeypatch: pytest.MonkeyPatch) -> None:
     device = FakeDevice(0)
     submitted(device, monkeypatch)
@@ -306,6 +328,7 @@ def test_who_waits_for_events_keeps_no_device_and_ends_with_it(monkeypatch: pyte
         device.synchronize_ready(0, 20.0)
         assert device._waiter is not None
         waiter, gone = device._waiter.thread, weakref.ref(device)
+        assert waiter.daemon  # a device that hangs keeps no interpreter
         if closes:
             device.close()
         else:
@@ -489,7 +512,10 @@ def test_host_slots_are_pinned_where_they_lie_or_the_manifest_says_not(
     assert told["supports_async_submit"] is (
         refuses == 9
     )  # from pageable memory the driver copies while we wait
-    assert ("refused to pin" in caplog.text) is (refuses != 9)
+    assert (
+        ("refused to pin" in caplog.text) is ("copied from pageable memory" in caplog.text) is (refuses != 9)
+    )
+    assert told["supports_timing_events"] is True
     if refuses == 9:
         assert runtime.nbytes == [32, 32]
     transfer.close()
@@ -551,6 +577,39 @@ def test_what_may_not_be_pinned_goes_through_private_pinned_memory(monkeypatch: 
     device.submit_h2d(1)
     assert (sent[0] == 7).all() and sent[0].data_ptr() != slots[1].ctypes.data
     device.close()
+
+
+def test_streams_events_and_memory_are_of_the_device_asked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    from recollect.ipc.replay_pipelines.transfer_torch import XpuTransfer
+
+    module = SimpleNamespace(
+        Stream=lambda device: ("side", device), current_stream=lambda device: ("current", device),
+        Event=lambda enable_timing: enable_timing,
+    )  # fmt: skip
+    monkeypatch.setattr(torch, "xpu", module)
+    device = XpuTransfer("meta:1")
+    assert (device.new_stream(), device.current_stream()) == (("side", "meta:1"), ("current", "meta:1"))
+    assert [device.new_event(f"{name} 0") for name in ("started", "copied", "released")] == [
+        True,
+        True,
+        False,
+    ]
+    block = device.new_block(np.zeros((4, 8), np.uint8))
+    assert (block.device.type, block.shape, block.dtype) == ("meta", (4, 8), torch.uint8)
+
+
+def test_each_device_has_its_backend(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = pytest.importorskip("torch")
+    if cuda():
+        pytest.skip("there is a driver")
+    from recollect.ipc.replay_pipelines import transfer_torch
+
+    monkeypatch.setattr(native_h2d, "_found", [(None, "none here")])
+    for name, kind in (("cuda", "CudaTransfer"), ("xpu", "XpuTransfer"), ("mps", "MpsTransfer")):
+        monkeypatch.setattr(getattr(torch, name), "is_available", lambda: True)
+        made = transfer_torch.make(torch.device(name, 0))
+        assert (type(made).__name__, made.describe()["device_family"]) == (kind, name)
 
 
 def test_the_manifest_on_xpu() -> None:
