@@ -86,9 +86,12 @@ def test_a_lost_connection_may_come_back_for_a_while() -> None:
 
 @pytest.mark.parametrize("sees_death", [True, False])
 def test_a_dead_process_of_this_machine_has_left_at_once(sees_death: bool) -> None:
-    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    context = multiprocessing.get_context("fork")
+    may_end = context.Event()
+    child = context.Process(target=may_end.wait, args=(30.0,))
     child.start()
-    word = _core.process_word(child.pid)
+    word = _core.process_word(child.pid)  # while it lives: of a process that has ended there is none
+    may_end.set()
     b = book(2)
     b.admit(0, HOST, word, 0.0)
     b.admit(1, HOST, ME, 0.0)
