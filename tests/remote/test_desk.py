@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -303,6 +305,35 @@ def test_metadata_comes_on_its_own_tag() -> None:
         "length", "capacity", "log_reward_min", "log_reward_max", "log_reward_mean", "baseline_log_reward",
         "n_requests", "n_items", "n_present", "n_left",
     } <= set(answer.values)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": object()},
+        {"x": datetime(2026, 1, 1, tzinfo=UTC)},
+        {"x": {"deep": [datetime(2026, 1, 1, tzinfo=UTC)]}},
+        {"x" * 256: 1},
+        {1: 1},
+        {"x": "y" * (8 << 20)},
+        [],
+    ],
+    ids=["object", "time", "deep", "name", "number", "long", "list"],
+)
+def test_metadata_that_nobody_could_read_is_an_answer(values: Any) -> None:
+    m = made()
+    m._compute_metadata = lambda: values  # type: ignore[method-assign]
+    ((tag, answer),) = Peer(m).say(GetMetadata(5))
+    assert (tag, answer.request, answer.error) == (METADATA_TAG, 5, "RemoteError")
+    assert answer.text.startswith("_compute_metadata: raised")
+
+
+def test_metadata_beyond_a_frame_is_an_answer() -> None:
+    m = made()
+    m._carrier = SimpleNamespace(max_frame=4096)  # type: ignore[assignment]
+    m._compute_metadata = lambda: {"x": "y" * 5000}  # type: ignore[method-assign]
+    ((_, answer),) = Peer(m).say(GetMetadata(5))
+    assert answer.error == "RemoteError" and "4096" in answer.text
 
 
 def test_metadata_is_about_finite_rewards() -> None:
