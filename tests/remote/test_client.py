@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from recollect.errors import (
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.backends import carrier_of
 from recollect.remote.items import item_space
+from recollect.remote.line import Line
 from recollect.remote.messages import (
     METADATA_TAG,
     Data,
     Exit,
     GetMetadata,
+    Items,
     Metadata,
     Sample,
     Scores,
@@ -213,6 +216,29 @@ def test_too_large_a_container_is_refused_and_what_waits_stays(
         assert replay.add(samples([7])) == {"first": 0.0}
         assert_doors(replay.stats())
     assert manager.stats().containers == 1 and manager.stats().offered == 1001
+
+
+def test_a_container_that_leaves_no_room_for_a_head_is_refused_before_it_is_taken(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with client(ends[0]) as replay:
+        with pytest.raises(FrameError, match="16384 bytes, got"):
+            replay.add(samples(range(16384 // 8)))
+        stats = replay.stats()
+        assert (stats.offered, stats.pending, stats.sent) == (0, 0, 0)
+        assert replay.add(samples(range((16384 - 512) // 8))) == {"first": 0.0}
+    assert manager.stats().containers == 1
+
+
+def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
+    line = Line(item_space(PLAIN), 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    n = (64 << 20) // 8 + 1
+    answer = Items(5, item_space(PLAIN).id, n, n, 0, 1)
+    frame = memoryview(b"".join(encode(answer, [np.zeros((n, 8), np.uint8)], max_frame=1 << 27)))
+    line.carrier = SimpleNamespace(max_frame=1 << 27, recv=lambda *a: (1, 0, frame))  # type: ignore[assignment]
+    line.session.expected[5] = []
+    line.receive(0.0)
+    assert [message for message, _ in line.session.expected[5]] == [answer]
 
 
 # -- windows and answers

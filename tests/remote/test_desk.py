@@ -282,6 +282,17 @@ def test_the_sixteenth_malformed_frame_in_a_row_shuts_a_peer_out() -> None:
     assert isinstance(other.data(1, [7])[0], Scores) and held(m) == [1, 2, 7]
 
 
+def test_who_is_shut_out_hears_nothing_any_more() -> None:
+    m = made()
+    peer = Peer(m)
+    peer.hello()
+    head = Data(1, WRITER, 1, ITEMS.id, 2, 2, False)  # and no rows behind it
+    for _ in range(15):
+        ((_, answer),) = peer.say(head)
+        assert answer.error == "FrameError"
+    assert peer.say(head) == [] and m.stats().malformed == 16
+
+
 @pytest.mark.parametrize(
     "answer",
     [

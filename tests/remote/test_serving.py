@@ -9,6 +9,7 @@ from tests.remote.make import SAMPLE
 
 from recollect.errors import (
     DeadlineError,
+    PeerDiedError,
 )
 from recollect.remote import (
     Limits,
@@ -85,6 +86,30 @@ def test_the_pages_hooks_receive_answer_and_prune() -> None:
     assert m._pending_sends == []
     with pytest.raises(DeadlineError):
         m._recv_object()
+
+
+def test_an_answer_that_can_never_be_sent_is_forgotten() -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async=True)
+    assert len(m._pending_sends) == 2
+
+    def gone() -> bool:
+        raise PeerDiedError("rank 4: is gone")
+
+    carrier.handles[0].is_complete = gone  # type: ignore[method-assign]
+    m._prune_completed_sends()
+    assert [pending.dest for pending in m._pending_sends] == [5]
+
+
+def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+    most = memoryview(b"".join(encode(Exit(1, bytes(16), 0, ""))))
+    for max_frame, is_refused in ((most.nbytes, False), (most.nbytes - 1, True)):
+        carrier.max_frame, carrier.frames = max_frame, [(4, 0, most)]
+        _, received, _ = m._recv_object()
+        assert (received.error is not None) == is_refused and (received.message is None) == is_refused
 
 
 @pytest.mark.parametrize("is_taken", [True, False])
