@@ -1,16 +1,21 @@
-"""One stream socket: frames in and out of it, whole or refused, and what becomes of them when it ends."""
+"""Below a carrier: one stream socket, frames for peers that have not come, and whose turn it is to wait for all."""
 
 from __future__ import annotations
 
 import socket
+import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
-from recollect.errors import ClosedError, FrameError, PeerDiedError
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote import LocalCarrier
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.turns import Turns
+from recollect.testing.carrier_contract import SOON, eventually
 
 CARRIER = SimpleNamespace(max_frame=1 << 20, _glance=lambda: None)
 
@@ -77,3 +82,111 @@ def test_a_frame_of_no_bytes_takes_room_too() -> None:
     while inbox.take(5, 0) is not None:
         pass
     assert inbox.nbytes(5) == 0
+
+
+# -- turns
+
+
+class Work:
+    """Work that begins, and goes on until it is told to end; then everybody has what they want."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.is_done = threading.Event(), threading.Event(), False
+        self.turns = Turns(self, lambda what: None)
+
+    def __call__(self, timeout: float) -> None:
+        self.begun.set()
+        assert self.may_end.wait(SOON)
+        self.is_done = True
+
+    def wait(self, timeout: float = SOON) -> Any:
+        return self.turns.wait(lambda: self.is_done or None, timeout, lambda: "work")
+
+    def thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self.wait, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_who_has_no_time_at_all_still_looks_once() -> None:
+    work = Work()
+    work.may_end.set()
+    assert work.wait(0.0) is True
+
+
+def test_a_deadline_holds_while_another_leads() -> None:
+    work = Work()
+    leader = work.thread()
+    assert work.begun.wait(SOON)
+    with pytest.raises(DeadlineError, match="work: nothing within 0.01 s"):
+        work.wait(0.01)
+    assert not work.is_done
+    work.may_end.set()
+    leader.join(SOON)
+    assert not leader.is_alive()
+
+
+def test_who_leads_wakes_the_others() -> None:
+    work = Work()
+    leader = work.thread()
+    assert work.begun.wait(SOON)
+    other = threading.Thread(target=work.wait, args=(60.0,), daemon=True)
+    other.start()
+    eventually(lambda: len(work.turns.cond._waiters) == 1)  # type: ignore[attr-defined]
+    work.may_end.set()
+    for thread in (leader, other):
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+# -- frames for peers that have not come
+
+
+@pytest.fixture
+def alone() -> Iterator[LocalCarrier]:
+    end = LocalCarrier.group(2)[0]
+    end.alive()
+    yield end
+    end.close()
+
+
+def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
+    alone: LocalCarrier, far: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = far
+    with alone._cond:
+        alone._turns.is_led = True  # so that nobody moves what waits
+    handles = [alone.isend(1, 0, [b"first"])]
+    monkeypatch.setattr(alone, "_link_to", lambda dest: link)
+    handles.append(alone.isend(1, 0, [b"second"]))
+    with alone._cond:
+        alone._turns.is_led = False
+        alone._cond.notify_all()
+    other.settimeout(SOON)
+    want, got = framed(b"first", 0) + framed(b"second", 0), b""
+    while len(got) < len(want):
+        got += other.recv(1000)
+    assert got == want
+    eventually(lambda: all(handle.is_complete() for handle in handles))
+
+
+def test_little_is_kept_for_one_who_has_not_come(alone: LocalCarrier) -> None:
+    alone.send(1, 0, [bytes(1 << 20)], 0.0)
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        alone.send(1, 0, [bytes(4 << 20)], 0.01)
+    alone.send(1, 0, [bytes(1 << 20)], 0.0)  # what was given up takes no room
+
+
+def test_what_waits_for_one_who_has_not_come_fails_when_it_never_can(alone: LocalCarrier) -> None:
+    handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
+    alone.close()
+    for handle in handles:
+        with pytest.raises(ClosedError):
+            handle.is_complete()
+
+
+def test_what_was_given_up_is_waited_for_no_more(alone: LocalCarrier) -> None:
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        alone.isend(1, 0, [b"x"]).wait(0.0)
+    assert alone._absent.peers() == []
+    eventually(lambda: alone._flusher is None)
