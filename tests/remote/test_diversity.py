@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
@@ -63,6 +64,20 @@ def test_distance_is_the_p_norm_and_a_cutoff_is_within(p: float, cutoff: float, 
     m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=cutoff, p=p))
     m.add(paths([1, 2], [1.0, 0.0], finals=[[3, 0], [0, 4]]))
     assert m.stats().rejected == ({"too_close": 1} if is_close else {})
+
+
+def test_of_a_container_the_best_is_tried_first_and_of_equals_the_first() -> None:
+    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
+    m.add(paths([1, 2, 3], [0.0, 1.0, 1.0], finals=[[0, 0], [0, 1], [1, 0]]))
+    assert m.buffer[:]["id"].tolist() == [2, 3]  # 1 is close to both, they are not to each other
+    m.add(paths([4, 5, 6], [2.0, 2.0, 1.5], finals=[[9, 9], [9, 9], [9, 9]]))
+    assert m.buffer[:]["id"].tolist() == [2, 3, 4]
+
+
+def test_trajectories_without_fields_cannot_be_diverse() -> None:
+    bare = spaces.Dict({"steps": spaces.Sequence(spaces.Dict({"state": spaces.Discrete(3)}), stack=True)})
+    with pytest.raises(ValueError, match="key must be a leaf of the items"):
+        manager(bare, max_length=4, diverse_replay_buffer=True, diversity=Diversity("state"))
 
 
 def test_one_that_has_just_left_keeps_nobody_out() -> None:
