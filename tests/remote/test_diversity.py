@@ -80,6 +80,11 @@ def test_trajectories_without_fields_cannot_be_diverse() -> None:
         manager(bare, max_length=4, diverse_replay_buffer=True, diversity=Diversity("state"))
 
 
+def test_text_has_no_distance() -> None:
+    with pytest.raises(ValueError, match=r"one of \['id', 'log_reward'\], got 'name'"):
+        flat(Diversity("name"), name=spaces.Text(5))
+
+
 def test_one_that_has_just_left_keeps_nobody_out() -> None:
     m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
     m.add(paths([1], [1.0], finals=[[0, 0]]))

@@ -293,6 +293,14 @@ def test_a_container_without_a_finite_reward_leaves_the_average_as_it_is() -> No
     assert m.add(samples([3, 4], [-INF, -INF]))["baseline_log_reward"] == 2.0
 
 
+@pytest.mark.parametrize(("strategy", "baseline"), [("min", 2.0), ("percentile", 2.3)])
+def test_the_baseline_of_a_ring_is_about_what_is_in_it(strategy: str, baseline: float) -> None:
+    m = manager(evict="oldest", capacity=2, baseline_strategy=strategy)
+    m.add(samples([1, 2], [0.0, 5.0]))
+    assert m.add(samples([3], [2.0]))["baseline_log_reward"] == pytest.approx(baseline)
+    assert m.buffer[:]["id"].tolist() == [2, 3]
+
+
 # -- drawing
 
 
@@ -315,6 +323,29 @@ def test_drawing_by_reward_without_replacement_follows_the_rewards_too() -> None
     m.add(samples([0, 1, 2], [np.log(1), np.log(3), np.log(6)]))
     first = [int(m.sample(1, by="log_reward", replace=False)["id"][0]) for _ in range(3000)]
     assert np.bincount(first, minlength=3) / 3000 == pytest.approx([0.1, 0.3, 0.6], abs=0.04)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("high", [1000.0, 0.0, -2000.0])
+def test_drawing_by_reward_takes_rewards_of_any_size(high: float, replace: bool) -> None:
+    m = manager(seed=0)
+    m.add(samples([0, 1], [high - 100.0, high]))
+    assert {int(m.sample(1, by="log_reward", replace=replace)["id"][0]) for _ in range(50)} == {1}
+
+
+def test_without_replacement_the_second_best_is_drawn_before_the_third_however_low_both_are() -> None:
+    m = manager(seed=0)
+    m.add(samples([0, 1, 2], [0.0, -100.0, -60.0]))
+    drawn = [m.sample(2, by="log_reward", replace=False)["id"].tolist() for _ in range(50)]
+    assert drawn == [[0, 2]] * 50
+
+
+def test_what_was_just_added_is_drawn_by_its_reward_at_once() -> None:
+    m = manager(seed=0)
+    m.add(samples([0], [0.0]))
+    assert m.sample(1, by="log_reward")["id"].tolist() == [0]
+    m.add(samples([1], [100.0]))
+    assert m.sample(20, by="log_reward")["id"].tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, True])
