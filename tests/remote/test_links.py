@@ -14,6 +14,7 @@ from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedErr
 from recollect.remote import LocalCarrier
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.carriers.turns import Turns
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -82,6 +83,88 @@ def test_a_frame_of_no_bytes_takes_room_too() -> None:
     while inbox.take(5, 0) is not None:
         pass
     assert inbox.nbytes(5) == 0
+
+
+# -- a carrier over one socket
+
+
+class Piped(StreamCarrier):
+    """Rank 0, connected to rank 1 by a pair of sockets."""
+
+    def _link_to(self, dest: int) -> Link:
+        return self._outward[dest]
+
+
+@pytest.fixture
+def piped() -> Iterator[tuple[Piped, socket.socket]]:
+    near, other = socket.socketpair()
+    carrier = Piped(0, None, CARRIER.max_frame)
+    carrier._ensure_open()
+    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    other.settimeout(SOON)
+    yield carrier, other
+    carrier.close()
+    other.close()
+
+
+def read(sock: socket.socket, n: int) -> bytes:
+    """Read so many bytes, or all there are before the end."""
+    got = b""
+    while len(got) < n and (part := sock.recv(n - len(got))):
+        got += part
+    return got
+
+
+def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    block = bytes(1 << 20)
+    first = carrier.isend(1, 0, [block])
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        carrier.send(1, 0, [b"late"], 0.0)
+    carrier.isend(1, 0, [b"after"])
+    want = framed(block, 0) + framed(b"after", 0)
+    assert read(other, len(want)) == want and 1 in carrier.alive()
+    eventually(first.is_complete)
+
+
+def test_a_frame_given_up_half_way_ends_the_connection(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    half = carrier.isend(1, 0, [bytes(1 << 20)])
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        half.wait(0.0)
+    assert 1 not in carrier.alive()
+    with pytest.raises(PeerDiedError):
+        half.is_complete()
+    assert len(read(other, 1 << 21)) < 1 << 20
+
+
+def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, other = piped
+    monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)  # so that nobody sends the rest before
+    (link,) = carrier._links.values()
+    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    whole = framed(bytes(range(256)) * 1024, 0)
+    carrier.isend(1, 0, [bytes(range(256)) * 1024])
+    left = sum(view.nbytes for view in link.out[0].views)
+    got = read(other, len(whole) - left)
+    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    carrier.close()
+    assert 0 < left and got + read(other, left + 1) == whole
+
+
+def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    frame = bytes(CARRIER.max_frame // 2)
+    (link,) = carrier._links.values()
+    sender = threading.Thread(target=other.sendall, args=(framed(frame) * 9,), daemon=True)
+    sender.start()
+    eventually(lambda: bool(carrier.alive()) and link.is_paused)
+    for _ in range(9):
+        assert carrier.recv(1, timeout=SOON)[2].nbytes == len(frame)
+    sender.join(SOON)
+    assert not sender.is_alive() and not link.is_paused
 
 
 # -- turns
