@@ -167,6 +167,17 @@ def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, s
     assert not sender.is_alive() and not link.is_paused
 
 
+def test_who_sends_the_rest_looks_again_before_it_ends(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put while it is about to end finds it at work, and leaves the sending to it."""
+    carrier, _ = piped
+    unsent = [False, True, False, False]
+    monkeypatch.setattr(carrier, "_has_unsent", lambda: unsent.pop(0))
+    carrier._flush_all()
+    assert unsent == []
+
+
 # -- turns
 
 
@@ -251,6 +262,22 @@ def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
         got += other.recv(1000)
     assert got == want
     eventually(lambda: all(handle.is_complete() for handle in handles))
+
+
+def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
+    a, b = LocalCarrier.group(2)
+    a.alive()
+    with a._cond:
+        a._turns.is_led = True
+    a.isend(1, 0, [b"first"])
+    b.alive()
+    a.isend(1, 0, [b"second"])
+    with a._cond:
+        a._turns.is_led = False
+        a._cond.notify_all()
+    assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
+    a.close()
+    b.close()
 
 
 def test_little_is_kept_for_one_who_has_not_come(alone: LocalCarrier) -> None:

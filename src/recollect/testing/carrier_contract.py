@@ -168,7 +168,7 @@ class CarrierContract:
         def wait() -> None:
             began.set()
             try:
-                a.recv(timeout=SOON)
+                a.recv(timeout=6 * SOON)
             except Exception as error:
                 caught.append(error)
 
