@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, saving
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -423,6 +423,29 @@ def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
     m._desk.tick(saving._dumped_at + 1.0)
     assert [path.name for path in tmp_path.glob("log-*.bin")] == [saving.log.path.name]
     m.close()
+
+
+def test_the_time_of_a_dump_counts_from_the_last_one_and_its_log_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "monotonic", lambda: clock)
+    clock = 1000.0
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    logs = [m._desk.saving.log]
+    for clock, n in ((1009.9, 1), (1010.0, 2), (1019.9, 2), (1020.5, 3), (1030.0, 3), (1030.5, 4)):
+        m._desk.tick(clock)
+        if m._desk.saving.log is not logs[-1]:
+            logs.append(m._desk.saving.log)
+        assert len(logs) == n, clock
+    assert [log._fd >= 0 for log in logs] == [False] * 3 + [True]
+    m.close()
+    assert logs[-1]._fd < 0
+    clock = 2000.0
+    again = made(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
+    log = again._desk.saving.log
+    again._desk.tick(2009.9)  # a restart has just read one
+    assert again._desk.saving.log is log
+    again.close()
 
 
 def full_disk(*args: Any, **kw: Any) -> Any:
