@@ -176,5 +176,32 @@ def test_distances_are_looked_at_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     assert len(sizes) > 1 and max(sizes) <= 4096 and whole.any() and not whole.all()
 
 
+@pytest.mark.parametrize("n", [7, 300])
+def test_a_large_container_is_looked_at_in_blocks_too(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    sizes: list[int] = []
+    distance, near = diversity._distance, diversity.near
+
+    def noted(gap: Any, p: float) -> Any:
+        sizes.append(gap.nbytes)
+        return distance(gap, p)
+
+    def noted_near(*args: Any) -> Any:
+        found = near(*args)
+        sizes.append(found.nbytes)
+        return found
+
+    rng = np.random.default_rng(0)
+    points, rewards = rng.uniform(0, 9, size=(n, 3)), np.sort(rng.integers(0, 9, n))[::-1].astype(float)
+    kept, kept_rewards = rng.uniform(0, 9, size=(90, 3)), rng.integers(0, 9, 90).astype(float)
+    rule = Diversity(cutoff=2.0, p=2)
+    whole = diversity.crowding(points, rewards, kept, kept_rewards, rule)
+    monkeypatch.setattr(diversity, "_distance", noted)
+    monkeypatch.setattr(diversity, "near", noted_near)
+    monkeypatch.setattr(diversity, "BLOCK_NBYTES", 2048)
+    for one, other in zip(whole, diversity.crowding(points, rewards, kept, kept_rewards, rule), strict=True):
+        np.testing.assert_equal(one, other)
+    assert max(sizes) <= 2048 and whole[0].any() and len(whole[1])
+
+
 def test_a_block_has_at_most_32_mb() -> None:
     assert diversity.BLOCK_NBYTES == 32 << 20

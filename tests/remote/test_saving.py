@@ -108,8 +108,10 @@ def test_a_checkpoint_that_does_not_fit_is_a_value_error(
     tmp_path: Path, other: dict[str, Any], name: str
 ) -> None:
     saved(tmp_path, resume=False).close()
+    n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=f"{name}.*choose another path|space"):
         saved(tmp_path, **other)
+    assert len(os.listdir("/proc/self/fd")) == n_open  # the log is given up
     saved(tmp_path).close()
 
 
