@@ -606,6 +606,16 @@ def test_a_termination_signal_flushes_the_client(rig: Any) -> None:
     assert ended(r.manager) and r.manager.stats().offered == 1
 
 
+def test_who_only_said_that_it_leaves_has_been_there() -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(communication_backend=ends[1], limits=Limits(join_s=60.0))
+    ReplayBufferManager.send_termination_signal(1, ends[0])
+    assert m.run().exit_counter == 1 and not m.is_running
+    m.close()
+    for end in ends:
+        end.close()
+
+
 def test_nobody_came() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=0.2))
