@@ -9,6 +9,7 @@ from tests.remote.make import SAMPLE
 
 from recollect.errors import (
     DeadlineError,
+    FrameError,
     PeerDiedError,
 )
 from recollect.remote import (
@@ -100,6 +101,25 @@ def test_an_answer_that_can_never_be_sent_is_forgotten() -> None:
     carrier.handles[0].is_complete = gone  # type: ignore[method-assign]
     m._prune_completed_sends()
     assert [pending.dest for pending in m._pending_sends] == [5]
+
+
+@pytest.mark.parametrize("error", [FrameError, ValueError, PeerDiedError, DeadlineError])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_answer_that_a_carrier_refuses_is_counted_and_the_next_one_sent(
+    error: type[Exception], is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+
+    def refuse(dest: int, *args: Any) -> Any:
+        if dest == 4:
+            raise error("no")
+        carrier.sent.append(("sent", dest))
+        return Handle()
+
+    monkeypatch.setattr(carrier, "isend" if is_async else "send", refuse)
+    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async)
+    assert carrier.sent == [("sent", 5)] and m.stats().unsent == 1
 
 
 def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
