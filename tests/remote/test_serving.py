@@ -122,6 +122,18 @@ def test_an_answer_that_a_carrier_refuses_is_counted_and_the_next_one_sent(
     assert carrier.sent == [("sent", 5)] and m.stats().unsent == 1
 
 
+@pytest.mark.parametrize("n", [0, None])
+def test_what_is_over_before_it_begins_takes_no_message(n: int | None) -> None:
+    carrier = Lazy()
+    carrier.frames = [(4, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
+    m = manager(n=n, communication_backend=carrier)
+    if n is None:
+        m.stop()
+    m.run()
+    assert len(carrier.frames) == 1 and not m.is_running
+    m.close()
+
+
 def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
     carrier = Lazy()
     m = manager(n=None, communication_backend=carrier)
