@@ -739,6 +739,20 @@ def test_a_baseline_known_from_the_welcome_filters_the_first_container(ends: lis
             assert_doors(replay.stats())
 
 
+def test_a_container_of_bad_values_alone_takes_nobodys_turn(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, capacity=1, communication_backend=ends[1]) as manager:
+        manager.add(samples([1], [3.0]))
+        manager.start()
+        with client(ends[0], SAMPLE, baseline_filtering=True, refresh_after=2) as replay:
+            assert replay.add(samples([2], [0.0])) is None
+            assert replay.add(samples([3, 4], [np.nan, np.inf])) is None  # nothing of it could be sent
+            assert replay.add(samples([5], [0.0])) == {"score": np.inf, "baseline_log_reward": 3.0}
+            stats = replay.stats()
+            assert (stats.skipped, stats.forced, stats.filtered) == (1, 1, 1)
+            assert stats.reasons == {"bad_value": 2, "too_low": 1}
+            assert_doors(stats)
+
+
 def test_filtering_needs_rewards_of_the_managers_space_too(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:
