@@ -134,6 +134,26 @@ def test_what_is_over_before_it_begins_takes_no_message(n: int | None) -> None:
     m.close()
 
 
+def test_while_the_last_answers_leave_who_speaks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=0.5))
+    m._serving.answer([Reply(4, 0, [b"x"])], is_async=True)
+    carrier.frames = [(5, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
+    isend = carrier.isend
+
+    def noted(dest: int, tag: int, parts: Any) -> Any:
+        handle = isend(dest, tag, parts)
+        for one in carrier.handles:
+            one.is_done = True
+        return handle
+
+    monkeypatch.setattr(carrier, "isend", noted)
+    m.stop()
+    m.run()
+    assert carrier.sent == [("isend", 4), ("isend", 5)] and m._pending_sends == []
+    m.close()
+
+
 def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
     carrier = Lazy()
     m = manager(n=None, communication_backend=carrier)
