@@ -750,6 +750,9 @@ def test_a_container_of_bad_values_alone_takes_nobodys_turn(ends: list[LocalCarr
             stats = replay.stats()
             assert (stats.skipped, stats.forced, stats.filtered) == (1, 1, 1)
             assert stats.reasons == {"bad_value": 2, "too_low": 1}
+            replay.add(samples([6, 7], [np.inf, 4.0]))  # the first is above the baseline, and none to send
+            stats = replay.stats()
+            assert (stats.reasons["bad_value"], stats.kept) == (3, 1)
             assert_doors(stats)
 
 

@@ -15,6 +15,7 @@ from recollect.errors import (
 from recollect.remote import (
     Limits,
     ReplayBufferManager,
+    Shards,
 )
 from recollect.remote.desk import Reply
 from recollect.remote.messages import Exit, Goodbye
@@ -152,6 +153,32 @@ def test_while_the_last_answers_leave_who_speaks_is_answered(monkeypatch: pytest
     m.run()
     assert carrier.sent == [("isend", 4), ("isend", 5)] and m._pending_sends == []
     m.close()
+
+
+def test_where_no_death_is_seen_nobody_is_answered_after_the_end() -> None:
+    """Over MPI a rank ends by finalising it: no thread may still be in it."""
+    carrier = Lazy()
+    carrier.sees_death = False  # type: ignore[attr-defined]
+    m = manager(n=0, communication_backend=carrier)
+    m.run()
+    assert m._serving._undertaker is None
+    m.close()
+
+
+@pytest.mark.parametrize("error", [PeerDiedError, DeadlineError, ValueError])
+def test_another_manager_that_is_not_there_stops_nobody(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, asked = Lazy(), []
+    m = manager(n=None, communication_backend=carrier, shards=Shards((0, 1, 2)))
+
+    def refuse(dest: int, *args: Any) -> Any:
+        asked.append(dest)
+        raise error("no")
+
+    monkeypatch.setattr(carrier, "isend", refuse)
+    m._serving._tick(100.0)
+    assert asked == [0, 2]
 
 
 def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
