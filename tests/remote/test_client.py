@@ -622,6 +622,21 @@ def test_nothing_to_draw_is_told_as_such(ends: list[LocalCarrier], manager: Repl
         replay.sample(1)
 
 
+def test_drawn_items_of_another_layout_are_refused(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+        for layout, is_refused in ((item_space(PLAIN).id, False), (bytes(16), True)):
+            drawn = [(Items(1, layout, 1, 1, 0, 1), memoryview((7).to_bytes(8, "little")))]
+            monkeypatch.setattr(replay._line, "ask", lambda make, drawn=drawn: drawn)
+            if is_refused:
+                with pytest.raises(FrameError, match="layout of this client"):
+                    replay.sample(1)
+            else:
+                assert replay.sample(1)["id"].tolist() == [7]
+
+
 def test_how_to_draw_travels(ends: list[LocalCarrier]) -> None:
     with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as manager:
         manager.add(samples(range(20), [-np.inf] * 19 + [0.0]))
