@@ -365,6 +365,15 @@ def test_close_past_its_deadline_says_what_is_lost_and_exits(
         replay.add(samples([1]))
 
 
+def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
+    told = Told(ends[0])
+    replay = client(told, mode="async_score")
+    replay.add(samples([1]))
+    assert replay.close() == [{"first": 1.0}]
+    n = len(told.calls)
+    assert replay.close() == [] and len(told.calls) == n
+
+
 def test_leaving_with_an_error_delivers_and_shows_that_error(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:

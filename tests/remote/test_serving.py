@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from tests.remote.make import SAMPLE
 
 from recollect.errors import (
+    ClosedError,
     DeadlineError,
     FrameError,
     PeerDiedError,
@@ -179,6 +181,20 @@ def test_another_manager_that_is_not_there_stops_nobody(
     monkeypatch.setattr(carrier, "isend", refuse)
     m._serving._tick(100.0)
     assert asked == [0, 2]
+
+
+def test_a_carrier_that_is_closed_is_no_failure_of_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier, tried = Lazy(), threading.Event()
+
+    def closed(*args: Any, **kw: Any) -> Any:
+        tried.set()
+        raise ClosedError("closed")
+
+    monkeypatch.setattr(carrier, "recv", closed)
+    m = manager(n=None, communication_backend=carrier).start()
+    assert tried.wait(10)
+    m.close()
+    assert not m.is_running
 
 
 def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
