@@ -365,6 +365,17 @@ def test_close_past_its_deadline_says_what_is_lost_and_exits(
         replay.add(samples([1]))
 
 
+def test_of_several_errors_close_raises_the_first(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    replay = client(ends[0], mode="async_score")
+    for i in (-1, -2, 3):
+        replay.add(samples([i]))
+    with pytest.raises(ScoringError) as caught:
+        replay.close()
+    assert caught.value.seq == 1 and caught.value.scores == [{"first": 3.0}]
+
+
 def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
     told = Told(ends[0])
     replay = client(told, mode="async_score")

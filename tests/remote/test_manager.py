@@ -747,6 +747,11 @@ def test_without_launch_a_name_is_an_error_that_names_it() -> None:
         RemoteReplay(SAMPLE, 1, "local").add(samples([1], [0.0]))
 
 
+def test_who_starts_it_hears_that_there_is_no_carrier() -> None:
+    with manager(communication_backend="local") as m, pytest.raises(ValueError, match="launch"):
+        m.start()
+
+
 def test_threads_take_turns(rig: Any) -> None:
     r = rig()
     with r.client(mode="async_score") as replay:
