@@ -376,6 +376,25 @@ def test_of_several_errors_close_raises_the_first(
     assert caught.value.seq == 1 and caught.value.scores == [{"first": 3.0}]
 
 
+def test_leaving_without_an_error_raises_what_closing_does(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with pytest.raises(ScoringError, match="below zero"), client(ends[0], mode="async_score") as replay:
+        replay.add(samples([-1]))
+
+
+@pytest.mark.parametrize(("async_send", "call"), [(True, "isend"), (False, "send")])
+def test_a_started_manager_answers_as_it_was_told(
+    ends: list[LocalCarrier], async_send: bool, call: str
+) -> None:
+    told = Told(ends[1])
+    with ReplayBufferManager(PLAIN, 1, None, communication_backend=told) as made:
+        made.start(async_send)
+        with client(ends[0]) as replay:
+            replay.add(samples([1]))
+    assert {name for name, _ in told.calls} == {call}
+
+
 def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
     told = Told(ends[0])
     replay = client(told, mode="async_score")
