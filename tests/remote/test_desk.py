@@ -653,8 +653,12 @@ def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_
     def data(seq: int) -> Data:
         return Data(100 + seq, WRITER, seq, ITEMS.id, 1, 1, False)
 
-    assert late(data(1)) == [stored]
-    assert [a.error for a in late(data(2))] == ["ClosedError"]
+    assert late(data(1)) == [stored] and m.stats().duplicates == 1
+    assert [a.error for a in late(data(2))] == ["ClosedError"] and m.stats().duplicates == 1
+    (reply,) = desk.late(5, data(1))  # the number of another's container
+    assert decode(joined(reply.parts))[0].error == "ClosedError"
+    (metadata,) = desk.late(0, GetMetadata(1))
+    assert metadata.tag == METADATA_TAG
     assert [a.error for a in late(Sample(1, 1, "uniform", True))] == ["ClosedError"]
     assert [a.error for a in late(GetMetadata(1))] == ["ClosedError"]
     assert [a.error for a in late(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))] == ["ClosedError"]
