@@ -58,10 +58,19 @@ def test_a_better_item_makes_its_worse_neighbours_leave() -> None:
 
 @pytest.mark.parametrize(
     ("p", "cutoff", "is_close"),
-    [(1, 7.0, True), (1, 6.99, False), (2, 5.0, True), (2, 4.99, False), (INF, 4.0, True), (INF, 3.99, False)],
+    [
+        (1, 7.0, True),
+        (1, 6.99, False),
+        (2, 5.0, True),
+        (2, 4.99, False),
+        (INF, 4.0, True),
+        (INF, 3.99, False),
+    ],
 )
 def test_distance_is_the_p_norm_and_a_cutoff_is_within(p: float, cutoff: float, is_close: bool) -> None:
-    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=cutoff, p=p))
+    m = manager(
+        grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=cutoff, p=p)
+    )
     m.add(paths([1, 2], [1.0, 0.0], finals=[[3, 0], [0, 4]]))
     assert m.stats().rejected == ({"too_close": 1} if is_close else {})
 

@@ -151,7 +151,7 @@ def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
     got = read(other, len(whole) - left)
     link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     carrier.close()
-    assert 0 < left and got + read(other, left + 1) == whole
+    assert left > 0 and got + read(other, left + 1) == whole
 
 
 def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, socket.socket]) -> None:

@@ -115,7 +115,9 @@ class CarrierContract:
         with pytest.raises(ValueError, match=r"dest|tag"):
             pair[0].send(dest, tag, [b""], 0.1)
 
-    @pytest.mark.parametrize(("source", "tag"), [(-2, 0), ("1", 0), (True, 0), (1, -2), (1, 1 << 16), (1, True)])
+    @pytest.mark.parametrize(
+        ("source", "tag"), [(-2, 0), ("1", 0), (True, 0), (1, -2), (1, 1 << 16), (1, True)]
+    )
     def test_nothing_is_awaited_that_cannot_come(self, pair: Any, source: Any, tag: Any) -> None:
         with pytest.raises(ValueError, match=r"source|tag"):
             pair[0].recv(source, tag, 0.1)
