@@ -61,7 +61,7 @@ def crowding(
     for first in range(0, len(points), step):
         some = points[first : first + step]
         close_kept, close_new = near(some, kept, rule), near(some, some, rule)
-        crowded = near(some, points[:first][winners[:first]], rule).any(axis=1)
+        crowded: Array = np.asarray(near(some, points[:first][winners[:first]], rule).any(axis=1))
         for i, reward in enumerate(rewards[first : first + step]):
             beside = close_kept[i] & alive
             if (
