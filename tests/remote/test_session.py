@@ -76,3 +76,29 @@ def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() ->
     with pytest.warns(RuntimeWarning, match="6000 items"):
         welcome(0)
     assert session.forgotten == 6000
+
+
+def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Session) -> None:
+    assert session.items is not None
+    entries = [session.put(session.items.encode(samples([i]))) for i in range(4)]
+    old = session.writer
+    for entry in entries[:2]:
+        session.hear(Scores(entry.request, {"score": float(entry.seq)}, 1, 0, {}), memoryview(b""))
+
+    def welcome() -> list[Any]:
+        message = Welcome(session._hello, bytes(16), 0, 8, None, "", 0, "host", 1)
+        return session.hear(message, memoryview(b""))
+
+    session.greet()
+    with pytest.warns(RuntimeWarning, match="rank 0: the manager came back without 2 items"):
+        (hello,) = welcome()
+    assert decode(b"".join(hello))[0].writer == session.writer != old and session.forgotten == 2
+    again = [decode(b"".join(parts))[0] for parts in welcome()]
+    assert [(data.writer, data.seq) for data in again] == [(session.writer, 1), (session.writer, 2)]
+    assert session.retried == 2
+    for entry in entries[2:]:
+        session.hear(Scores(entry.request, {"score": 7.0}, 1, 0, {}), memoryview(b""))
+    handed = []
+    while (oldest := session.oldest()) is not None:
+        handed.append(session.hand_out(oldest)["score"])
+    assert handed == [1.0, 2.0, 7.0, 7.0] and session.doors.kept == 4
