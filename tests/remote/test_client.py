@@ -365,6 +365,23 @@ def test_close_past_its_deadline_says_what_is_lost_and_exits(
         replay.add(samples([1]))
 
 
+def test_what_was_not_kept_and_could_not_be_scored_leaves_by_a_door_too(ends: list[LocalCarrier]) -> None:
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        raise KeyError("never")
+
+    with ReplayBufferManager(SAMPLE, 1, None, score, capacity=1, communication_backend=ends[1]) as made:
+        made.start()
+        with client(ends[0], SAMPLE) as replay:
+            for ids, rewards, kept in (([1], [5.0], 1), ([2, 3], [1.0, 2.0], 0)):
+                with pytest.raises(ScoringError, match="never") as caught:
+                    replay.add(samples(ids, rewards))
+                assert caught.value.kept == kept
+            stats = replay.stats()
+            assert (stats.kept, stats.rejected, stats.reasons) == (1, 2, {"scoring": 2})
+            assert_doors(stats)
+        assert made.stats().scoring_errors == 2
+
+
 def test_of_several_errors_close_raises_the_first(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:

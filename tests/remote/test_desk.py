@@ -349,10 +349,10 @@ def test_metadata_beyond_a_frame_is_an_answer() -> None:
 
 def test_metadata_is_about_finite_rewards() -> None:
     m = ReplayBufferManager(SAMPLE, 9, None)
-    m.add(samples([1, 2, 3], [-np.inf, 1.0, 3.0]), sender_rank=4)
+    m.add(samples([1, 2, 3, 4], [-np.inf, 1.0, 2.0, 6.0]), sender_rank=4)
     got = m._compute_metadata()
-    assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 3.0, 2.0)
-    assert (got["length"], got["n_items"], got["capacity"]) == (3, {"4": 3}, 10_000)
+    assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 6.0, 3.0)
+    assert (got["length"], got["n_items"], got["capacity"]) == (4, {"4": 4}, 10_000)
     assert got["baseline_log_reward"] == m.stats().baseline == 1.0
     assert (got["n_present"], got["n_left"]) == (0, 0)
     Peer(m, 4).say(GetMetadata(5))
