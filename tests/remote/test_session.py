@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from tests.remote.make import PLAIN, grid, samples
 
+from recollect import errors
 from recollect.errors import FrameError
 from recollect.remote.items import item_space
 from recollect.remote.messages import Failed, GetMetadata, Goodbye, Items, Scores, Welcome
-from recollect.remote.session import Session
+from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode
 
 
@@ -76,6 +77,19 @@ def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() ->
     with pytest.warns(RuntimeWarning, match="6000 items"):
         welcome(0)
     assert session.forgotten == 6000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("SchemaError", errors.SchemaError), ("EmptyError", errors.EmptyError), ("ClosedError", errors.ClosedError),
+        ("FrameError", errors.FrameError), ("ScoringError", errors.ScoringError), ("ValueError", ValueError),
+        ("RemoteError", errors.RemoteError), ("KeyboardInterrupt", errors.RemoteError),
+    ],
+)  # fmt: skip
+def test_an_error_arrives_as_itself_or_as_one_of_the_manager(name: str, kind: type[Exception]) -> None:
+    error = as_error(Failed(1, name, "the text"))
+    assert type(error) is kind and str(error).endswith("the text")
 
 
 def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Session) -> None:
