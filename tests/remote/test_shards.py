@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -192,3 +193,16 @@ def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None
     decided = agreed_by(party, 5.0, MINE)
     assert len(decided) == 2 and decided[0].epoch > 100
     assert party.current(5.0) == (decided[0].epoch, 2.5)
+
+
+def test_scores_hold_the_epoch_only_of_a_value_that_was_agreed() -> None:
+    m = ReplayBufferManager(SAMPLE, 2, None, shards=Shards((2, 3), sync_s=60.0))
+    agreement = m._desk.shelf.agreement
+    assert agreement is not None
+    for epoch, value, want in (
+        (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # nobody had anything yet
+        (5, 1.5, {"score": np.inf, "baseline_log_reward": 1.5, "baseline_epoch": 5.0}),
+    ):
+        agreement.hear(3, Sync(0, epoch, "agreed", value, 0, False, None, 0), NOTHING, monotonic())
+        assert m.add(samples([1], [4.0])) == want
+        assert m.stats().baseline == want["baseline_log_reward"]
