@@ -241,6 +241,20 @@ def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
     assert [message for message, _ in line.session.expected[5]] == [answer]
 
 
+def test_who_was_refused_is_told_once_and_asks_again_at_the_next_call(
+    ends: list[LocalCarrier], silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = client(ends[0])
+    monkeypatch.setattr(silent.fake._book, "admit", lambda *a: "not yet")
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="not yet"):
+            replay.add(samples([1]))
+    monkeypatch.undo()
+    silent.answers = 1
+    assert replay.add(samples([1])) == {"score": np.inf}
+    replay.close()
+
+
 # -- windows and answers
 
 

@@ -126,6 +126,16 @@ def test_the_ends_of_a_range_belong_to_it(fine: dict[str, Any]) -> None:
     manager(**fine).close()
 
 
+def test_a_container_of_another_kind_is_rejected_whole() -> None:
+    m = manager()
+    with pytest.raises(SchemaError):
+        m.add(paths([1, 2, 3], [0.0, 0.0, 0.0]))
+    with pytest.raises(SchemaError):
+        m.add({"id": np.zeros(2)})  # how many it holds cannot be told
+    assert (m.stats().offered, m.stats().rejected) == (4, {"schema": 4})
+    assert_doors(m.stats())
+
+
 def test_trajectories_need_a_length() -> None:
     with pytest.raises(ValueError, match="max_length"):
         manager(grid())
