@@ -237,8 +237,10 @@ def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
     frame = memoryview(b"".join(encode(answer, [np.zeros((n, 8), np.uint8)], max_frame=1 << 27)))
     line.carrier = SimpleNamespace(max_frame=1 << 27, recv=lambda *a: (1, 0, frame))  # type: ignore[assignment]
     line.session.expected[5] = []
+    line._down_since = 1.0
     line.receive(0.0)
     assert [message for message, _ in line.session.expected[5]] == [answer]
+    assert line._down_since is None  # it is there: the next time it is gone, the wait for it begins anew
 
 
 def test_who_was_refused_is_told_once_and_asks_again_at_the_next_call(
