@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, saving
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, saving, writers
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -228,6 +228,22 @@ def test_after_a_gap_the_client_is_told_once_where_to_go_on() -> None:
         assert isinstance(peer.data(seq, [seq])[0], Scores)
     assert held(m) == [1, 2, 3, 4]
     assert peer.data(6, [6])[0].expected == 5
+
+
+def test_after_a_hello_a_gap_is_told_again() -> None:
+    peer = Peer(made())
+    for _ in range(2):
+        peer.hello()
+        assert [answer.error for answer in peer.data(3, [3])] == ["Gap"]
+        assert peer.data(4, [4]) == []
+
+
+def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "MOST_WRITERS", 2)
+    known = writers.Writers()
+    for rank, name in enumerate((b"a", b"b", b"a", b"c")):
+        known.enter(name, rank)
+    assert list(known.by_id) == [b"a", b"c"]
 
 
 def test_another_layout_is_refused_and_takes_no_number() -> None:
