@@ -230,6 +230,12 @@ def test_between_threads_too_much_waits_at_its_sender(
         b.recv(0, timeout=0.0)
 
 
+def test_a_pickled_end_keeps_its_place_and_its_frames() -> None:
+    end = LocalCarrier.group(3, max_frame=5000)[2]
+    again = pickle.loads(pickle.dumps(end))
+    assert (again.rank, again.size, again.max_frame, again.group_id) == (2, 3, 5000, end.group_id)
+
+
 def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any]) -> None:
     a, b = ends
     b.send(0, 0, [b"here"], SOON)

@@ -136,6 +136,16 @@ def test_a_container_of_another_kind_is_rejected_whole() -> None:
     assert_doors(m.stats())
 
 
+def test_a_closed_manager_says_so() -> None:
+    m = manager()
+    m.add(samples([1], [0.0]))
+    m.close()
+    for call in (lambda: m.add(samples([2], [0.0])), lambda: m.sample(1), m.run, m.start):
+        with pytest.raises(ClosedError, match="ReplayBufferManager: was closed"):
+            call()
+    assert m.stats().offered == m.stats().live == 1
+
+
 def test_trajectories_need_a_length() -> None:
     with pytest.raises(ValueError, match="max_length"):
         manager(grid())
