@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import pickle
 import signal
 import socket
 import struct
+import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from types import SimpleNamespace
@@ -201,6 +203,53 @@ def test_who_has_not_come_yet_is_sent_to_without_waiting(ends: list[Any]) -> Non
         a.isend(1, 3, [b"given up"]).wait(0.01)
     assert bytes(b.recv(timeout=SOON)[2]) == b"later"
     eventually(handle.is_complete)
+
+
+def test_between_threads_too_much_waits_at_its_sender(
+    ends: list[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local, "_IN_PROCESS_NBYTES", 1000)
+    a, b = ends
+    b.alive()
+    blocks = [bytes([i]) * 600 for i in range(5)]
+    handles = [a.isend(1, 0, [block]) for block in blocks]
+    assert [handle.is_complete() for handle in handles] == [True, True, False, False, False]
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        a.send(1, 0, [b"given up"], 0.0)
+    waits = threading.Thread(target=handles[-1].wait, args=(6 * SOON,), daemon=True)
+    waits.start()
+    eventually(lambda: a._turns.is_led)
+    got = [bytes(b.recv(0, timeout=SOON)[2])]
+    small = a.isend(1, 0, [b"small"])
+    got += [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(5)]
+    assert got == [*blocks, b"small"]  # in order, and without what was given up
+    assert all(handle.is_complete() for handle in (*handles, small))
+    waits.join(SOON)
+    assert not waits.is_alive()
+    with pytest.raises(DeadlineError):
+        b.recv(0, timeout=0.0)
+
+
+def test_a_pickled_end_keeps_its_place_and_its_frames() -> None:
+    end = LocalCarrier.group(3, max_frame=5000)[2]
+    again = pickle.loads(pickle.dumps(end))
+    assert (again.rank, again.size, again.max_frame, again.group_id) == (2, 3, 5000, end.group_id)
+
+
+def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any]) -> None:
+    a, b = ends
+    b.send(0, 0, [b"here"], SOON)
+    a.recv(1, timeout=SOON)
+    b.close()
+    assert 1 not in a.alive()
+    again = pickle.loads(pickle.dumps(b))
+    again.alive()
+    with pytest.raises(DeadlineError):  # it is there, and has not spoken
+        a.recv(1, timeout=0.0)
+    again.send(0, 0, [b"back"], SOON)
+    assert 1 in a.alive() and bytes(a.recv(1, timeout=SOON)[2]) == b"back"
+    assert again.max_frame == b.max_frame
+    again.close()
 
 
 def test_a_lost_peer_is_looked_for_as_long_as_told(ends: list[Any]) -> None:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -27,11 +28,13 @@ from recollect.errors import (
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.backends import carrier_of
 from recollect.remote.items import item_space
+from recollect.remote.line import Line
 from recollect.remote.messages import (
     METADATA_TAG,
     Data,
     Exit,
     GetMetadata,
+    Items,
     Metadata,
     Sample,
     Scores,
@@ -215,6 +218,45 @@ def test_too_large_a_container_is_refused_and_what_waits_stays(
     assert manager.stats().containers == 1 and manager.stats().offered == 1001
 
 
+def test_a_container_that_leaves_no_room_for_a_head_is_refused_before_it_is_taken(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with client(ends[0]) as replay:
+        with pytest.raises(FrameError, match="16384 bytes, got"):
+            replay.add(samples(range(16384 // 8)))
+        stats = replay.stats()
+        assert (stats.offered, stats.pending, stats.sent) == (0, 0, 0)
+        assert replay.add(samples(range((16384 - 512) // 8))) == {"first": 0.0}
+    assert manager.stats().containers == 1
+
+
+def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
+    line = Line(item_space(PLAIN), 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    n = (64 << 20) // 8 + 1
+    answer = Items(5, item_space(PLAIN).id, n, n, 0, 1)
+    frame = memoryview(b"".join(encode(answer, [np.zeros((n, 8), np.uint8)], max_frame=1 << 27)))
+    line.carrier = SimpleNamespace(max_frame=1 << 27, recv=lambda *a: (1, 0, frame))  # type: ignore[assignment]
+    line.session.expected[5] = []
+    line._down_since = 1.0
+    line.receive(0.0)
+    assert [message for message, _ in line.session.expected[5]] == [answer]
+    assert line._down_since is None  # it is there: the next time it is gone, the wait for it begins anew
+
+
+def test_who_was_refused_is_told_once_and_asks_again_at_the_next_call(
+    ends: list[LocalCarrier], silent: Silent, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    replay = client(ends[0])
+    monkeypatch.setattr(silent.fake._book, "admit", lambda *a: "not yet")
+    for _ in range(2):
+        with pytest.raises(RemoteError, match="not yet"):
+            replay.add(samples([1]))
+    monkeypatch.undo()
+    silent.answers = 1
+    assert replay.add(samples([1])) == {"score": np.inf}
+    replay.close()
+
+
 # -- windows and answers
 
 
@@ -337,6 +379,62 @@ def test_close_past_its_deadline_says_what_is_lost_and_exits(
     assert replay.close() == []
     with pytest.raises(ClosedError):
         replay.add(samples([1]))
+
+
+def test_what_was_not_kept_and_could_not_be_scored_leaves_by_a_door_too(ends: list[LocalCarrier]) -> None:
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        raise KeyError("never")
+
+    with ReplayBufferManager(SAMPLE, 1, None, score, capacity=1, communication_backend=ends[1]) as made:
+        made.start()
+        with client(ends[0], SAMPLE) as replay:
+            for ids, rewards, kept in (([1], [5.0], 1), ([2, 3], [1.0, 2.0], 0)):
+                with pytest.raises(ScoringError, match="never") as caught:
+                    replay.add(samples(ids, rewards))
+                assert caught.value.kept == kept
+            stats = replay.stats()
+            assert (stats.kept, stats.rejected, stats.reasons) == (1, 2, {"scoring": 2})
+            assert_doors(stats)
+        assert made.stats().scoring_errors == 2
+
+
+def test_of_several_errors_close_raises_the_first(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    replay = client(ends[0], mode="async_score")
+    for i in (-1, -2, 3):
+        replay.add(samples([i]))
+    with pytest.raises(ScoringError) as caught:
+        replay.close()
+    assert caught.value.seq == 1 and caught.value.scores == [{"first": 3.0}]
+
+
+def test_leaving_without_an_error_raises_what_closing_does(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with pytest.raises(ScoringError, match="below zero"), client(ends[0], mode="async_score") as replay:
+        replay.add(samples([-1]))
+
+
+@pytest.mark.parametrize(("async_send", "call"), [(True, "isend"), (False, "send")])
+def test_a_started_manager_answers_as_it_was_told(
+    ends: list[LocalCarrier], async_send: bool, call: str
+) -> None:
+    told = Told(ends[1])
+    with ReplayBufferManager(PLAIN, 1, None, communication_backend=told) as made:
+        made.start(async_send)
+        with client(ends[0]) as replay:
+            replay.add(samples([1]))
+    assert {name for name, _ in told.calls} == {call}
+
+
+def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
+    told = Told(ends[0])
+    replay = client(told, mode="async_score")
+    replay.add(samples([1]))
+    assert replay.close() == [{"first": 1.0}]
+    n = len(told.calls)
+    assert replay.close() == [] and len(told.calls) == n
 
 
 def test_leaving_with_an_error_delivers_and_shows_that_error(
@@ -596,6 +694,21 @@ def test_nothing_to_draw_is_told_as_such(ends: list[LocalCarrier], manager: Repl
         replay.sample(1)
 
 
+def test_drawn_items_of_another_layout_are_refused(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+        for layout, is_refused in ((item_space(PLAIN).id, False), (bytes(16), True)):
+            drawn = [(Items(1, layout, 1, 1, 0, 1), memoryview((7).to_bytes(8, "little")))]
+            monkeypatch.setattr(replay._line, "ask", lambda make, drawn=drawn: drawn)
+            if is_refused:
+                with pytest.raises(FrameError, match="layout of this client"):
+                    replay.sample(1)
+            else:
+                assert replay.sample(1)["id"].tolist() == [7]
+
+
 def test_how_to_draw_travels(ends: list[LocalCarrier]) -> None:
     with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as manager:
         manager.add(samples(range(20), [-np.inf] * 19 + [0.0]))
@@ -711,6 +824,23 @@ def test_a_baseline_known_from_the_welcome_filters_the_first_container(ends: lis
                 assert (replay.add(samples([9], [0.0])) is None) == (i % 2 == 0)
             assert (replay.stats().skipped, replay.stats().forced) == (6, 3)
             assert_doors(replay.stats())
+
+
+def test_a_container_of_bad_values_alone_takes_nobodys_turn(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(SAMPLE, 1, None, capacity=1, communication_backend=ends[1]) as manager:
+        manager.add(samples([1], [3.0]))
+        manager.start()
+        with client(ends[0], SAMPLE, baseline_filtering=True, refresh_after=2) as replay:
+            assert replay.add(samples([2], [0.0])) is None
+            assert replay.add(samples([3, 4], [np.nan, np.inf])) is None  # nothing of it could be sent
+            assert replay.add(samples([5], [0.0])) == {"score": np.inf, "baseline_log_reward": 3.0}
+            stats = replay.stats()
+            assert (stats.skipped, stats.forced, stats.filtered) == (1, 1, 1)
+            assert stats.reasons == {"bad_value": 2, "too_low": 1}
+            replay.add(samples([6, 7], [np.inf, 4.0]))  # the first is above the baseline, and none to send
+            stats = replay.stats()
+            assert (stats.reasons["bad_value"], stats.kept) == (3, 1)
+            assert_doors(stats)
 
 
 def test_filtering_needs_rewards_of_the_managers_space_too(

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import warnings
+from datetime import UTC, datetime
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, saving, writers
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -228,6 +230,22 @@ def test_after_a_gap_the_client_is_told_once_where_to_go_on() -> None:
     assert peer.data(6, [6])[0].expected == 5
 
 
+def test_after_a_hello_a_gap_is_told_again() -> None:
+    peer = Peer(made())
+    for _ in range(2):
+        peer.hello()
+        assert [answer.error for answer in peer.data(3, [3])] == ["Gap"]
+        assert peer.data(4, [4]) == []
+
+
+def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "MOST_WRITERS", 2)
+    known = writers.Writers()
+    for rank, name in enumerate((b"a", b"b", b"a", b"c")):
+        known.enter(name, rank)
+    assert list(known.by_id) == [b"a", b"c"]
+
+
 def test_another_layout_is_refused_and_takes_no_number() -> None:
     m = made()
     peer = Peer(m)
@@ -280,6 +298,17 @@ def test_the_sixteenth_malformed_frame_in_a_row_shuts_a_peer_out() -> None:
     assert isinstance(other.data(1, [7])[0], Scores) and held(m) == [1, 2, 7]
 
 
+def test_who_is_shut_out_hears_nothing_any_more() -> None:
+    m = made()
+    peer = Peer(m)
+    peer.hello()
+    head = Data(1, WRITER, 1, ITEMS.id, 2, 2, False)  # and no rows behind it
+    for _ in range(15):
+        ((_, answer),) = peer.say(head)
+        assert answer.error == "FrameError"
+    assert peer.say(head) == [] and m.stats().malformed == 16
+
+
 @pytest.mark.parametrize(
     "answer",
     [
@@ -305,12 +334,41 @@ def test_metadata_comes_on_its_own_tag() -> None:
     } <= set(answer.values)  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "values",
+    [
+        {"x": object()},
+        {"x": datetime(2026, 1, 1, tzinfo=UTC)},
+        {"x": {"deep": [datetime(2026, 1, 1, tzinfo=UTC)]}},
+        {"x" * 256: 1},
+        {1: 1},
+        {"x": "y" * (8 << 20)},
+        [],
+    ],
+    ids=["object", "time", "deep", "name", "number", "long", "list"],
+)
+def test_metadata_that_nobody_could_read_is_an_answer(values: Any) -> None:
+    m = made()
+    m._compute_metadata = lambda: values  # type: ignore[method-assign]
+    ((tag, answer),) = Peer(m).say(GetMetadata(5))
+    assert (tag, answer.request, answer.error) == (METADATA_TAG, 5, "RemoteError")
+    assert answer.text.startswith("_compute_metadata: raised")
+
+
+def test_metadata_beyond_a_frame_is_an_answer() -> None:
+    m = made()
+    m._carrier = SimpleNamespace(max_frame=4096)  # type: ignore[assignment]
+    m._compute_metadata = lambda: {"x": "y" * 5000}  # type: ignore[method-assign]
+    ((_, answer),) = Peer(m).say(GetMetadata(5))
+    assert answer.error == "RemoteError" and "4096" in answer.text
+
+
 def test_metadata_is_about_finite_rewards() -> None:
     m = ReplayBufferManager(SAMPLE, 9, None)
-    m.add(samples([1, 2, 3], [-np.inf, 1.0, 3.0]), sender_rank=4)
+    m.add(samples([1, 2, 3, 4], [-np.inf, 1.0, 2.0, 6.0]), sender_rank=4)
     got = m._compute_metadata()
-    assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 3.0, 2.0)
-    assert (got["length"], got["n_items"], got["capacity"]) == (3, {"4": 3}, 10_000)
+    assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 6.0, 3.0)
+    assert (got["length"], got["n_items"], got["capacity"]) == (4, {"4": 4}, 10_000)
     assert got["baseline_log_reward"] == m.stats().baseline == 1.0
     assert (got["n_present"], got["n_left"]) == (0, 0)
     Peer(m, 4).say(GetMetadata(5))
@@ -381,6 +439,29 @@ def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
     m._desk.tick(saving._dumped_at + 1.0)
     assert [path.name for path in tmp_path.glob("log-*.bin")] == [saving.log.path.name]
     m.close()
+
+
+def test_the_time_of_a_dump_counts_from_the_last_one_and_its_log_is_given_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(saving, "monotonic", lambda: clock)
+    clock = 1000.0
+    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    logs = [m._desk.saving.log]
+    for clock, n in ((1009.9, 1), (1010.0, 2), (1019.9, 2), (1020.5, 3), (1030.0, 3), (1030.5, 4)):
+        m._desk.tick(clock)
+        if m._desk.saving.log is not logs[-1]:
+            logs.append(m._desk.saving.log)
+        assert len(logs) == n, clock
+    assert [log._fd >= 0 for log in logs] == [False] * 3 + [True]
+    m.close()
+    assert logs[-1]._fd < 0
+    clock = 2000.0
+    again = made(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
+    log = again._desk.saving.log
+    again._desk.tick(2009.9)  # a restart has just read one
+    assert again._desk.saving.log is log
+    again.close()
 
 
 def full_disk(*args: Any, **kw: Any) -> Any:
@@ -588,8 +669,12 @@ def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_
     def data(seq: int) -> Data:
         return Data(100 + seq, WRITER, seq, ITEMS.id, 1, 1, False)
 
-    assert late(data(1)) == [stored]
-    assert [a.error for a in late(data(2))] == ["ClosedError"]
+    assert late(data(1)) == [stored] and m.stats().duplicates == 1
+    assert [a.error for a in late(data(2))] == ["ClosedError"] and m.stats().duplicates == 1
+    (reply,) = desk.late(5, data(1))  # the number of another's container
+    assert decode(joined(reply.parts))[0].error == "ClosedError"
+    (metadata,) = desk.late(0, GetMetadata(1))
+    assert metadata.tag == METADATA_TAG
     assert [a.error for a in late(Sample(1, 1, "uniform", True))] == ["ClosedError"]
     assert [a.error for a in late(GetMetadata(1))] == ["ClosedError"]
     assert [a.error for a in late(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))] == ["ClosedError"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from gymnasium import spaces
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
@@ -53,6 +54,51 @@ def test_a_better_item_makes_its_worse_neighbours_leave() -> None:
     assert sorted(m.buffer[:]["id"].tolist()) == [2, 3]
     stats = m.stats()
     assert (stats.removed, stats.rejected["too_close"]) == (1, 1)
+
+
+@pytest.mark.parametrize(
+    ("p", "cutoff", "is_close"),
+    [
+        (1, 7.0, True),
+        (1, 6.99, False),
+        (2, 5.0, True),
+        (2, 4.99, False),
+        (INF, 4.0, True),
+        (INF, 3.99, False),
+    ],
+)
+def test_distance_is_the_p_norm_and_a_cutoff_is_within(p: float, cutoff: float, is_close: bool) -> None:
+    m = manager(
+        grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=cutoff, p=p)
+    )
+    m.add(paths([1, 2], [1.0, 0.0], finals=[[3, 0], [0, 4]]))
+    assert m.stats().rejected == ({"too_close": 1} if is_close else {})
+
+
+def test_of_a_container_the_best_is_tried_first_and_of_equals_the_first() -> None:
+    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
+    m.add(paths([1, 2, 3], [0.0, 1.0, 1.0], finals=[[0, 0], [0, 1], [1, 0]]))
+    assert m.buffer[:]["id"].tolist() == [2, 3]  # 1 is close to both, they are not to each other
+    m.add(paths([4, 5, 6], [2.0, 2.0, 1.5], finals=[[9, 9], [9, 9], [9, 9]]))
+    assert m.buffer[:]["id"].tolist() == [2, 3, 4]
+
+
+def test_trajectories_without_fields_cannot_be_diverse() -> None:
+    bare = spaces.Dict({"steps": spaces.Sequence(spaces.Dict({"state": spaces.Discrete(3)}), stack=True)})
+    with pytest.raises(ValueError, match="key must be a leaf of the items"):
+        manager(bare, max_length=4, diverse_replay_buffer=True, diversity=Diversity("state"))
+
+
+def test_text_has_no_distance() -> None:
+    with pytest.raises(ValueError, match=r"one of \['id', 'log_reward'\], got 'name'"):
+        flat(Diversity("name"), name=spaces.Text(5))
+
+
+def test_one_that_has_just_left_keeps_nobody_out() -> None:
+    m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
+    m.add(paths([1], [1.0], finals=[[0, 0]]))
+    m.add(paths([2, 3], [0.5, 5.0], finals=[[0, -1], [0, 1]]))  # the better is tried first, and 1 leaves
+    assert sorted(m.buffer[:]["id"].tolist()) == [2, 3] and m.stats().removed == 1
 
 
 def flat(key: Any, **leaves: Any) -> ReplayBufferManager:
@@ -137,6 +183,33 @@ def test_distances_are_looked_at_in_blocks(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(diversity, "BLOCK_NBYTES", 4096)
     np.testing.assert_equal(diversity.near(points, others, rule), whole)
     assert len(sizes) > 1 and max(sizes) <= 4096 and whole.any() and not whole.all()
+
+
+@pytest.mark.parametrize("n", [7, 300])
+def test_a_large_container_is_looked_at_in_blocks_too(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
+    sizes: list[int] = []
+    distance, near = diversity._distance, diversity.near
+
+    def noted(gap: Any, p: float) -> Any:
+        sizes.append(gap.nbytes)
+        return distance(gap, p)
+
+    def noted_near(*args: Any) -> Any:
+        found = near(*args)
+        sizes.append(found.nbytes)
+        return found
+
+    rng = np.random.default_rng(0)
+    points, rewards = rng.uniform(0, 9, size=(n, 3)), np.sort(rng.integers(0, 9, n))[::-1].astype(float)
+    kept, kept_rewards = rng.uniform(0, 9, size=(90, 3)), rng.integers(0, 9, 90).astype(float)
+    rule = Diversity(cutoff=2.0, p=2)
+    whole = diversity.crowding(points, rewards, kept, kept_rewards, rule)
+    monkeypatch.setattr(diversity, "_distance", noted)
+    monkeypatch.setattr(diversity, "near", noted_near)
+    monkeypatch.setattr(diversity, "BLOCK_NBYTES", 2048)
+    for one, other in zip(whole, diversity.crowding(points, rewards, kept, kept_rewards, rule), strict=True):
+        np.testing.assert_equal(one, other)
+    assert max(sizes) <= 2048 and whole[0].any() and len(whole[1])
 
 
 def test_a_block_has_at_most_32_mb() -> None:

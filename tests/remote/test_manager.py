@@ -126,6 +126,26 @@ def test_the_ends_of_a_range_belong_to_it(fine: dict[str, Any]) -> None:
     manager(**fine).close()
 
 
+def test_a_container_of_another_kind_is_rejected_whole() -> None:
+    m = manager()
+    with pytest.raises(SchemaError):
+        m.add(paths([1, 2, 3], [0.0, 0.0, 0.0]))
+    with pytest.raises(SchemaError):
+        m.add({"id": np.zeros(2)})  # how many it holds cannot be told
+    assert (m.stats().offered, m.stats().rejected) == (4, {"schema": 4})
+    assert_doors(m.stats())
+
+
+def test_a_closed_manager_says_so() -> None:
+    m = manager()
+    m.add(samples([1], [0.0]))
+    m.close()
+    for call in (lambda: m.add(samples([2], [0.0])), lambda: m.sample(1), m.run, m.start):
+        with pytest.raises(ClosedError, match="ReplayBufferManager: was closed"):
+            call()
+    assert m.stats().offered == m.stats().live == 1
+
+
 def test_trajectories_need_a_length() -> None:
     with pytest.raises(ValueError, match="max_length"):
         manager(grid())
@@ -293,6 +313,14 @@ def test_a_container_without_a_finite_reward_leaves_the_average_as_it_is() -> No
     assert m.add(samples([3, 4], [-INF, -INF]))["baseline_log_reward"] == 2.0
 
 
+@pytest.mark.parametrize(("strategy", "baseline"), [("min", 2.0), ("percentile", 2.3)])
+def test_the_baseline_of_a_ring_is_about_what_is_in_it(strategy: str, baseline: float) -> None:
+    m = manager(evict="oldest", capacity=2, baseline_strategy=strategy)
+    m.add(samples([1, 2], [0.0, 5.0]))
+    assert m.add(samples([3], [2.0]))["baseline_log_reward"] == pytest.approx(baseline)
+    assert m.buffer[:]["id"].tolist() == [2, 3]
+
+
 # -- drawing
 
 
@@ -315,6 +343,29 @@ def test_drawing_by_reward_without_replacement_follows_the_rewards_too() -> None
     m.add(samples([0, 1, 2], [np.log(1), np.log(3), np.log(6)]))
     first = [int(m.sample(1, by="log_reward", replace=False)["id"][0]) for _ in range(3000)]
     assert np.bincount(first, minlength=3) / 3000 == pytest.approx([0.1, 0.3, 0.6], abs=0.04)
+
+
+@pytest.mark.parametrize("replace", [True, False])
+@pytest.mark.parametrize("high", [1000.0, 0.0, -2000.0])
+def test_drawing_by_reward_takes_rewards_of_any_size(high: float, replace: bool) -> None:
+    m = manager(seed=0)
+    m.add(samples([0, 1], [high - 100.0, high]))
+    assert {int(m.sample(1, by="log_reward", replace=replace)["id"][0]) for _ in range(50)} == {1}
+
+
+def test_without_replacement_the_second_best_is_drawn_before_the_third_however_low_both_are() -> None:
+    m = manager(seed=0)
+    m.add(samples([0, 1, 2], [0.0, -100.0, -60.0]))
+    drawn = [m.sample(2, by="log_reward", replace=False)["id"].tolist() for _ in range(50)]
+    assert drawn == [[0, 2]] * 50
+
+
+def test_what_was_just_added_is_drawn_by_its_reward_at_once() -> None:
+    m = manager(seed=0)
+    m.add(samples([0], [0.0]))
+    assert m.sample(1, by="log_reward")["id"].tolist() == [0]
+    m.add(samples([1], [100.0]))
+    assert m.sample(20, by="log_reward")["id"].tolist() == [1] * 20
 
 
 @pytest.mark.parametrize("n", [-1, 1.5, True])
@@ -575,6 +626,16 @@ def test_a_termination_signal_flushes_the_client(rig: Any) -> None:
     assert ended(r.manager) and r.manager.stats().offered == 1
 
 
+def test_who_only_said_that_it_leaves_has_been_there() -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(communication_backend=ends[1], limits=Limits(join_s=60.0))
+    ReplayBufferManager.send_termination_signal(1, ends[0])
+    assert m.run().exit_counter == 1 and not m.is_running
+    m.close()
+    for end in ends:
+        end.close()
+
+
 def test_nobody_came() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=0.2))
@@ -704,6 +765,11 @@ def test_late_senders_hear_that_it_has_ended(rig: Any) -> None:
 def test_without_launch_a_name_is_an_error_that_names_it() -> None:
     with pytest.raises(ValueError, match="launch"):
         RemoteReplay(SAMPLE, 1, "local").add(samples([1], [0.0]))
+
+
+def test_who_starts_it_hears_that_there_is_no_carrier() -> None:
+    with manager(communication_backend="local") as m, pytest.raises(ValueError, match="launch"):
+        m.start()
 
 
 def test_threads_take_turns(rig: Any) -> None:

@@ -86,9 +86,12 @@ def test_a_lost_connection_may_come_back_for_a_while() -> None:
 
 @pytest.mark.parametrize("sees_death", [True, False])
 def test_a_dead_process_of_this_machine_has_left_at_once(sees_death: bool) -> None:
-    child = multiprocessing.get_context("fork").Process(target=os._exit, args=(0,))
+    context = multiprocessing.get_context("fork")
+    may_end = context.Event()
+    child = context.Process(target=may_end.wait, args=(30.0,))
     child.start()
-    word = _core.process_word(child.pid)
+    word = _core.process_word(child.pid)  # while it lives: of a process that has ended there is none
+    may_end.set()
     b = book(2)
     b.admit(0, HOST, word, 0.0)
     b.admit(1, HOST, ME, 0.0)
@@ -119,3 +122,29 @@ def test_workers_go_round_the_managers() -> None:
     layout = rank_layout(6, 2)
     assert [layout.manager_of(worker) for worker in layout.workers] == [4, 5, 4, 5]
     assert layout.workers_of(5) == (1, 3)
+
+
+def test_a_hello_counts_as_heard_and_as_back() -> None:
+    b = book(2)
+    b.admit(0, "elsewhere", 0, 50.0)
+    b.tick(54.9, ALL, False)
+    assert b.states() == {0: "present"}
+    b.tick(55.1, ALL, False)
+    assert b.states() == {0: "left"}
+    b.admit(0, "elsewhere", 0, 56.0)
+    b.tick(57.0, frozenset(), True)  # its connection is lost
+    b.admit(0, "elsewhere", 0, 58.5)
+    b.tick(59.1, frozenset(), True)  # and again
+    b.tick(61.0, frozenset(), True)
+    assert b.states() == {0: "present"}
+    b.tick(61.2, frozenset(), True)
+    assert b.states() == {0: "left"}
+
+
+@pytest.mark.parametrize("sees_death", [True, False])
+def test_processes_of_other_machines_and_unknown_ones_are_not_looked_for_here(sees_death: bool) -> None:
+    b = book(2)
+    b.admit(0, "elsewhere", ME + (1 << 40), 0.0)  # a word that nobody has here
+    b.admit(1, HOST, 0, 0.0)
+    b.tick(0.1, ALL, sees_death)
+    assert b.states() == {0: "present", 1: "present"}

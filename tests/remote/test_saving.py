@@ -28,6 +28,7 @@ from recollect.remote import (
 )
 from recollect.remote.messages import Goodbye
 from recollect.remote.wire import encode
+from recollect.replay import snapshot
 
 INF = float("inf")
 
@@ -108,8 +109,10 @@ def test_a_checkpoint_that_does_not_fit_is_a_value_error(
     tmp_path: Path, other: dict[str, Any], name: str
 ) -> None:
     saved(tmp_path, resume=False).close()
+    n_open = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ValueError, match=f"{name}.*choose another path|space"):
         saved(tmp_path, **other)
+    assert len(os.listdir("/proc/self/fd")) == n_open  # the log is given up
     saved(tmp_path).close()
 
 
@@ -264,6 +267,40 @@ def test_a_record_that_was_written_in_part_is_taken_back(
     again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert again.buffer[:]["id"].tolist() == [0, 2]
     again.close()
+
+
+def test_behind_a_torn_log_a_record_that_was_written_in_part_is_taken_back_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    m = manager(checkpoint=Checkpoint(tmp_path))
+    m.add(samples([0], [0.0]))
+    log = m._desk.saving.log.path
+    with log.open("ab") as f:
+        f.write(log.read_bytes()[:-1])  # killed while it wrote the second
+    m._desk.close()
+    again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+
+    def full(*args: Any) -> int:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr("recollect.remote.checkpoint.os.writev", full)
+        with pytest.raises(OSError, match="No space"):
+            again.add(samples([1], [0.0]))
+    again.add(samples([2], [0.0]))
+    again._desk.close()
+    last = manager(checkpoint=Checkpoint(tmp_path, resume=True))
+    assert last.buffer[:]["id"].tolist() == [0, 2]
+    last.close()
+
+
+@pytest.mark.parametrize("state", [b"\xc1", b"\x91\x01", b""])
+def test_a_state_that_is_none_is_named(tmp_path: Path, state: bytes) -> None:
+    m = saved(tmp_path, resume=False)
+    snapshot.dump(m.buffer, tmp_path, False, {"manager": state})
+    m.close()
+    with pytest.raises(FormatError, match=r"manager-\d+\.bin: cannot be read"):
+        saved(tmp_path)
 
 
 def test_behind_a_record_that_cannot_be_taken_back_nothing_is_logged(

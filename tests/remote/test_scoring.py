@@ -46,6 +46,20 @@ def test_a_scoring_function_sees_the_container_and_what_was_kept() -> None:
     assert (m.buffer[:]["final_state"] >= 0).all()
 
 
+@pytest.mark.parametrize("env", [PLAIN, SAMPLE])
+def test_what_a_later_item_of_a_ring_displaced_was_not_kept(env: Any) -> None:
+    seen: list[Any] = []
+
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        seen.append((obj.kept.tolist(), obj.row.tolist()))
+        return {}
+
+    m = manager(env, scoring_function=score, capacity=3, evict="oldest")
+    m.add(samples(range(5), range(5) if env is SAMPLE else None))
+    assert seen == [([False] * 2 + [True] * 3, [-1, -1, 2, 0, 1])]
+    assert m.buffer[:]["id"].tolist() == [2, 3, 4] and m.stats().evicted == 2
+
+
 @pytest.mark.parametrize(
     "function",
     [

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import threading
 from typing import Any
 
 import pytest
 from tests.remote.make import SAMPLE
 
 from recollect.errors import (
+    ClosedError,
     DeadlineError,
+    FrameError,
+    PeerDiedError,
 )
 from recollect.remote import (
     Limits,
     ReplayBufferManager,
+    Shards,
 )
 from recollect.remote.desk import Reply
 from recollect.remote.messages import Exit, Goodbye
@@ -85,6 +90,121 @@ def test_the_pages_hooks_receive_answer_and_prune() -> None:
     assert m._pending_sends == []
     with pytest.raises(DeadlineError):
         m._recv_object()
+
+
+def test_an_answer_that_can_never_be_sent_is_forgotten() -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async=True)
+    assert len(m._pending_sends) == 2
+
+    def gone() -> bool:
+        raise PeerDiedError("rank 4: is gone")
+
+    carrier.handles[0].is_complete = gone  # type: ignore[method-assign]
+    m._prune_completed_sends()
+    assert [pending.dest for pending in m._pending_sends] == [5]
+
+
+@pytest.mark.parametrize("error", [FrameError, ValueError, PeerDiedError, DeadlineError])
+@pytest.mark.parametrize("is_async", [True, False])
+def test_an_answer_that_a_carrier_refuses_is_counted_and_the_next_one_sent(
+    error: type[Exception], is_async: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+
+    def refuse(dest: int, *args: Any) -> Any:
+        if dest == 4:
+            raise error("no")
+        carrier.sent.append(("sent", dest))
+        return Handle()
+
+    monkeypatch.setattr(carrier, "isend" if is_async else "send", refuse)
+    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async)
+    assert carrier.sent == [("sent", 5)] and m.stats().unsent == 1
+
+
+@pytest.mark.parametrize("n", [0, None])
+def test_what_is_over_before_it_begins_takes_no_message(n: int | None) -> None:
+    carrier = Lazy()
+    carrier.frames = [(4, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
+    m = manager(n=n, communication_backend=carrier)
+    if n is None:
+        m.stop()
+    m.run()
+    assert len(carrier.frames) == 1 and not m.is_running
+    m.close()
+
+
+def test_while_the_last_answers_leave_who_speaks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=0.5))
+    m._serving.answer([Reply(4, 0, [b"x"])], is_async=True)
+    carrier.frames = [(5, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
+    isend = carrier.isend
+
+    def noted(dest: int, tag: int, parts: Any) -> Any:
+        handle = isend(dest, tag, parts)
+        for one in carrier.handles:
+            one.is_done = True
+        return handle
+
+    monkeypatch.setattr(carrier, "isend", noted)
+    m.stop()
+    m.run()
+    assert carrier.sent == [("isend", 4), ("isend", 5)] and m._pending_sends == []
+    m.close()
+
+
+def test_where_no_death_is_seen_nobody_is_answered_after_the_end() -> None:
+    """Over MPI a rank ends by finalising it: no thread may still be in it."""
+    carrier = Lazy()
+    carrier.sees_death = False  # type: ignore[attr-defined]
+    m = manager(n=0, communication_backend=carrier)
+    m.run()
+    assert m._serving._undertaker is None
+    m.close()
+
+
+@pytest.mark.parametrize("error", [PeerDiedError, DeadlineError, ValueError])
+def test_another_manager_that_is_not_there_stops_nobody(
+    error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, asked = Lazy(), []
+    m = manager(n=None, communication_backend=carrier, shards=Shards((0, 1, 2)))
+
+    def refuse(dest: int, *args: Any) -> Any:
+        asked.append(dest)
+        raise error("no")
+
+    monkeypatch.setattr(carrier, "isend", refuse)
+    m._serving._tick(100.0)
+    assert asked == [0, 2]
+
+
+def test_a_carrier_that_is_closed_is_no_failure_of_the_manager(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier, tried = Lazy(), threading.Event()
+
+    def closed(*args: Any, **kw: Any) -> Any:
+        tried.set()
+        raise ClosedError("closed")
+
+    monkeypatch.setattr(carrier, "recv", closed)
+    m = manager(n=None, communication_backend=carrier).start()
+    assert tried.wait(10)
+    m.close()
+    assert not m.is_running
+
+
+def test_a_frame_larger_than_the_carrier_should_give_is_refused() -> None:
+    carrier = Lazy()
+    m = manager(n=None, communication_backend=carrier)
+    most = memoryview(b"".join(encode(Exit(1, bytes(16), 0, ""))))
+    for max_frame, is_refused in ((most.nbytes, False), (most.nbytes - 1, True)):
+        carrier.max_frame, carrier.frames = max_frame, [(4, 0, most)]
+        _, received, _ = m._recv_object()
+        assert (received.error is not None) == is_refused and (received.message is None) == is_refused
 
 
 @pytest.mark.parametrize("is_taken", [True, False])

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 from tests.remote.make import PLAIN, grid, samples
 
+from recollect import errors
 from recollect.errors import FrameError
 from recollect.remote.items import item_space
 from recollect.remote.messages import Failed, GetMetadata, Goodbye, Items, Scores, Welcome
-from recollect.remote.session import Session
+from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode
 
 
@@ -72,7 +73,46 @@ def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() ->
         entry = session.put(session.items.encode(samples([i, i])))
         session.hear(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
         session.hand_out(entry)
-    assert len(session._acked_items) <= 4 * 8 + 1024
+    assert len(session._acked_items) <= 4 * 8 + 1024 and not session._by_request
     with pytest.warns(RuntimeWarning, match="6000 items"):
         welcome(0)
     assert session.forgotten == 6000
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("SchemaError", errors.SchemaError), ("EmptyError", errors.EmptyError), ("ClosedError", errors.ClosedError),
+        ("FrameError", errors.FrameError), ("ScoringError", errors.ScoringError), ("ValueError", ValueError),
+        ("RemoteError", errors.RemoteError), ("KeyboardInterrupt", errors.RemoteError),
+    ],
+)  # fmt: skip
+def test_an_error_arrives_as_itself_or_as_one_of_the_manager(name: str, kind: type[Exception]) -> None:
+    error = as_error(Failed(1, name, "the text"))
+    assert type(error) is kind and str(error).endswith("the text")
+
+
+def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Session) -> None:
+    assert session.items is not None
+    entries = [session.put(session.items.encode(samples([i]))) for i in range(4)]
+    old = session.writer
+    for entry in entries[:2]:
+        session.hear(Scores(entry.request, {"score": float(entry.seq)}, 1, 0, {}), memoryview(b""))
+
+    def welcome() -> list[Any]:
+        message = Welcome(session._hello, bytes(16), 0, 8, None, "", 0, "host", 1)
+        return session.hear(message, memoryview(b""))
+
+    session.greet()
+    with pytest.warns(RuntimeWarning, match="rank 0: the manager came back without 2 items"):
+        (hello,) = welcome()
+    assert decode(b"".join(hello))[0].writer == session.writer != old and session.forgotten == 2
+    again = [decode(b"".join(parts))[0] for parts in welcome()]
+    assert [(data.writer, data.seq) for data in again] == [(session.writer, 1), (session.writer, 2)]
+    assert session.retried == 2
+    for entry in entries[2:]:
+        session.hear(Scores(entry.request, {"score": 7.0}, 1, 0, {}), memoryview(b""))
+    handed = []
+    while (oldest := session.oldest()) is not None:
+        handed.append(session.hand_out(oldest)["score"])
+    assert handed == [1.0, 2.0, 7.0, 7.0] and session.doors.kept == 4

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -147,3 +148,61 @@ def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
             if current is not None:
                 assert seen.setdefault(*current) == current[1]
     assert len(set(seen.values())) > 1
+
+
+def agreed_by(party: Agreement, now: float, mine: Summary) -> list[Sync]:
+    """What a manager decides at this moment."""
+    return [message for _, message, _ in party.tick(now, mine) if message.kind == "agreed"]
+
+
+MINE = summary([5.0], False, 2.5, 7)
+NOTHING = np.empty(0)
+
+
+def test_an_agreed_value_is_used_for_three_times_sync_s_and_a_repeated_one_no_longer() -> None:
+    party = Agreement(5, Shards((4, 5), sync_s=2.0), "min", 0.1)
+    agreed = Sync(0, 100, "agreed", 1.0, 0, False, None, 0)
+    assert party.hear(4, agreed, NOTHING, 0.0) and party.hear(4, agreed, NOTHING, 3.0)
+    assert party.current(6.0) == (100, 1.0) and party.current(6.01) is None
+
+
+def test_who_is_no_manager_of_the_shards_has_no_say() -> None:
+    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    assert not party.hear(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
+    assert not party.hear(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
+    assert party.current(0.0) is None
+    assert agreed_by(party, 0.0, MINE) == []
+    (decided, *_) = agreed_by(party, 4.0, MINE)
+    assert (decided.value, decided.epoch) == (2.5, 3)  # by its own average alone
+
+
+def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
+    party = Agreement(5, Shards((4, 5), sync_s=2.0), "percentile", 0.1)
+    ((dest, said, values),) = party.tick(10.0, MINE)
+    assert dest == 4 and values.tolist() == [5.0]
+    assert said == Sync(0, 0, "summary", 5.0, 1, False, 2.5, 7)
+    assert party.tick(11.9, MINE) == [] and len(party.tick(12.0, MINE)) == 1
+
+
+def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None:
+    party = Agreement(5, Shards((4, 5, 6), sync_s=1.0), "min", 0.1)
+    assert agreed_by(party, 0.0, MINE) == []  # the lowest has not had the time to speak
+    party.hear(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
+    party.hear(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
+    assert agreed_by(party, 4.0, MINE) == []
+    decided = agreed_by(party, 5.0, MINE)
+    assert len(decided) == 2 and decided[0].epoch > 100
+    assert party.current(5.0) == (decided[0].epoch, 2.5)
+
+
+def test_scores_hold_the_epoch_only_of_a_value_that_was_agreed() -> None:
+    m = ReplayBufferManager(SAMPLE, 2, None, shards=Shards((2, 3), sync_s=60.0))
+    agreement = m._desk.shelf.agreement
+    assert agreement is not None
+    for epoch, value, want in (
+        (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # nobody had anything yet
+        (5, 1.5, {"score": np.inf, "baseline_log_reward": 1.5, "baseline_epoch": 5.0}),
+    ):
+        agreement.hear(3, Sync(0, epoch, "agreed", value, 0, False, None, 0), NOTHING, monotonic())
+        assert m.add(samples([1], [4.0])) == want
+        assert m.stats().baseline == want["baseline_log_reward"]

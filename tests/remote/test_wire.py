@@ -108,6 +108,24 @@ def test_items_of_no_bytes_are_bounded_too() -> None:
     for n, is_refused in ((1 << 16, False), ((1 << 16) + 1, True), (2**60, True)):
         frame = joined(encode(Data(1, ID, 1, ID, n, 0, True)))
         assert refused(frame, bare) == is_refused
+    n = (1 << 16) + 1  # of those with fields the bytes tell
+    got, _, body = decode(joined(encode(Data(1, ID, 1, ID, n, 0, True), [np.zeros((n, 4), np.uint8)])))
+    assert cut_items(got, body, Shapes(24, 4, True))[2].shape == (n, 4)
+
+
+def test_no_items_are_a_container_too() -> None:
+    got, _, body = decode(joined(encode(Items(1, ID, 0, 0, 0, 1))))
+    rows, lengths, fields = cut_items(got, body, TRAJECTORY)
+    assert (rows.shape, lengths.shape, fields.shape) == ((0, 24), (0,), (0, 16))
+
+
+def test_lengths_are_aligned_wherever_a_frame_lies() -> None:
+    message, blocks = data_frame()
+    frame = joined(encode(message, blocks))
+    for shift in range(4):
+        got, _, body = decode(memoryview(bytearray(shift) + frame)[shift:])
+        _, lengths, _ = cut_items(got, body, TRAJECTORY)
+        assert lengths.flags.aligned and lengths.tolist() == [2, 1, 4]
 
 
 @pytest.mark.parametrize("lengths", [[0, 3], [-1, 4], [1, 1], [2, 2], [2**31 - 1, 2]])
@@ -126,6 +144,20 @@ def test_too_large_a_container_names_both_sizes() -> None:
     with pytest.raises(FrameError, match="4096"):
         decode(bytes(5000), max_frame=4096)
     assert joined(encode(message, blocks, max_frame=4096))
+
+
+def test_a_frame_may_have_the_greatest_size_and_no_byte_more() -> None:
+    message = Data(1, ID, 1, ID, 1, 1, False)
+    most = len(joined(encode(message, [np.zeros(4096, np.uint8)])))
+    assert len(joined(encode(message, [np.zeros(4096, np.uint8)], max_frame=most))) == most
+    with pytest.raises(FrameError, match=f"{most - 1} bytes, got {most}"):
+        encode(message, [np.zeros(4096, np.uint8)], max_frame=most - 1)
+    with pytest.raises(FrameError):
+        encode(Metadata(1, {"x": "y" * wire.MAX_HEAD}))  # nobody would read such a head
+    assert [wire.check_max_frame(n) for n in (4096, 1 << 30)] == [4096, 1 << 30]
+    for n in (4095, (1 << 30) + 1):
+        with pytest.raises(ValueError, match="max_frame"):
+            wire.check_max_frame(n)
 
 
 def refused(frame: bytes, shapes: Shapes = TRAJECTORY) -> bool:
@@ -205,6 +237,19 @@ def test_a_deep_head_is_a_frame_error() -> None:
         b"\x95\x09\x01\xc4\x0fxxxxxxxxxxxxxxx\x00\xa0",  # Exit of a writer of 15 bytes
         msgspec.msgpack.encode([1, 1, "king", ID, 0, "host", 0, 1, ""]),
         msgspec.msgpack.encode([3, 1, ID, 0, ID, 1, 1, False]),  # numbers begin at 1
+        msgspec.msgpack.encode([7, 2**62 + 1]),  # beyond any count
+        msgspec.msgpack.encode([3, 1, ID, 2**62 + 1, ID, 1, 1, False]),
+        msgspec.msgpack.encode([9, 1, ID + b"x", 0, ""]),  # a writer of 17 bytes
+        msgspec.msgpack.encode([12, 1, "x" * 256, ""]),  # too long a name
+        msgspec.msgpack.encode([9, 1, ID, 0, "x" * 65_537]),  # too long a reason
+        msgspec.msgpack.encode([1, 1, "worker", ID, 0, "host", 0, 1, "x" * ((4 << 20) + 1)]),  # and space
+        msgspec.msgpack.encode([1, 1, "worker", ID, -2, "host", 0, 1, ""]),  # no such rank
+        msgspec.msgpack.encode([1, 1, "worker", ID, 2**31 + 1, "host", 0, 1, ""]),
+        msgspec.msgpack.encode([6, 1, ID, 0, 0, 0, 0]),  # part 0 of none
+        msgspec.msgpack.encode([11, 0, 1, "guess", None, 0, False, None, 0]),
+        b"\x95\x09\x01\xc4\x10" + ID + b"\x00\xa2\xff\xfe",  # a reason that is no UTF-8
+        b"\x93\x08\x01\x81\xa1x\xd4\x05\x00",  # Metadata with a type of its own
+        b"\x93\x08\x01\x81\xa1x\x91\xd6\xff\x00\x00\x00\x05",  # and with a time, deep inside
     ],
 )
 def test_fields_have_the_types_they_should(head: bytes) -> None:

@@ -41,7 +41,7 @@ from recollect.remote.records import Checkpoint, ManagerStats
 from recollect.remote.saving import Saving
 from recollect.remote.shelf import Shelf
 from recollect.remote.store import Outcome
-from recollect.remote.wire import MAX_FRAME, MOST_FRAME, cut_items, cut_values, encode, joined
+from recollect.remote.wire import MAX_FRAME, MOST_FRAME, cut_items, cut_values, decode, encode, joined
 from recollect.remote.writers import Writer, Writers
 
 if TYPE_CHECKING:
@@ -251,8 +251,7 @@ class Desk:
     # -- Sample, GetMetadata
 
     def _on_sample(self, sender: int, message: Sample) -> list[Reply]:
-        carrier = self.manager._carrier
-        max_frame = MAX_FRAME if carrier is None else carrier.max_frame
+        max_frame = self._max_frame
         try:
             parts = _parts(self.shelf.draw(message.n, message.by, message.replace), max_frame - _HEAD_NBYTES)
             heads = [
@@ -264,10 +263,16 @@ class Desk:
             return [_failed(sender, message.request, type(error).__name__, str(error))]
         return [Reply(sender, DATA_TAG, frame) for frame in frames]
 
+    @property
+    def _max_frame(self) -> int:
+        carrier = self.manager._carrier
+        return MAX_FRAME if carrier is None else carrier.max_frame
+
     def _on_metadata(self, sender: int, message: GetMetadata) -> list[Reply]:
         try:
             values = self.manager._compute_metadata()
-            frame = encode(Metadata(message.request, values), tag=METADATA_TAG)
+            frame = encode(Metadata(message.request, values), tag=METADATA_TAG, max_frame=self._max_frame)
+            decode(joined(frame), max_frame=self._max_frame)  # what nobody could read is told, not sent
         except Exception as error:
             text = f"_compute_metadata: raised {error!r}; return plain values by name"
             frame = encode(Failed(message.request, "RemoteError", text[:_TEXT]), tag=METADATA_TAG)

@@ -55,15 +55,21 @@ def crowding(
     points: Array, rewards: Array, kept: Array, kept_rewards: Array, rule: Diversity
 ) -> tuple[Array, Array]:
     """Try new items in order, best first; return which go in (bools), and the indices of kept ones that leave."""
-    winners = np.zeros(len(points), bool)
-    if not len(points):
-        return winners, np.empty(0, np.int64)
-    close_kept, close_new = near(points, kept, rule), near(points, points, rule)
-    alive = np.ones(len(kept), bool)
-    for i in range(len(points)):
-        beside = close_kept[i] & alive
-        if (beside & (kept_rewards >= rewards[i])).any() or (close_new[i] & winners).any():
-            continue
-        alive &= ~beside
-        winners[i] = True
+    winners, alive = np.zeros(len(points), bool), np.ones(len(kept), bool)
+    most = max(8 * points.shape[1], len(kept), len(points), 1)  # bytes that one new item needs
+    step = max(1, BLOCK_NBYTES // most)
+    for first in range(0, len(points), step):
+        some = points[first : first + step]
+        close_kept, close_new = near(some, kept, rule), near(some, some, rule)
+        crowded: Array = np.asarray(near(some, points[:first][winners[:first]], rule).any(axis=1))
+        for i, reward in enumerate(rewards[first : first + step]):
+            beside = close_kept[i] & alive
+            if (
+                crowded[i]
+                or (beside & (kept_rewards >= reward)).any()
+                or (close_new[i] & winners[first : first + len(some)]).any()
+            ):
+                continue
+            alive &= ~beside
+            winners[first + i] = True
     return winners, np.flatnonzero(~alive)

@@ -167,7 +167,7 @@ class Shelf:
             at = np.searchsorted(mass, self.stream.uniform(n) * (mass[-1] if n else 1.0), side="right")
             return index[np.minimum(at, len(index) - 1)]
         # The largest of log weight + Gumbel noise are a draw without replacement, one after the other.
-        weight = np.log(np.maximum(np.diff(mass, prepend=0.0), np.finfo(float).tiny))
+        weight = self.store.log_rewards()[index]
         uniform = np.maximum(self.stream.uniform(len(index)), np.finfo(float).tiny)
         return index[np.argsort(np.log(-np.log(uniform)) - weight, kind="stable")[:n]]
 

@@ -207,7 +207,7 @@ class Store:
         rewards = packed.log_rewards if packed.log_rewards is not None else np.zeros(packed.n)
         order = index[np.argsort(-rewards[index], kind="stable")]
         kept_points = self._kept_points()
-        kept_rewards = self._kept_rewards()
+        kept_rewards = self.log_rewards()
         winners, gone = crowding(points[order], rewards[order], kept_points, kept_rewards, rule)
         outcome.rejected["too_close"] += int(len(order) - winners.sum())
         if len(gone):
@@ -232,7 +232,8 @@ class Store:
         found = self.buffer.get_column_at(tuple(rule.key.split("/")), np.arange(n))
         return _as_points(found, n)
 
-    def _kept_rewards(self) -> Array:
+    def log_rewards(self) -> Array:
+        """The log reward of each index, zeros if items have none."""
         n = len(self.buffer)
         return self.ranking.values[self.rows()] if self.ranking is not None else np.zeros(n)
 
@@ -255,7 +256,7 @@ class Store:
     def weights(self) -> tuple[Array, Array]:
         """The indices that can be drawn by reward, and the running sum of their exp(log_reward)."""
         if self._weights is None:
-            values = self._kept_rewards()
+            values = self.log_rewards()
             index = np.flatnonzero(np.isfinite(values))
             mass = np.exp(values[index] - values[index].max(initial=-np.inf)) if len(index) else np.empty(0)
             self._weights = (index, np.cumsum(mass))

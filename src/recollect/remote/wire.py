@@ -17,7 +17,7 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import FrameError
-from recollect.remote.messages import PROTOCOL, AnyMessage, Data, Items, Sync
+from recollect.remote.messages import PROTOCOL, AnyMessage, Data, Items, Metadata, Sync
 
 PREFIX = struct.Struct("<IHHIIQII")
 MAGIC = 0x4C434552  # "RECL"
@@ -109,11 +109,26 @@ def decode(frame: Any, *, max_frame: int = MAX_FRAME) -> tuple[AnyMessage, int, 
         raise FrameError("frame: checksums must match, got others; it was damaged on its way")
     try:
         message: AnyMessage = _decoder.decode(head)
+        if isinstance(message, Metadata):
+            check_plain(message.values)
     except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError, OverflowError) as error:
         raise FrameError(f"frame: head must be a message of this protocol, got an error: {error}") from None
     if n_body and not isinstance(message, Data | Items | Sync):
         raise FrameError(f"frame: {type(message).__name__} has no blocks, got {n_body} bytes")
     return message, tag, body
+
+
+def check_plain(value: Any) -> None:
+    """Raise ValidationError unless it is numbers, strings, and lists and dicts of them: msgpack has other types too."""
+    if isinstance(value, dict):
+        for key, child in value.items():
+            check_plain(key)
+            check_plain(child)
+    elif isinstance(value, list | tuple):
+        for child in value:
+            check_plain(child)
+    elif value is not None and not isinstance(value, bool | int | float | str | bytes):
+        raise msgspec.ValidationError(f"values must be plain, got {type(value).__name__}")
 
 
 def split(body: memoryview, shapes: Sequence[tuple[int, int]]) -> list[Array]:

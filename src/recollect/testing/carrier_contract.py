@@ -115,6 +115,13 @@ class CarrierContract:
         with pytest.raises(ValueError, match=r"dest|tag"):
             pair[0].send(dest, tag, [b""], 0.1)
 
+    @pytest.mark.parametrize(
+        ("source", "tag"), [(-2, 0), ("1", 0), (True, 0), (1, -2), (1, 1 << 16), (1, True)]
+    )
+    def test_nothing_is_awaited_that_cannot_come(self, pair: Any, source: Any, tag: Any) -> None:
+        with pytest.raises(ValueError, match=r"source|tag"):
+            pair[0].recv(source, tag, 0.1)
+
     def test_isend_never_waits_and_completes_by_itself(self, pair: Any) -> None:
         a, b = pair
         a.send(b.rank, 0, [b"here"], SOON)
@@ -163,7 +170,7 @@ class CarrierContract:
         def wait() -> None:
             began.set()
             try:
-                a.recv(timeout=SOON)
+                a.recv(timeout=6 * SOON)
             except Exception as error:
                 caught.append(error)
 

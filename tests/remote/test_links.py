@@ -1,0 +1,302 @@
+"""Below a carrier: one stream socket, frames for peers that have not come, and whose turn it is to wait for all."""
+
+from __future__ import annotations
+
+import socket
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote import LocalCarrier
+from recollect.remote.carriers.inbox import Inbox
+from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.stream import StreamCarrier
+from recollect.remote.carriers.turns import Turns
+from recollect.testing.carrier_contract import SOON, eventually
+
+CARRIER = SimpleNamespace(max_frame=1 << 20, _glance=lambda: None)
+
+
+def framed(data: bytes, tag: int = 3) -> bytes:
+    return HEADER.pack(MAGIC, tag, len(data)) + data
+
+
+@pytest.fixture
+def far() -> Iterator[tuple[Link, socket.socket]]:
+    near, other = socket.socketpair()
+    link = Link(near, 1, CARRIER.max_frame)
+    yield link, other
+    link.close()
+    other.close()
+
+
+def test_what_came_before_rubbish_is_whole(far: tuple[Link, socket.socket]) -> None:
+    link, other = far
+    other.sendall(framed(b"one") + framed(b"two", 4) + b"\xff" * 64)
+    assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, b"one"), (4, b"two")]
+    assert isinstance(link.error, FrameError)
+
+
+def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> None:
+    link, other = far
+    data = bytes(range(256)) * 200
+    other.sendall(framed(data))
+    other.close()
+    assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, data)]
+    with pytest.raises(EOFError):
+        link.read()
+
+
+@pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
+def test_what_waits_when_a_connection_ends_says_why(
+    far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]
+) -> None:
+    link, _ = far
+    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
+    waiting = [Outgoing(CARRIER, 1, 0, [bytes(1 << 20)]) for _ in range(2)]
+    for outgoing in waiting:
+        link.put(outgoing)
+    assert not any(outgoing.is_complete() for outgoing in waiting)
+    link.close(is_closing)
+    for outgoing in waiting:
+        with pytest.raises(kind, match="rank 1"):
+            outgoing.is_complete()
+
+
+def test_nothing_is_put_where_nobody_would_send_it(far: tuple[Link, socket.socket]) -> None:
+    link, _ = far
+    link.close()
+    with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+        link.put(Outgoing(CARRIER, 1, 0, [b"x"]))
+    assert not link.out
+
+
+def test_a_frame_of_no_bytes_takes_room_too() -> None:
+    inbox = Inbox()
+    for _ in range(100):
+        inbox.put(5, 0, memoryview(b""))
+    assert inbox.nbytes(5) >= 100 * 32 and inbox.nbytes(6) == 0
+    while inbox.take(5, 0) is not None:
+        pass
+    assert inbox.nbytes(5) == 0
+
+
+# -- a carrier over one socket
+
+
+class Piped(StreamCarrier):
+    """Rank 0, connected to rank 1 by a pair of sockets."""
+
+    def _link_to(self, dest: int) -> Link:
+        return self._outward[dest]
+
+
+@pytest.fixture
+def piped() -> Iterator[tuple[Piped, socket.socket]]:
+    near, other = socket.socketpair()
+    carrier = Piped(0, None, CARRIER.max_frame)
+    carrier._ensure_open()
+    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    other.settimeout(SOON)
+    yield carrier, other
+    carrier.close()
+    other.close()
+
+
+def read(sock: socket.socket, n: int) -> bytes:
+    """Read so many bytes, or all there are before the end."""
+    got = b""
+    while len(got) < n and (part := sock.recv(n - len(got))):
+        got += part
+    return got
+
+
+def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    block = bytes(1 << 20)
+    first = carrier.isend(1, 0, [block])
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        carrier.send(1, 0, [b"late"], 0.0)
+    carrier.isend(1, 0, [b"after"])
+    want = framed(block, 0) + framed(b"after", 0)
+    assert read(other, len(want)) == want and 1 in carrier.alive()
+    eventually(first.is_complete)
+
+
+def test_a_frame_given_up_half_way_ends_the_connection(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    half = carrier.isend(1, 0, [bytes(1 << 20)])
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        half.wait(0.0)
+    assert 1 not in carrier.alive()
+    with pytest.raises(PeerDiedError):
+        half.is_complete()
+    assert len(read(other, 1 << 21)) < 1 << 20
+
+
+def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, other = piped
+    monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)  # so that nobody sends the rest before
+    (link,) = carrier._links.values()
+    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    whole = framed(bytes(range(256)) * 1024, 0)
+    carrier.isend(1, 0, [bytes(range(256)) * 1024])
+    left = sum(view.nbytes for view in link.out[0].views)
+    got = read(other, len(whole) - left)
+    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    carrier.close()
+    assert left > 0 and got + read(other, left + 1) == whole
+
+
+def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    frame = bytes(CARRIER.max_frame // 2)
+    (link,) = carrier._links.values()
+    sender = threading.Thread(target=other.sendall, args=(framed(frame) * 9,), daemon=True)
+    sender.start()
+    eventually(lambda: bool(carrier.alive()) and link.is_paused)
+    for _ in range(9):
+        assert carrier.recv(1, timeout=SOON)[2].nbytes == len(frame)
+    sender.join(SOON)
+    assert not sender.is_alive() and not link.is_paused
+
+
+def test_who_sends_the_rest_looks_again_before_it_ends(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is put while it is about to end finds it at work, and leaves the sending to it."""
+    carrier, _ = piped
+    unsent = [False, True, False, False]
+    monkeypatch.setattr(carrier, "_has_unsent", lambda: unsent.pop(0))
+    carrier._flush_all()
+    assert unsent == []
+
+
+# -- turns
+
+
+class Work:
+    """Work that begins, and goes on until it is told to end; then everybody has what they want."""
+
+    def __init__(self) -> None:
+        self.begun, self.may_end, self.is_done = threading.Event(), threading.Event(), False
+        self.turns = Turns(self, lambda what: None)
+
+    def __call__(self, timeout: float) -> None:
+        self.begun.set()
+        assert self.may_end.wait(SOON)
+        self.is_done = True
+
+    def wait(self, timeout: float = SOON) -> Any:
+        return self.turns.wait(lambda: self.is_done or None, timeout, lambda: "work")
+
+    def thread(self) -> threading.Thread:
+        thread = threading.Thread(target=self.wait, daemon=True)
+        thread.start()
+        return thread
+
+
+def test_who_has_no_time_at_all_still_looks_once() -> None:
+    work = Work()
+    work.may_end.set()
+    assert work.wait(0.0) is True
+
+
+def test_a_deadline_holds_while_another_leads() -> None:
+    work = Work()
+    leader = work.thread()
+    assert work.begun.wait(SOON)
+    with pytest.raises(DeadlineError, match="work: nothing within 0.01 s"):
+        work.wait(0.01)
+    assert not work.is_done
+    work.may_end.set()
+    leader.join(SOON)
+    assert not leader.is_alive()
+
+
+def test_who_leads_wakes_the_others() -> None:
+    work = Work()
+    leader = work.thread()
+    assert work.begun.wait(SOON)
+    other = threading.Thread(target=work.wait, args=(60.0,), daemon=True)
+    other.start()
+    eventually(lambda: len(work.turns.cond._waiters) == 1)  # type: ignore[attr-defined]
+    work.may_end.set()
+    for thread in (leader, other):
+        thread.join(SOON)
+        assert not thread.is_alive()
+
+
+# -- frames for peers that have not come
+
+
+@pytest.fixture
+def alone() -> Iterator[LocalCarrier]:
+    end = LocalCarrier.group(2)[0]
+    end.alive()
+    yield end
+    end.close()
+
+
+def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
+    alone: LocalCarrier, far: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, other = far
+    with alone._cond:
+        alone._turns.is_led = True  # so that nobody moves what waits
+    handles = [alone.isend(1, 0, [b"first"])]
+    monkeypatch.setattr(alone, "_link_to", lambda dest: link)
+    handles.append(alone.isend(1, 0, [b"second"]))
+    with alone._cond:
+        alone._turns.is_led = False
+        alone._cond.notify_all()
+    other.settimeout(SOON)
+    want, got = framed(b"first", 0) + framed(b"second", 0), b""
+    while len(got) < len(want):
+        got += other.recv(1000)
+    assert got == want
+    eventually(lambda: all(handle.is_complete() for handle in handles))
+
+
+def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
+    a, b = LocalCarrier.group(2)
+    a.alive()
+    with a._cond:
+        a._turns.is_led = True
+    a.isend(1, 0, [b"first"])
+    b.alive()
+    a.isend(1, 0, [b"second"])
+    with a._cond:
+        a._turns.is_led = False
+        a._cond.notify_all()
+    assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
+    a.close()
+    b.close()
+
+
+def test_little_is_kept_for_one_who_has_not_come(alone: LocalCarrier) -> None:
+    alone.send(1, 0, [bytes(1 << 20)], 0.0)
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        alone.send(1, 0, [bytes(4 << 20)], 0.01)
+    alone.send(1, 0, [bytes(1 << 20)], 0.0)  # what was given up takes no room
+
+
+def test_what_waits_for_one_who_has_not_come_fails_when_it_never_can(alone: LocalCarrier) -> None:
+    handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
+    alone.close()
+    for handle in handles:
+        with pytest.raises(ClosedError):
+            handle.is_complete()
+
+
+def test_what_was_given_up_is_waited_for_no_more(alone: LocalCarrier) -> None:
+    with pytest.raises(DeadlineError, match="send to rank 1"):
+        alone.isend(1, 0, [b"x"]).wait(0.0)
+    assert alone._absent.peers() == []
+    eventually(lambda: alone._flusher is None)
