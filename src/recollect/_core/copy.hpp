@@ -116,17 +116,24 @@ inline size_t thread_count(size_t nbytes) {
     return std::clamp<size_t>(nbytes / kThreadNbytes, 1, std::min<size_t>(cores, 8));
 }
 
-// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth.
+// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth. Each takes the next piece when it is done
+// with one: a core that was asleep takes a while to begin, and whoever is at work meanwhile goes on without it.
 template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work) {
-    const size_t parts = std::min(thread_count(nbytes), std::max<size_t>(n, 1));
-    if (parts <= 1) { work(size_t(0), n); return; }
+    const size_t threads = std::min(thread_count(nbytes), std::max<size_t>(n, 1));
+    if (threads <= 1) { work(size_t(0), n); return; }
+    const size_t pieces = std::min(n, 4 * threads);
+    std::atomic<size_t> next{0};
+    auto run = [&] {
+        for (size_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < pieces;)
+            work(n * p / pieces, n * (p + 1) / pieces);
+    };
     std::vector<std::thread> others;
-    others.reserve(parts - 1);
-    for (size_t p = 1; p < parts; ++p) {
-        try { others.emplace_back(work, n * p / parts, n * (p + 1) / parts); }
-        catch (const std::system_error&) { work(n * p / parts, n * (p + 1) / parts); }  // no thread to be had
+    others.reserve(threads - 1);
+    for (size_t t = 1; t < threads; ++t) {
+        try { others.emplace_back(run); }
+        catch (const std::system_error&) { break; }  // no thread to be had
     }
-    work(size_t(0), n / parts);
+    run();
     for (auto& t : others) t.join();
 }
 
