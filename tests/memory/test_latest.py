@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from tests.asleep import asleep_at
 
 import recollect as rc
 from recollect.memory.latest import Latest, latest_nbytes
@@ -233,9 +234,7 @@ def test_a_value_and_a_close_wake_who_sleeps() -> None:
     box, at = make(), 256 + 5 * 64
     for act in (lambda: box.publish(value(3)), box.cleanup):
         mapping = box._open().mapping
-        word = mapping.load(at) & 0xFFFFFFFF
-        sleeper = threading.Thread(target=mapping.wait, args=(at, word, 10.0))
-        sleeper.start()
+        sleeper = asleep_at(mapping, at)
         act()
         sleeper.join(5)
         assert not sleeper.is_alive()

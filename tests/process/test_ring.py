@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.asleep import asleep_at
 from tests.meanwhile import at_every_moment
 from tests.process.actor import Actor
 from tests.process.killing import in_child
@@ -308,7 +309,7 @@ class TestWaits:
             assert child.answer()[1] - sent < 0.05  # not at the next look, 100 ms later
             child.kill()
 
-    @pytest.mark.parametrize("by", ["work", "cleanup"])
+    @pytest.mark.parametrize("by", ["work", "cleanup", "close"])
     @pytest.mark.parametrize("who", ["reader", "writer"])
     def test_wakes_who_says_that_it_waits(self, who: str, by: str) -> None:
         """The sleeper here has nothing but the wake-up: it does not look again every 100 ms as a wait does."""
@@ -319,10 +320,12 @@ class TestWaits:
             mapping, at = ring._open().mapping, shared.WORDS_AT + {"reader": 64, "writer": 200}[who]
             word = mapping.load(at) & 0xFFFFFFFF  # above it in ring.hpp: who waits
             mapping.store(at, word | 1 << 32)
-            sleeper = threading.Thread(target=mapping.wait, args=(at, word, 10.0))
-            sleeper.start()
+            sleeper = asleep_at(mapping, at)
             if by == "cleanup":
                 ring.cleanup()
+            elif by == "close":
+                lane.close()  # then nobody in this process uses the ring
+                ring.close()
             elif who == "reader":
                 put(lane, 2)
             else:
