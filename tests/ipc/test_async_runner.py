@@ -620,6 +620,25 @@ class TestClose:
             it.learn(1)
         assert it.saved == 1 and not caplog.records
 
+    @pytest.mark.parametrize("wrong", [OSError, ValueError, RuntimeError])
+    def test_an_interrupt_goes_on_though_nothing_could_be_saved(
+        self, wrong: type[Exception], caplog: pytest.LogCaptureFixture
+    ) -> None:
+        class Unsaved(crews.Told):
+            def on_interrupt(self) -> None:
+                raise wrong("cannot save")
+
+        def work(it: Any) -> None:
+            raise KeyboardInterrupt
+
+        it = Unsaved("CartPole-v1", {}, {}, device="cpu", num_envs=2)
+        it.work = work  # type: ignore[method-assign]
+        with pytest.raises(KeyboardInterrupt):
+            it.learn(1)
+        assert "was not" in caplog.text and "cannot save" in caplog.text
+        with pytest.raises(rc.ClosedError):
+            it.learn(1)
+
     def test_dropped_without_close_its_collectors_end_by_themselves_with_what_they_started(self) -> None:
         it = runner()
         say = Say.create()
