@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import multiprocessing
 import os
@@ -173,6 +174,38 @@ def test_a_huge_error_is_cut_in_the_middle_and_sending_never_blocks() -> None:
         except EOFError:
             break
     receive.close()
+
+
+def test_a_report_is_cut_to_what_the_pipe_still_takes() -> None:
+    receive, send = create_error_pipe()
+    fcntl.fcntl(send.fileno(), fcntl.F_SETPIPE_SZ, 16384)
+    try:
+        raise ValueError("x" * 50_000)
+    except ValueError:
+        wrapper = ExceptionWrapper("here")
+    sender = threading.Thread(target=send.send, args=(wrapper,), daemon=True)
+    sender.start()
+    sender.join(5)
+    blocked = sender.is_alive()
+    assert "bytes cut" in receive.recv().message
+    sender.join(5)
+    assert not blocked
+    receive.close()
+    send.close()
+
+
+class Other(Exception):
+    def __new__(cls, *args: Any) -> Any:
+        return KeyError(*args)
+
+
+def test_a_type_that_makes_others_is_not_taken_for_itself() -> None:
+    wrapper = ExceptionWrapper.__new__(ExceptionWrapper)
+    wrapper.__dict__.update(
+        type_name=f"{__name__}.Other", message="m", traceback_text="t", where="w", notes=()
+    )
+    with pytest.raises(rc.CollectorError, match="Other: m"):
+        wrapper.reraise()
 
 
 def test_what_arrives_is_text_and_garbage_is_said() -> None:

@@ -448,3 +448,29 @@ def test_stats() -> None:
         assert (s.version, s.n_params, s.param_nbytes, s.writer_pid, s.reads) == (1, 3, 36, os.getpid(), 1)
         with pytest.raises(AttributeError):
             s.version = 2  # type: ignore[misc]
+
+
+def test_names_may_be_left_out_by_the_one_that_attaches_alone() -> None:
+    with SharedWeightSync({"w": (2,)}) as learner:
+        attached = SharedWeightSync(
+            {"w": (2,), "noise": (3,)}, create=False, shm_name=learner.name, exclude=("noise",)
+        )
+        with attached:
+            learner.write_weights({"w": np.ones(2, np.float32)})
+            mine = {"w": np.zeros(2, np.float32), "noise": np.full(3, 7, np.float32)}
+            assert attached.read_weights_into(mine) == 1
+            assert mine["w"].tolist() == [1, 1] and mine["noise"].tolist() == [7, 7, 7]
+
+
+def test_a_first_write_that_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[SharedWeightSync] = []
+
+    def refuse(self: SharedWeightSync, state_dict: Any) -> None:
+        made.append(self)
+        raise RuntimeError("refused")
+
+    monkeypatch.setattr(SharedWeightSync, "write_weights", refuse)
+    with pytest.raises(RuntimeError, match="refused"):
+        SharedWeightSync.from_state_dict({"w": np.ones(2, np.float32)})
+    with pytest.raises(rc.ClosedError):
+        made[0].version
