@@ -4,7 +4,7 @@
 // the sum of what is stored, and setting everything to zero gives exactly zero.
 //
 // Of sums, the nodes above the leaves also keep the running sums of their children: a descent then counts which of
-// sixteen numbers it has passed, where it would have to add them up (256 descents through 10^6 leaves: 14 to 6 us).
+// sixteen numbers it has passed, where it would have to add them up (256 descents through 10^6 leaves: 14.7 to 9.3 us).
 #pragma once
 
 #include <sys/mman.h>
