@@ -6,8 +6,10 @@ import os
 import pickle
 import subprocess
 import sys
+from collections import UserDict
 from collections.abc import Callable
 from copy import deepcopy
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -15,6 +17,7 @@ import pytest
 from tests.process.killing import in_child, killed_at, steps
 
 import recollect as rc
+from recollect._core import exact_parts
 from recollect.ipc import parameters
 from recollect.ipc.weight_sync import SharedWeightSync, weights_nbytes
 
@@ -115,6 +118,32 @@ def test_tensors_whose_memory_is_not_their_value() -> None:
             assert torch.equal(there, z.conj())
             sync.read_weights_into({"z": there.conj()})
             assert torch.equal(there, z)
+
+
+def test_any_mapping_will_do() -> None:
+    written = {"w": torch.arange(3.0), "n": np.array(4)}
+    with SharedWeightSync.from_state_dict(MappingProxyType(written)) as sync:
+        out = zeros(written)
+        assert sync.read_weights_into(UserDict(out)) == 1 and same(out, written)
+
+
+def test_exact_arrays_and_tensors_are_copied_as_they_are() -> None:
+    wanted = [("w", (2,), np.dtype("float32"), "float32"), ("t", (2,), np.dtype("float32"), "float32")]
+    names = {torch.float32: "float32", torch.float64: "float64"}
+    w, t = np.zeros(2, "float32"), torch.zeros(2)
+    assert exact_parts({"w": w, "t": t}, wanted, names) == [w, t.data_ptr()]
+    for other in (
+        t[:1],
+        t.double(),
+        t.half(),
+        torch.zeros(4)[::2],
+        t.to("meta"),
+        w.astype("float64"),
+        [0, 0],
+    ):
+        assert exact_parts({"w": w, "t": other}, wanted, names) is None
+    assert exact_parts({"w": w}, wanted, names) is None
+    assert exact_parts(UserDict(w=w, t=t), wanted, names) is None
 
 
 @pytest.mark.parametrize(

@@ -316,6 +316,10 @@ class ItemPlan:
         first: int,
     ) -> tuple[Ints, int, int, int]: ...
 
+def exact_parts(
+    state: Any, wanted: list[tuple[str, tuple[int, ...], Any, str]], names: dict[Any, str]
+) -> list[Any] | None: ...
+
 class Latest:
     def __init__(
         self, mapping: Mapping, words_at: int, closed_at: int, data_at: int, slot_nbytes: int

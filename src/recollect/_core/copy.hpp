@@ -104,6 +104,8 @@ struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 constexpr size_t kAhead = 24;    // rows between asking for memory and copying from it
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
 constexpr size_t kThreadNbytes = size_t(3) << 18;  // a thread must have this much to copy to be worth starting
+// And this much to write: one core streams as fast as the memory takes it, and a writer's neighbours are at work.
+constexpr size_t kWriterNbytes = size_t(4) << 20;
 
 // Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
 inline size_t usable_cores() {
@@ -111,15 +113,16 @@ inline size_t usable_cores() {
     return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
 }
 
-inline size_t thread_count(size_t nbytes) {
+inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
     static const size_t cores = usable_cores();
-    return std::clamp<size_t>(nbytes / kThreadNbytes, 1, std::min<size_t>(cores, 8));
+    return std::clamp<size_t>(nbytes / each_nbytes, 1, std::min<size_t>(cores, 8));
 }
 
-// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth. Each takes the next piece when it is done
-// with one: a core that was asleep takes a while to begin, and whoever is at work meanwhile goes on without it.
-template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work) {
-    const size_t threads = std::min(thread_count(nbytes), std::max<size_t>(n, 1));
+// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth at `each_nbytes`. Each takes the next piece
+// when it is done with one: a core that was asleep takes a while to begin, and whoever is at work meanwhile goes on
+// without it.
+template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work, size_t each_nbytes = kThreadNbytes) {
+    const size_t threads = std::min(thread_count(nbytes, each_nbytes), std::max<size_t>(n, 1));
     if (threads <= 1) { work(size_t(0), n); return; }
     const size_t pieces = std::min(n, 4 * threads);
     std::atomic<size_t> next{0};

@@ -407,7 +407,7 @@ class Writer {
             in_parallel(count, count * nbytes, [&](size_t begin, size_t end) {
                 write_rows(to, nbytes, done + begin, done + end, codec.spans(), codec.size(), leaves, memory_.nbytes(),
                            [&](byte* rows, size_t from, size_t until) { patch(rows, base, from, until); });
-            });
+            }, kWriterNbytes);
         });
         fault_point();
         memory_.each_run(k_, start, n, [&](const Chunk& c, size_t first, size_t done, size_t count) {

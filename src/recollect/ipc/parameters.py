@@ -157,7 +157,7 @@ tensor_dtypes: dict[Any, str] = {}  # asking torch for a name costs more than co
 def check(p: Parameter, x: Any, cast: bool) -> bool:
     """Raise for another shape, or a dtype that may not be cast; True when a cast is needed."""
     if is_tensor(x):
-        name = str(x.dtype)[6:]
+        name = tensor_dtype_name(x) or str(x.dtype)[6:]
     elif is_arraylike(x):
         name = x.dtype.name if getattr(x.dtype, "isnative", True) else x.dtype.str
     else:

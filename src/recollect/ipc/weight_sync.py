@@ -9,6 +9,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from recollect._core import exact_parts
 from recollect.errors import MissingLeafError, SchemaError
 from recollect.ipc import parameters as params
 from recollect.ipc.mailbox import Mailbox
@@ -159,32 +160,10 @@ class SharedWeightSync(Mailbox):
         return version
 
     def _ready(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
-        """What the core can copy as it is: exact arrays, and addresses of exact tensors; None if any is not.
-
-        A state dict has many small parameters, and each call on a tensor costs more than copying one of those. So
-        the usual case is looked at here with as few calls as can be; any other goes the long way.
-        """
+        """What the core can copy as it is, exact arrays and addresses of exact tensors; None if any is not."""
         if len(state_dict) != len(self._params):
             self._check_names(state_dict)
-        ready: list[Any] = []
-        known = params.tensor_dtypes
-        for name, shape, dtype, tensor_dtype in self._usual:
-            x: Any = state_dict.get(name)
-            if type(x) is np.ndarray:
-                if x.dtype != dtype or x.shape != shape:
-                    return None
-                ready.append(x)
-            elif (
-                (known.get(getattr(x, "dtype", None)) or params.tensor_dtype_name(x)) == tensor_dtype
-                and x.shape == shape
-                and x.is_cpu
-                and x.is_contiguous()
-                and not x.is_neg()
-            ):
-                ready.append(x.data_ptr())
-            else:
-                return None
-        return ready
+        return exact_parts(state_dict, self._usual, params.tensor_dtypes)
 
     def _checked(self, state_dict: Mapping[str, Any]) -> list[tuple[Any, bool]]:
         """Each declared parameter's value, and whether it needs a cast; every check is made here."""
