@@ -10,10 +10,12 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.meanwhile import at_every_moment, at_moment
 from tests.process.actor import Actor
 from tests.process.killing import in_child, killed_at, steps
 from tests.timing import Stopwatch
@@ -25,6 +27,7 @@ from recollect.memory.latest import Latest
 
 pytestmark = pytest.mark.process
 LONG = 40.0
+STAMPS_AT = shared.WORDS_AT + 64
 HOLD_AT = shared.WORDS_AT + 4 * 64
 WORDS = 4096
 
@@ -37,9 +40,10 @@ def empty() -> list[Any]:
     return value(-1)
 
 
-def key() -> int:
-    """What a hold of this process's main thread has above the slot."""
-    return _core.process_word(os.getpid()) >> 32 << 24 | os.getpid() << 2
+def key(pid: int | None = None) -> int:
+    """What a hold of a process's main thread has above the slot; of this process unless another is named."""
+    pid = pid or os.getpid()
+    return _core.process_word(pid) >> 32 << 24 | pid << 2
 
 
 def make(**kwargs: Any) -> Latest:
@@ -179,6 +183,14 @@ def test_a_process_that_closed_and_lives_on_is_no_writer() -> None:
         child.kill()
 
 
+def test_who_does_not_write_gives_up_nothing() -> None:
+    with make() as box:
+        box.publish(value(1))
+        for leave in (box.release_lane, box.close):
+            in_child(leave)
+        assert box.stats().writer_pid == os.getpid()
+
+
 def test_in_another_process_cleanup_is_close() -> None:
     with make() as box:
         in_child(box.cleanup)
@@ -258,7 +270,7 @@ def test_a_live_readers_hold_is_left_alone() -> None:
     with make() as box:
         box.publish(value(3))
         mapping = box._open().mapping
-        alive = _core.process_word(os.getppid()) >> 32 << 24 | os.getppid() << 2
+        alive = key(os.getppid())
         mapping.store(HOLD_AT, alive | 2)
         box._native.set_patience(0)
         assert read(box) == (1, 3) and mapping.load(HOLD_AT) == alive | 2  # nobody overtook: no need to steal
@@ -302,7 +314,7 @@ def test_a_hold_that_was_taken_away_is_noticed() -> None:
         assert box.stats().overtaken
 
 
-def test_a_held_slot_is_never_written() -> None:
+def test_neither_a_held_slot_nor_the_latest_is_written() -> None:
     with make() as box:
         mapping = box._open().mapping
         data_at = box._open().data_at
@@ -311,10 +323,115 @@ def test_a_held_slot_is_never_written() -> None:
         slot = mapping.load(shared.WORDS_AT) & 3
         mapping.store(HOLD_AT, os.getpid() << 2 | slot + 1)
         for n in range(5, 20):
+            latest = mapping.load(shared.WORDS_AT) & 3
             box.publish(value(n))
+            assert mapping.load(shared.WORDS_AT) & 3 not in (slot, latest)
             held = mapping.view(data_at + slot * (8 * WORDS + 4096), 8 * WORDS).view(np.int64)
             assert (held == 4).all() and read(box) == (n + 1, n)
         del held, mapping
+
+
+# -- at a moment of a read or of a write
+
+
+def come_round(box: Latest, to_the_end: bool = True) -> None:
+    """Two values, and a third to where the oldest is: that one whole, or all of it but the word that says so."""
+    for _ in range(2):
+        box.publish(value(box.version))
+    if to_the_end:
+        box.publish(value(box.version))
+    else:
+        box.release_lane()
+        assert killed_at(1, lambda: box.publish(value(box.version)))
+
+
+class Later:
+    """Does `work` at every second moment: those of a read, but for the first one of each of its tries."""
+
+    def __init__(self, work: Callable[[], object]) -> None:
+        self.work, self.passed = work, 0
+
+    def __call__(self) -> None:
+        self.passed += 1
+        if self.passed % 2 == 0:
+            self.work()
+
+
+def load(box: Latest, at: int) -> int:
+    return box._open().mapping.load(at)
+
+
+def store(box: Latest, at: int, word: int) -> None:
+    box._open().mapping.store(at, word)
+
+
+@pytest.mark.parametrize("to_the_end", [True, False], ids=["whole", "half written"])
+@pytest.mark.parametrize("patience", [2, 0])
+def test_a_reader_notices_that_the_writer_came_round(patience: int, to_the_end: bool) -> None:
+    for n in range(100):
+        with make() as box:
+            box._native.set_patience(patience)
+            box.publish(value(0))
+            with at_moment(n, lambda: come_round(box, to_the_end)) as meanwhile:
+                version, found = read(box)
+            assert found == version - 1, "of another version than it says"
+        if not meanwhile.happened:
+            break
+    assert n >= 2
+
+
+def test_a_reader_overtaken_twice_holds_its_slot() -> None:
+    with make() as box:
+        box.publish(value(0))
+        with at_every_moment(Later(lambda: come_round(box))):
+            assert read(box) == (7, 6)
+        stats = box.stats()
+        assert (stats.version, stats.overtaken, stats.holds, stats.steals, stats.reads) == (10, 2, 1, 0, 1)
+        assert load(box, HOLD_AT) == 0
+
+
+def test_the_hold_of_a_reader_that_lives_and_does_not_end_is_taken_over() -> None:
+    with make() as box:
+        box.publish(value(0))
+        store(box, HOLD_AT, key(os.getppid()) | 2)
+        end = time.monotonic() + LONG
+        with at_every_moment(Later(lambda: come_round(box) if time.monotonic() < end else None)):
+            version, found = read(box)
+        assert found == version - 1 and (box.stats().steals, box.stats().holds) == (1, 1)
+
+
+def test_a_held_value_is_whole_though_the_writer_stamps_its_slot_for_a_while() -> None:
+    with make() as box:
+        box._native.set_patience(0)
+        box.publish(value(0))
+        at = STAMPS_AT + 64 * (load(box, shared.WORDS_AT) & 3)
+        stamp = load(box, at)
+        with at_every_moment(Later(lambda: store(box, at, load(box, at) ^ 1))):
+            assert read(box) == (1, 0)
+        assert load(box, at) == stamp | 1 and box.stats().overtaken == 0
+
+
+def test_a_reader_gives_up_no_hold_but_its_own() -> None:
+    with make() as box:
+        box._native.set_patience(0)
+        box.publish(value(0))
+        others = key(os.getppid()) | 2
+        with at_moment(1, lambda: store(box, HOLD_AT, others)) as meanwhile:
+            assert read(box) == (1, 0)
+        assert meanwhile.happened and load(box, HOLD_AT) == others
+
+
+def test_a_slot_that_is_held_once_it_was_chosen_stays_as_it_was() -> None:
+    with make() as box:
+        for n in range(3):
+            box.publish(value(n))
+        slot = ((load(box, shared.WORDS_AT) & 3) + 1) % 3
+        stamp = load(box, STAMPS_AT + 64 * slot)
+        with at_moment(0, lambda: store(box, HOLD_AT, key() | slot + 1)) as meanwhile:
+            assert box.publish(value(3)) == 4
+        at = box._open().data_at + slot * (8 * WORDS + 4096)
+        assert meanwhile.happened and load(box, at) == 0 and load(box, STAMPS_AT + 64 * slot) == stamp
+        assert read(box) == (4, 3)
 
 
 # -- full speed

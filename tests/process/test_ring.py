@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.asleep import asleep_at
-from tests.meanwhile import at_every_moment
+from tests.meanwhile import at_every_moment, at_moment
 from tests.process.actor import Actor
 from tests.process.killing import in_child
 from tests.timing import Stopwatch
@@ -58,9 +58,9 @@ class TestBeforeSleeping:
 
     def test_a_reader_looks_again(self) -> None:
         with Ring.create(SLOT, 2) as ring:
-            with at_every_moment(lambda: put(ring, 7)) as passed:
+            with at_every_moment(lambda: ring.available() or put(ring, 7)) as passed:
                 assert get(ring) == 7
-            assert len(passed) == 1
+            assert len(passed) == 2, "before it sleeps, and before it takes what it found"
 
     def test_a_writer_looks_again(self) -> None:
         with Ring.create(SLOT, 2) as ring:
@@ -70,6 +70,34 @@ class TestBeforeSleeping:
                 put(ring, 3)
             assert len(passed) == 1
             assert [get(ring), get(ring)] == [2, 3]
+
+
+class TestTheOldest:
+    """Between finding the oldest value and taking it the other side may come."""
+
+    def test_is_dropped_before_it_is_taken(self) -> None:
+        for n in range(100):
+            with Ring.create(SLOT, 2, policy="drop_oldest") as ring:
+                put(ring, 1)
+                put(ring, 2)
+                with at_moment(n, lambda: put(ring, 3)) as meanwhile:
+                    found = [get(ring), get(ring)]
+                assert found == ([2, 3] if n == 0 else [1, 2]), "in order"
+                s = ring.stats()
+                assert s.written == s.delivered + s.dropped + s.available
+            if not meanwhile.happened:
+                break
+        assert n == 2
+
+    def test_is_taken_before_it_is_dropped(self) -> None:
+        with Ring.create(SLOT, 2, policy="drop_oldest") as ring:
+            put(ring, 1)
+            put(ring, 2)
+            with at_moment(0, lambda: ring.take(5.0)) as meanwhile:
+                put(ring, 3)
+            assert meanwhile.happened and [get(ring), get(ring)] == [1, 3]
+            s = ring.stats()
+            assert (s.written, s.delivered, s.dropped, s.available) == (3, 2, 1, 0)
 
 
 class TestHandles:

@@ -133,6 +133,7 @@ class Latest {
         for (int tries = 0;; ++tries) {
             const uint64_t latest = words_->latest.value.load(std::memory_order_acquire);
             if (latest >> 2 == 0) return 0;
+            moment();
             const double began = tries >= patience_ ? monotonic_s() : 0;
             const bool held = tries >= patience_ && take_hold(latest & 3, waited, copied_s);
             fault_point();
@@ -175,6 +176,7 @@ class Latest {
             stamp.store(before | 1, std::memory_order_relaxed);
             std::atomic_thread_fence(std::memory_order_seq_cst);
             fault_point();
+            moment();
             if ((words_->hold.value.load(std::memory_order_acquire) & 3) != slot + 1) {
                 std::atomic_thread_fence(std::memory_order_release);  // who sees a new byte sees that hold has moved
                 return slot;
@@ -188,6 +190,7 @@ class Latest {
         const auto& stamp = words_->stamp[latest & 3].value;
         const uint64_t whole = 2 * (latest >> 2);
         if (stamp.load(std::memory_order_acquire) != whole) return false;
+        moment();
         const byte* from = data_ + (latest & 3) * stride_;
         for (size_t i = 0; i < n; ++i) copy_bytes(pieces[i].data, from + pieces[i].offset, pieces[i].nbytes);
         std::atomic_thread_fence(std::memory_order_acquire);

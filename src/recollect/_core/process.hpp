@@ -104,7 +104,7 @@ inline void fault_point() {
     }
 }
 
-// Moments in a read or a wait at which a test may let happen what another process might do just then: the n-th to come.
+// Moments in a call at which a test may let happen what another process might do just then: the n-th to come.
 inline int64_t moment_countdown = -1;
 inline void (*at_moment)() = nullptr;
 inline void moment() {

@@ -196,7 +196,7 @@ class Ring {
         const double end = monotonic_s() + timeout_s;
         if (is_closed()) return kClosedNow;
         return wait(head_->data, head_->waiting, k < 0 ? 1 : uint32_t(k) + 2, end,
-                    [&] { return oldest(k) >= 0; }, [&] { return writers_dead(k); });
+                    [&] { return oldest(k).slot >= 0; }, [&] { return writers_dead(k); });
     }
 
     void release_reader() {
@@ -371,13 +371,12 @@ class Ring {
                 return int64_t(s);
             }
             if (policy_ != kDropOldest) return -1;
-            const int64_t s = oldest(int64_t(k));
+            auto [s, w] = oldest(int64_t(k));
             if (s < 0) continue;  // the reader is between two slots: there is a free one
-            uint64_t w = slots_[size_t(s)].state.load(std::memory_order_relaxed);
-            if (state_of(w) != kReady) continue;
             const uint64_t dropped = l.dropped.load(std::memory_order_relaxed) + 1;
             l.j_over.store(dropped, std::memory_order_release);
             fault_point();
+            moment();
             if (!slots_[size_t(s)].state.compare_exchange_strong(w, (w & ~uint64_t(7)) | kOver, std::memory_order_acquire))
                 continue;
             fault_point();
@@ -392,18 +391,17 @@ class Ring {
         if (!own_reader()) return kRoleTaken;
         if (reading_ >= 0) return reading_;
         for (;;) {
-            const int64_t s = oldest(k);
+            auto [s, w] = oldest(k);
             if (s >= 0) {
-                uint64_t w = slots_[size_t(s)].state.load(std::memory_order_relaxed);
-                if (state_of(w) != kReady) continue;  // dropped meanwhile
                 fault_point();
+                moment();
                 if (!slots_[size_t(s)].state.compare_exchange_strong(w, (w & ~uint64_t(7)) | kReading, std::memory_order_acquire))
-                    continue;
+                    continue;  // dropped meanwhile, and a younger one may be there
                 fault_point();
                 return reading_ = s;
             }
             const int64_t waited = wait(head_->data, head_->waiting, k < 0 ? 1 : uint32_t(k) + 2, end,
-                                        [&] { return oldest(k) >= 0; }, [&] { return writers_dead(k); });
+                                        [&] { return oldest(k).slot >= 0; }, [&] { return writers_dead(k); });
             if (waited < 0) return waited;
         }
     }
@@ -443,18 +441,19 @@ class Ring {
         return skips ? l.skipped : l.delivered;
     }
 
-    // The ready slot with the smallest ticket, or -1. A commit during the look may hide an older one: look again.
-    int64_t oldest(int64_t k) const {
+    struct Found { int64_t slot; uint64_t word; };  // -1: none; and its state and ticket when it was found
+
+    // The ready slot with the smallest ticket. A commit during the look may hide an older one: look again.
+    Found oldest(int64_t k) const {
         const size_t first = k < 0 ? 0 : size_t(k), last = k < 0 ? n_lanes : size_t(k) + 1;
         for (;;) {
             const uint64_t before = total_written(first, last);
-            int64_t found = -1;
-            uint64_t least = ~uint64_t(0);
+            Found found{-1, ~uint64_t(0)};
             for (size_t s = first * n_slots; s < last * n_slots; ++s) {
                 const uint64_t w = slots_[s].state.load(std::memory_order_acquire);
-                if (state_of(w) == kReady && w < least) { least = w; found = int64_t(s); }
+                if (state_of(w) == kReady && w < found.word) found = {int64_t(s), w};
             }
-            if (found < 0 || total_written(first, last) == before) return found;
+            if (found.slot < 0 || total_written(first, last) == before) return found;
         }
     }
     uint64_t total_written(size_t first, size_t last) const {
