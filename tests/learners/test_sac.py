@@ -263,6 +263,17 @@ def test_lines_come_every_tenth_iteration_and_at_the_end(
         assert [p.name for p in tmp_path.iterdir()] == ["model_22"]
 
 
+def test_a_runner_that_is_closed_meanwhile_closes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    sink = SimpleNamespace(write=lambda i, values: None, close=lambda: closed.append(1))
+    monkeypatch.setattr(run_module, "open_sinks", lambda directory, logger: [sink])
+    with without_collectors(runner()) as r, pytest.raises(ClosedError):
+        r.learn(20, 0, tmp_path, on_metrics=lambda i, values: r.close())
+    assert closed == [1] and r.last_run_summary.status == "error"
+
+
 def test_finish_ends_it_after_one_more_iteration(tmp_path: Path) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
         if iteration == 3:

@@ -220,7 +220,7 @@ class OffPolicyRunner(ReferenceRunner):
         }
 
     def _loss_counts(self) -> tuple[int, int]:
-        return 0, int(self._pipe.stats().misses) if self._pipe is not None and not self._is_closed else 0
+        return 0, int(self._pipe.stats().misses) if self._pipe is not None else 0
 
     def _dump_replay(self) -> Callable[[Path], None] | None:
         wanted = self.rl_cfg.save_replay if self._save_replay is None else self._save_replay
