@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import MultiBinary
 from tests.learners.test_metrics import lane
 from tests.learners.test_sac_learner import flat
 from tests.learners.worlds import own_learner, reach
@@ -23,6 +27,7 @@ from recollect.errors import (
     DeadlineError,
     EnvContractError,
     FormatError,
+    MissingExtraError,
 )
 from recollect.ipc import memory_budget
 from recollect.ipc.async_runner import RunnerStats
@@ -30,7 +35,7 @@ from recollect.learners import run as run_module
 from recollect.learners import sac as sac_module
 from recollect.learners.checkpoint import load_checkpoint, replay_path
 from recollect.learners.metrics import Merged
-from recollect.learners.sac import OffPolicyRunner, SACRunner
+from recollect.learners.sac import OffPolicyRunner, SACConfig, SACRunner
 
 ROW = {"obs": (2,), "actions": (1,), "rewards": (), "next_obs": (2,), "dones": (), "truncated": ()}
 SMALL = {"batch_size": 16, "hidden": (8,), "learning_starts": 40, "replay_buffer_n": 200}
@@ -263,6 +268,27 @@ def test_lines_come_every_tenth_iteration_and_at_the_end(
         assert [p.name for p in tmp_path.iterdir()] == ["model_22"]
 
 
+def test_going_on_begins_after_the_saved_iteration(tmp_path: Path) -> None:
+    done: list[Any] = []
+    with without_collectors(runner()) as r:
+        r.learn(4, 0, tmp_path / "a")
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        done.append(iteration)
+        return {}
+
+    with without_collectors(runner(), iterate) as r:
+        r._begin = lambda first, resumed: done.append((first, resumed))
+        r.learn(8, 3, tmp_path / "b", resume=tmp_path / "a" / "model_4")
+    assert done == [(5, True), 5, 6, 7, 8]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["metrics.jsonl", "model_6", "model_8"]
+
+
+def test_no_name_of_a_checkpoint_begins_no_other_run(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r, pytest.raises(FormatError, match="it is no checkpoint"):
+        r.learn(5, 0, tmp_path, resume="")
+
+
 def test_a_runner_that_is_closed_meanwhile_closes_its_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -281,8 +307,11 @@ def test_finish_ends_it_after_one_more_iteration(tmp_path: Path) -> None:
         assert is_last == (iteration == 4)
         return {}
 
+    stopped: list[int] = []
     with without_collectors(runner(), iterate) as r:
+        r.stop_collectors = lambda: stopped.append(r.last_run_summary.completed_iterations)
         r.learn(1000, 0, tmp_path)
+        assert stopped == [4]
         assert (r.last_run_summary.status, r.last_run_summary.completed_iterations) == ("completed", 4)
     assert load_checkpoint(tmp_path / "model_4")["iteration"] == 4
 
@@ -301,14 +330,15 @@ def test_the_sum_of_a_run_has_the_best_and_the_last_rewards(tmp_path: Path) -> N
             assert summary.best_mean_reward == wanted
 
 
+@pytest.mark.parametrize("error", [CollectorDiedError, DeadlineError])
 def test_a_checkpoint_in_step_is_of_whole_chunks_and_a_dead_collector_does_not_cost_it(
-    tmp_path: Path,
+    error: Any, tmp_path: Path
 ) -> None:
     waited: list[int] = []
 
     def wait() -> None:
         waited.append(1)
-        raise CollectorDiedError("collector 0: must live, got a dead process")
+        raise error("collector 0: must live and make progress, got neither")
 
     for sync in (True, False):
         with runner(cfg={"sync_collection": sync}) as r:
@@ -318,6 +348,15 @@ def test_a_checkpoint_in_step_is_of_whole_chunks_and_a_dead_collector_does_not_c
             r._save(tmp_path, 1 + sync)
     assert waited == [1]
     assert load_checkpoint(tmp_path / "model_2")["iteration"] == 2
+
+
+def test_a_checkpoint_tells_what_it_was_made_with(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r:
+        r.learn(1, 0, tmp_path)
+        state = load_checkpoint(tmp_path / "model_1")
+        assert (state["algorithm"], state["seed"]) == ("sac", 3)
+        assert SACConfig(**state["config"]) == r.rl_cfg
+        assert state["spaces"] == {**asdict(r._spaces), "low": [-1.0], "high": [1.0], "action_shape": [1]}
 
 
 def test_a_network_that_the_checkpoint_lacks_is_named() -> None:
@@ -362,6 +401,22 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_iteration(tmp_path: Path) 
     assert replay_path(tmp_path / "model_10") is None  # nobody asked for it
 
 
+def test_ctrl_c_in_an_iteration_saves_the_one_before_while_there_are_collectors(tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    r = without_collectors(runner(), iterate)
+    r._save = lambda log_dir, iteration: calls.append(iteration)
+    r.stop_collectors = lambda: calls.append("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        r.learn(1000, 0, tmp_path)
+    assert calls == [3, "stopped"]
+
+
 def test_ctrl_c_after_a_checkpoint_writes_no_other(tmp_path: Path) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
         if iteration == 3:
@@ -374,6 +429,22 @@ def test_ctrl_c_after_a_checkpoint_writes_no_other(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             r.learn(1000, 2, tmp_path)
     assert saved == [2]
+
+
+def test_ctrl_c_in_a_checkpoint_writes_it_again(tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    def save(log_dir: Path, iteration: int) -> Path:
+        saved.append(iteration)
+        if len(saved) == 1:
+            raise KeyboardInterrupt
+        return log_dir
+
+    r = without_collectors(runner())
+    r._save = save
+    with pytest.raises(KeyboardInterrupt):
+        r.learn(1000, 2, tmp_path)
+    assert saved == [2, 2]
 
 
 def test_ctrl_c_closes_also_when_the_checkpoint_cannot_be_written(
@@ -403,7 +474,7 @@ def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, 
 
     with without_collectors(runner(), iterate) as r:
         r._board_totals = lambda: Merged([lane([], env_steps=100.0)])
-        r.stats = lambda: RunnerStats(1, 2, 2, {}, ())
+        r.stats = lambda: RunnerStats(1, 2, 3, {}, ())
         with pytest.raises(type(raised)):
             r.learn(1000, 2, tmp_path)
         summary = r.last_run_summary
@@ -488,6 +559,21 @@ def test_arguments_of_learn_are_checked(kwargs: Any, said: str) -> None:
         r.learn(**kwargs)
 
 
+def test_a_runner_that_refused_its_arguments_can_still_learn(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r:
+        with pytest.raises(ValueError, match="max_iterations"):
+            r.learn(0, 0, tmp_path)
+        r.learn(1, 0, tmp_path)
+        assert r.last_run_summary.status == "completed"
+
+
+def test_without_torch_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with runner() as r, pytest.raises(MissingExtraError, match=r'pip install "recollect\[torch\]"'):
+        r.learn(5, 0, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_discrete_actions_are_refused(tmp_path: Path) -> None:
     with SACRunner("CartPole-v1", {}, SMALL, num_envs=4, device="cpu") as r:
         with pytest.raises(EnvContractError, match="use APPO"):
@@ -536,17 +622,23 @@ def test_the_pipeline_has_the_runners_seed_and_deadline_and_ends_with_it(pack: s
             packs[2].stats()
 
 
-def test_the_environment_that_was_looked_at_is_closed() -> None:
-    closed: list[int] = []
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_the_environment_that_was_looked_at_is_closed(
+    is_usable: bool,
+) -> None:
+    closed: list[Any] = []
 
     def factory(num_envs: int, sim_backend: str) -> Any:
         env = reach(num_envs, sim_backend)
-        close, env.close = env.close, lambda: (closed.append(num_envs), close())
+        close, env.close = env.close, lambda: (closed.append((num_envs, sim_backend)), close())
+        if not is_usable:
+            env.single_action_space = MultiBinary(2)
         return env
 
-    with SACRunner(factory, {}, SMALL, num_envs=4, device="cpu") as r:
+    wanted: Any = nullcontext() if is_usable else pytest.raises(EnvContractError)
+    with SACRunner(factory, {}, SMALL, num_envs=4, device="cpu", sim_backend="newton") as r, wanted:
         r._look_at_env()
-    assert closed == [1]
+    assert closed == [(1, "newton")]
 
 
 def test_a_run_over_its_share_of_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
