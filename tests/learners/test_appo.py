@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -201,20 +202,23 @@ def test_too_large_a_ring_is_refused_before_it_is_made(
 
 
 @pytest.mark.parametrize(("env", "finals"), [({}, False), (SAME, True)])
-def test_the_ring_is_made_as_the_configuration_says(
+def test_the_ring_is_made_as_the_configuration_says_and_the_budget_counts_it(
     env: Any, finals: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
+    said: list[Any] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda *args: said.append(args))
     cfg = {"num_slots": 3, "ring_policy": "drop_oldest", "staging": 2}
     with runner(cfg, env, num_collectors=2) as r:
-        r._make(r._look_at_env())
+        r._make(replace(r._look_at_env(), critic_dim=5))
         ring = r._ring
         assert (ring.num_slots, ring.num_lanes, ring.policy, ring.order) == (3, 2, "drop_oldest", "time")
         assert (ring._ring.deadline, ring.num_envs, ring.num_steps) == (20.0, 2, 8)
+        assert ring.slot_shapes["critic"] == (8, 2, 5)
         assert ("final_obs" in ring.slot_shapes) is finals and "valid" in ring.slot_shapes
-        assert r._pool.size == 4
-    assert said == ["APPORunner"]
+        assert r._pool.size == 4 and len(r._board.read()) == 2
+        ((estimate, label),) = said
+        assert (estimate["ring_buffer"], estimate["weights"]) == (ring.nbytes, r._weights.nbytes)
+        assert (estimate["staging_pool"], label) == (4 * estimate["slot_bytes"], "APPORunner")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:

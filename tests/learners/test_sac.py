@@ -6,7 +6,7 @@ import json
 import signal
 import sys
 from contextlib import nullcontext
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -268,6 +268,17 @@ def test_lines_come_every_tenth_iteration_and_at_the_end(
         assert [p.name for p in tmp_path.iterdir()] == ["model_22"]
 
 
+def test_without_a_word_checkpoints_come_every_fiftieth_iteration_in_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    with without_collectors(runner()) as r:
+        r._save = lambda log_dir, iteration: saved.append((log_dir, iteration))
+        r.learn(101)
+    assert saved == [(Path("logs"), k) for k in (50, 100, 101)]
+
+
 def test_going_on_begins_after_the_saved_iteration(tmp_path: Path) -> None:
     done: list[Any] = []
     with without_collectors(runner()) as r:
@@ -359,9 +370,14 @@ def test_a_checkpoint_tells_what_it_was_made_with(tmp_path: Path) -> None:
         assert state["spaces"] == {**asdict(r._spaces), "low": [-1.0], "high": [1.0], "action_shape": [1]}
 
 
-def test_a_network_that_the_checkpoint_lacks_is_named() -> None:
+def test_a_network_that_the_checkpoint_lacks_or_has_otherwise_is_named() -> None:
+    net = {"w": torch.zeros(1)}
+    wanted = {"actor": net, "critic": net, "update_count": 3}
+    run_module.check_state(wanted, {"actor": net, "critic": net})
     with pytest.raises(FormatError, match="critic: is not in the checkpoint"):
-        run_module.check_state({"critic": {"w": torch.zeros(1)}, "update_count": 3}, {"actor": {}})
+        run_module.check_state(wanted, {"actor": net})
+    with pytest.raises(FormatError, match=r"critic\.w: shape must be"):
+        run_module.check_state(wanted, {"actor": net, "critic": {"w": torch.zeros(2)}})
 
 
 def test_a_replay_that_was_not_saved_is_filled_again_before_the_first_tick() -> None:
@@ -550,13 +566,17 @@ def test_the_smallest_replay_that_can_be() -> None:
     ("kwargs", "said"),
     [
         ({"max_iterations": 0}, "max_iterations: must be an int of at least 1"),
+        ({"max_iterations": True}, "max_iterations: must be an int"),
+        ({"max_iterations": 2.0}, "max_iterations: must be an int"),
         ({"max_iterations": 5, "save_interval": -1}, "save_interval"),
         ({"max_iterations": 5, "logger": "tb"}, "logger: must be None or one of"),
     ],
 )
 def test_arguments_of_learn_are_checked(kwargs: Any, said: str) -> None:
-    with runner() as r, pytest.raises(ValueError, match=said):
-        r.learn(**kwargs)
+    with runner() as r:
+        with pytest.raises(ValueError, match=said):
+            r.learn(**kwargs)
+        assert r.last_run_summary is None  # nothing was begun
 
 
 def test_a_runner_that_refused_its_arguments_can_still_learn(tmp_path: Path) -> None:
@@ -641,12 +661,23 @@ def test_the_environment_that_was_looked_at_is_closed(
     assert closed == [(1, "newton")]
 
 
-def test_a_run_over_its_share_of_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
-    with runner() as r:
-        r._make(r._look_at_env())
-    assert said == ["SACRunner"]
+@pytest.mark.parametrize(("collectors", "pack"), [(1, "collector"), (32, "learner")])
+def test_the_budget_counts_what_is_made_and_a_run_over_its_share_is_warned_of(
+    collectors: int, pack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda *args: said.append(args))
+    cfg = {"pack": pack, "batch_size": 128, "updates_per_step": 3}
+    with runner(cfg=cfg, num_envs=32, num_collectors=collectors) as r:
+        r._make(replace(r._look_at_env(), critic_dim=5))
+        ((estimate, label),) = said
+        assert (estimate["replay_buffer"], estimate["weights"]) == (r._replay.nbytes, r._weights.nbytes)
+        assert "next_critic" in [f.name for f in r._replay.layout.fields]
+        assert len(r._replay.stats().lanes) == len(r._board.read()) == collectors
+        packs = r._make_pipe()
+        if packs is not None:
+            assert packs[2].nbytes == estimate["double_buffer_slots"]
+    assert label == "SACRunner"
 
 
 def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(tmp_path: Path) -> None:
@@ -693,25 +724,28 @@ def test_filling_while_running_free_looks_after_collectors() -> None:
 def test_filling_and_checkpoints_are_no_part_of_the_learners_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, lines = [100.0], list[Any]()
+    now, made, lines = [100.0], [0.0], list[Any]()
     monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
     monkeypatch.setattr(run_module, "monotonic_ns", lambda: int(now[0] * 1e9))
 
-    def spend(seconds: float) -> Any:
+    def spend(seconds: float, env_steps: float = 0.0) -> Any:
         now[0] += seconds
+        made[0] += env_steps
         return tmp_path
 
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
-        spend(1.0)
+        spend(1.0, 30.0)
         r._watch.lap("train")
         return {}
 
     with without_collectors(runner(), iterate) as r:
-        r._begin, r._save = lambda first, resumed: spend(50.0), lambda log_dir, iteration: spend(5.0)
+        r._begin, r._save = lambda first, resumed: spend(50.0, 900.0), lambda log_dir, iteration: spend(5.0)
+        r._board_totals = lambda: Merged([lane([], env_steps=made[0])])
         r.learn(20, 10, tmp_path, on_metrics=lambda i, values: lines.append(values))
     assert [line["time/learner_train_ms"] for line in lines] == [1000.0, 1000.0]
     # the first line begins with the first iteration
     assert [line["perf/iter_ms"] for line in lines] == [1000.0, 1500.0]
+    assert [line["perf/steps_per_sec"] for line in lines] == [30.0, 20.0]
 
 
 def test_a_runner_learns_once(run: Any, tmp_path: Path) -> None:
