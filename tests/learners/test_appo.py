@@ -218,7 +218,7 @@ def test_the_ring_is_made_as_the_configuration_says_and_the_budget_counts_it(
         assert r._pool.size == 4 and len(r._board.read()) == 2
         ((estimate, label),) = said
         assert (estimate["ring_buffer"], estimate["weights"]) == (ring.nbytes, r._weights.nbytes)
-        assert (estimate["staging_pool"], label) == (4 * estimate["slot_bytes"], "APPORunner")
+        assert (estimate["staging_pool"], label) == (4 * ring._plan.slot_nbytes, "APPORunner")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:
