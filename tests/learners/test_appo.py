@@ -122,7 +122,7 @@ class FakePool:
 def staging(rollouts: list[tuple[int, int]], version: int = 9, lanes: int = 2, **cfg: Any) -> Any:
     r = runner(cfg, num_collectors=lanes)
     r._ring, r._pool = FakeRing(rollouts), FakePool(lanes * r.rl_cfg.staging)
-    r._weights = type("Weights", (), {"version": version})
+    r._weights, r._version_base = SimpleNamespace(version=version), 40
     return r
 
 

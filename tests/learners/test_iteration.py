@@ -37,8 +37,9 @@ def off_policy(calls: Calls, **cfg: Any) -> Any:
         sample_large_batch=calls.to("sample", {}), start_prepare=calls.to("prepare"), after_tick=calls.to("after_tick")
     )  # fmt: skip
     r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
+    r._version_base = 40  # of the run it goes on from; collectors know of this one only
     r._learner = SimpleNamespace(actor=SimpleNamespace(state_dict=lambda: "weights"))
-    r._update = calls.to("update", {})
+    r._update = calls.to("update", {"critic": 0.5})
     r.wait_permits_done, r.wait_permits_taken = calls.to("wait for the chunk"), calls.to("wait for takers")
     r.grant_permits, r.check_collectors = calls.to("permit"), calls.to("check")
     r._watch = SimpleNamespace(lap=calls.to("lap"))
@@ -54,7 +55,7 @@ def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
     """The permit names the version, which stays until everybody has taken it; the next tick leaves out a chunk."""
     calls = Calls()
     r = off_policy(calls, env_steps_per_sync=3)
-    r._iterate(5, False)
+    assert r._iterate(5, False) == {"critic": 0.5}
     chunk = 3 * 2  # steps by environments of a lane
     n = r.rl_cfg.batch_size
     assert calls == [
@@ -183,11 +184,10 @@ def test_an_iteration_of_appo(sync: bool) -> None:
     r._stage = lambda: (calls.append("stage"), next(staged))[1]
     r._pool = SimpleNamespace(batch=lambda: "batch")
     network = SimpleNamespace(state_dict=lambda: "weights")
-    r._learner = SimpleNamespace(train=calls.to("train", {}), network=network)
-    r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
+    r._learner = SimpleNamespace(train=calls.to("train", {"policy": 0.5}), network=network)
+    r._weights, r._version_base = SimpleNamespace(version=7, write_weights=calls.to("publish")), 40
     r.grant_permits, r._watch = calls.to("permit"), SimpleNamespace(lap=calls.to("lap"))
-    r._iterate(5, False)
-    r._iterate(6, True)
+    assert r._iterate(5, False) == r._iterate(6, True) == {"policy": 0.5}
     one = ["stage", ("lap", "batch"), ("train", "batch"), ("lap", "train"), ("publish", "weights")]
     last = ("lap", "weight_sync")
     assert calls == ["stage", "stage", *one, *([("permit", 7, 8)] if sync else []), last, *one, last]
