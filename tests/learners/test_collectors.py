@@ -311,8 +311,9 @@ def test_curves_for_wandb(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     run = SimpleNamespace(
         log=lambda values, step: said.append((step, values)), finish=lambda: said.append("end")
     )
-    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
+    init = lambda **kwargs: (said.append(kwargs), run)[1]  # noqa: E731
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=init))
     for sink in open_sinks(tmp_path, "wandb"):
         sink.write(10, {"reward/mean": 1.5})
         sink.close()
-    assert said == [(10, {"reward/mean": 1.5}), "end"]
+    assert said == [{"dir": str(tmp_path), "project": "recollect"}, (10, {"reward/mean": 1.5}), "end"]

@@ -98,6 +98,15 @@ def test_next_values_are_of_the_true_next_observations(mode: AutoresetMode) -> N
         assert both["dones"].sum() > 2
 
 
+def test_rollouts_stay_in_the_batch_until_they_are_replaced() -> None:
+    rollouts = [
+        {"rewards": torch.full((2, 3), k), "last_obs": torch.full((3, 1), k)} for k in (1.0, 2.0, 3.0)
+    ]
+    batch = joined(rollouts, size=2)
+    assert batch["rewards"][0].tolist() == [3, 3, 3, 2, 2, 2] == batch["last_obs"].flatten().tolist()
+    assert joined(rollouts[:1], size=2)["rewards"].shape == (2, 3)  # what was never filled is no part of it
+
+
 def test_invalid_cells_enter_no_loss() -> None:
     """A cell that is not finite and marked invalid leaves the update as if it were not there."""
     bad = np.float32([[0.1, 0.2], [np.nan, 0.3]])

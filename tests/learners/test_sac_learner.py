@@ -183,6 +183,18 @@ def test_statistics_of_blocks_are_those_of_all_rows() -> None:
     assert np.allclose(found[0], rows.mean(0), rtol=1e-5) and np.allclose(found[1], rows.std(0), rtol=1e-5)
 
 
+def test_saved_statistics_stay_as_they_were() -> None:
+    stats = RunningStats(2)
+    stats.update(np.float32([[1, 2], [3, 4]]))
+    state = stats.get_state_dict()
+    before = copy.deepcopy(state)
+    stats.update(np.float32([[7, 7]]))
+    again = RunningStats(2)
+    again.load_state_dict(state)
+    again.update(np.float32([[7, 7]]))
+    assert all(np.array_equal(before[name], state[name]) for name in before)
+
+
 def test_a_loaded_state_stays_as_it_was() -> None:
     """So that it can be loaded again."""
     config = SACConfig(hidden=(8,))
