@@ -34,7 +34,8 @@ class Calls(list[Any]):
 def off_policy(calls: Calls, **cfg: Any) -> Any:
     r = test_sac.runner(OffPolicyRunner, cfg, learner=own_learner, num_collectors=2)
     r._pipe = SimpleNamespace(
-        sample_large_batch=calls.to("sample", {}), start_prepare=calls.to("prepare"), after_tick=calls.to("after_tick")
+        sample_large_batch=calls.to("sample", {}), start_prepare=calls.to("prepare"), wait_asked=calls.to("wait asked"),
+        after_tick=calls.to("after_tick"),
     )  # fmt: skip
     r._weights = SimpleNamespace(version=7, write_weights=calls.to("publish"))
     r._version_base = 40  # of the run it goes on from; collectors know of this one only
@@ -60,8 +61,8 @@ def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
     n = r.rl_cfg.batch_size
     assert calls == [
         "wait for the chunk", ("lap", "wait"), ("sample", 5, n), ("prepare", 6, n, ("headroom", chunk)),
-        ("permit", 7, 3), ("lap", "batch"), ("update", {}), "after_tick", ("lap", "train"), "wait for takers",
-        ("publish", "weights"), ("lap", "weight_sync"),
+        "wait asked", ("permit", 7, 3), ("lap", "batch"), ("update", {}), "after_tick", ("lap", "train"),
+        "wait for takers", ("publish", "weights"), ("lap", "weight_sync"),
     ]  # fmt: skip
 
 

@@ -75,6 +75,18 @@ def test_two_runs_are_bit_equal(run: Any, tmp_path: Path) -> None:
         assert all(np.array_equal(one[...][name], two[...][name]) for name in one[...])
 
 
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_whoever_packs_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    for pack in ("learner", "collector"):
+        with runner(cfg={"pack": pack, "env_steps_per_sync": 2}) as r:
+            r.learn(12, 0, tmp_path / pack)
+    a, b = (load_checkpoint(tmp_path / pack / "model_12") for pack in ("learner", "collector"))
+    assert a.pop("config") != b.pop("config")
+    x, y = flat(a), flat(b)
+    assert x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
+
+
 def test_summary_tells_how_it_ended(run: Any) -> None:
     path, summary = run
     assert summary.status == "completed" and summary.completed_iterations == 30

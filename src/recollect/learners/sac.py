@@ -175,6 +175,7 @@ class OffPolicyRunner(ReferenceRunner):
         if not is_last:
             self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
             if sync:
+                self._pipe.wait_asked()  # else a packing collector might go on first and pack later rows too
                 self._permit()
         watch.lap("batch")
         losses = self._update(batch)
