@@ -183,6 +183,19 @@ def test_in_step_whoever_lives_goes_on_when_a_lane_died_with_its_permit() -> Non
     assert [place for _, place in r._ring.copied] == [1, 3, 2]  # by lane, in the rounds' order
 
 
+def test_in_step_a_rollout_that_came_late_needs_no_second_permit() -> None:
+    r, looks = staging([], sync_collection=True), list[int]()
+    r.wait_permits_done, r._permit = lambda: None, lambda: pytest.fail("gave leave for a second rollout")
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:  # after the wait, before the look
+            r._ring.rollouts = [(0, 9), (1, 9)]
+
+    r.check_collectors = check
+    assert r._stage() == 2
+
+
 def test_staged_rollouts_go_round_the_pool() -> None:
     r = staging([(0, 9)], staging=2, lanes=1)
     places = []
