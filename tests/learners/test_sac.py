@@ -561,6 +561,9 @@ def test_learns_pendulum(seed: int, tmp_path: Path) -> None:
         ({"replay_buffer_n": 9}, {}, "replay_buffer_n: 9 rows"),
         # a chunk of every lane is left out of what can be drawn from
         ({"replay_buffer_n": 10, "learning_starts": 37}, {"num_collectors": 2}, "replay_buffer_n: 10 rows"),
+        # without a word there is a million in all
+        ({"replay_buffer_n": None, "env_steps_per_sync": 250_000}, {}, "replay_buffer_n: 250000 rows"),
+        ({"replay_buffer_n": None}, {"num_envs": 10**6 + 1}, "replay_buffer_n: 0 rows"),
         ({"batchsize": 1}, {}, "did you mean 'batch_size'"),
     ],
 )
@@ -624,10 +627,17 @@ def test_actions_that_no_bounded_policy_has_are_refused_before_a_learner_is_made
         r.learn(5, 0, tmp_path)
 
 
-def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_none", [True, False])
+def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(has_none: bool, tmp_path: Path) -> None:
+    def factory(*args: Any) -> Any:
+        learner = own_learner(*args)
+        if not has_none:
+            del learner.obs_normalizer
+        return learner
+
     said = "obs_normalization: needs a learner with an obs_normalizer"
     with (
-        runner(OffPolicyRunner, {"obs_normalization": True}, learner=own_learner) as r,
+        runner(OffPolicyRunner, {"obs_normalization": True}, learner=factory) as r,
         pytest.raises(ValueError, match=said),
     ):
         r.learn(5, 0, tmp_path)

@@ -51,14 +51,11 @@ class OffPolicyRunner(ReferenceRunner):
             raise ValueError(
                 f"pack: 'collector' needs num_collectors=1, got {self.num_collectors}; use 'learner'"
             )
-        per_env = config.replay_buffer_n or max(1, TOTAL_ROWS // self.num_envs)
+        per_env = config.replay_buffer_n or TOTAL_ROWS // self.num_envs
         self._capacity = per_env * self.num_envs
         self._chunk = config.env_steps_per_sync * self.envs_per_collector
         self._fill = max(config.batch_size, config.learning_starts)
-        if (
-            config.env_steps_per_sync >= per_env
-            or self._fill > self._capacity - self._chunk * self.num_collectors
-        ):
+        if self._fill > self._capacity - self._chunk * self.num_collectors:
             raise ValueError(
                 f"replay_buffer_n: {per_env} rows of each of {self.num_envs} environments must hold more than a chunk "
                 f"of {config.env_steps_per_sync} steps and {self._fill} rows to start with; raise it, or lower "
