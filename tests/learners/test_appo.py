@@ -152,6 +152,8 @@ def test_rollouts_beyond_the_lag_are_skipped_and_counted() -> None:
     r = staging([(0, 6), (1, 7)], max_lag=2)
     assert r._stage() == 1 and r._stale == 1
     assert [x for x, _ in r._ring.copied] == [(1, 7)]  # two versions behind is not over two
+    exact = staging([(0, 8), (1, 9)], max_lag=0)
+    assert exact._stage() == 1 and exact._stale == 1
     r._ring.stats = lambda: SimpleNamespace(dropped=3, skipped=5)
     assert r._loss_counts() == (3 + 5 + 1, 0)
 
