@@ -109,6 +109,7 @@ STEPS = {"sac": "env_steps_per_sync", "appo": "steps_per_env"}
 def test_collectors_begin_as_the_configuration_says(algorithm: str, sync: bool) -> None:
     calls, sent = Calls(), dict[str, Any]()
     cfg = {"sync_collection": sync, STEPS[algorithm]: 5, "nan_policy": "reject"}
+    cfg |= {"obs_normalization": True} if algorithm == "sac" else {}
     with MAKERS[algorithm](cfg=cfg) as r:
         r._make(r._look_at_env())
         r._fill_replay, r.grant_permits = calls.to("fill"), calls.to("permit")
@@ -117,6 +118,13 @@ def test_collectors_begin_as_the_configuration_says(algorithm: str, sync: bool) 
         plan = sent["plan"]
         assert (plan.steps, plan.sync, plan.nan_policy, plan.salt) == (5, sync, "reject", 21)
         assert calls == ([("fill", 21)] if algorithm == "sac" else [("permit", 1, 5)] if sync else [])
+        assert all(sent[name] is getattr(r, f"_{name}") for name in sent.keys() - {"plan", "pack"})
+        assert sent.keys() >= {
+            "weights",
+            "board",
+            "trace",
+            *(("replay", "stats") if algorithm == "sac" else ["ring"]),
+        }
 
 
 @pytest.mark.parametrize("algorithm", MAKERS)
@@ -163,6 +171,8 @@ def test_updates_take_slices_in_order_and_the_actor_every_nth() -> None:
         ("critic", [0, 1, 2, 3]), "target", ("critic", [4, 5, 6, 7]), ("actor", [4, 5, 6, 7]), "target",
         ("critic", [8, 9, 10, 11]), "target",
     ]  # fmt: skip
+    learner.update_critic = learner.update_actor = lambda batch: None
+    assert r._update({"rewards": np.arange(12)}) == {}  # a learner need not tell of losses
 
 
 def test_statistics_go_out_before_the_weights_that_were_trained_with_them() -> None:

@@ -17,7 +17,7 @@ import torch
 from gymnasium.spaces import MultiBinary
 from tests.learners.test_metrics import lane
 from tests.learners.test_sac_learner import flat
-from tests.learners.worlds import own_learner, reach
+from tests.learners.worlds import OwnLearner, own_learner, reach
 
 import recollect as rc
 from recollect.errors import (
@@ -138,6 +138,8 @@ def test_restored_state_is_the_saved_one(run: Any, collectors: int) -> None:
         mine = {name: torch.zeros_like(x) for name, x in r._learner.actor.state_dict().items()}
         r._weights.read_weights_into(mine)
         assert all(torch.equal(x, mine[name]) for name, x in r._learner.actor.state_dict().items())
+        pair = r._learner.obs_normalizer.pair()
+        assert all(np.array_equal(x, y) for x, y in zip(r._stats.latest(), pair))
         rows = r._replay.sample(400, seed=1)
         kept = {tuple(row) for row in saved[...]["obs"].tolist()}
         assert {tuple(row) for row in rows["obs"].tolist()} <= kept
@@ -572,6 +574,12 @@ def test_configurations_that_cannot_be_are_refused(cfg: Any, kwargs: Any, said: 
         runner(cfg=cfg, **kwargs)
 
 
+def test_sac_takes_a_learner_too() -> None:
+    with runner(learner=own_learner) as r:
+        r._make(r._look_at_env())
+        assert isinstance(r._learner, OwnLearner)
+
+
 def test_the_smallest_replay_that_can_be() -> None:
     with runner(cfg={"replay_buffer_n": 10, "learning_starts": 36}, num_collectors=2) as r:
         assert r._capacity == 40
@@ -702,16 +710,25 @@ def test_the_budget_counts_what_is_made_and_a_run_over_its_share_is_warned_of(
     assert label == "SACRunner"
 
 
-def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lanes", "wanted"), [(1, [70_001]), (2, [35_000, 35_001])])
+def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(
+    lanes: int, wanted: list[int], tmp_path: Path
+) -> None:
     n = 70_001
     with rc.ipc.ReplayBuffer(80_000, 2, 1, "numpy") as saved:
         x, no = np.arange(n, dtype=np.float32), np.zeros(n, bool)
         saved.add(np.stack([x, x], 1), x[:, None], x, np.stack([x, x], 1), no, no)
         saved.dumps(tmp_path / "replay")
-    with runner(cfg={"replay_buffer_n": 36_000}, num_envs=4, num_collectors=2) as r:
+    with runner(cfg={"replay_buffer_n": 36_000}, num_envs=4, num_collectors=lanes) as r:
         r._make(r._look_at_env())
         r._restore_replay(tmp_path / "replay")
-        assert [lane.ptr for lane in r._replay.stats().lanes] == [35_000, 35_001]
+        assert [lane.ptr for lane in r._replay.stats().lanes] == wanted
+        r._replay.dumps(tmp_path / "again")
+        with rc.ReplayBuffer.load_from(tmp_path / "again") as again:
+            assert np.array_equal(np.sort(again[...]["rewards"]), x)
+        for k in range(lanes):
+            with r._replay.on_lane(k) as free:  # for the collectors
+                free.add(**{name: np.zeros((1, *shape), "float32") for name, shape in ROW.items()})
 
 
 def test_filling_in_step_gives_permits_to_who_can_use_them() -> None:
