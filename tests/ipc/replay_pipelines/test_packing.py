@@ -107,14 +107,15 @@ def test_who_waits_until_the_collector_was_asked_goes_on_when_it_was_or_never_wi
         return ask(*args)
 
     monkeypatch.setattr(pack[2], "ask", late)
-    with packed_by(buf, pack) as pipe:
+    with packed_by(buf, pack, deadline=60.0) as pipe:
         pipe.start_prepare(0, N)
         waiter, closer = threading.Thread(target=pipe.wait_asked), threading.Thread(target=pipe.close)
         waiter.start()
         wait_until(lambda: sleeps_in(waiter, "wait_asked"), 10.0)
         if end == "closed":
             closer.start()
-            waiter.join(9)
+            waiter.join(9)  # the packer itself has ten seconds
+            assert not waiter.is_alive()
         gate.set()
         waiter.join(20)
         assert not waiter.is_alive()
