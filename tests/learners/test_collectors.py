@@ -188,17 +188,17 @@ def test_each_run_and_each_lane_has_environments_of_its_own(monkeypatch: pytest.
 
 def test_a_policy_acts_on_observations_of_the_newest_statistics() -> None:
     seen: list[Any] = []
-    pairs = iter([None, (np.float32([4.0]), np.float32([1.99]))])
+    pairs = iter([None, (np.float32([4.0]), np.float32([1.99])), (np.float32([2.0]), np.float32([0.99]))])
     network = SimpleNamespace(act=lambda obs, noise: (seen.append(obs.numpy().tolist()), noise)[1])
     spec = SimpleNamespace(action_dim=1, action_bounds=lambda: (np.float32([-1]), np.float32([1])))
     policy: Any = collectors.Policy.__new__(collectors.Policy)
     policy.version, policy.network, policy._device, policy._pair = 3, network, "cpu", None
     policy._weights, policy._stats = SimpleNamespace(version=3), SimpleNamespace(latest=lambda: next(pairs))
     policy._plan, policy._generator = SimpleNamespace(spec=spec, random_version=1), None
-    for _ in range(2):
+    for _ in range(3):
         policy.refresh()
         policy.transition_actions(np.float32([[8.0]]))
-    assert seen == [[[8.0]], [[2.0]]]
+    assert seen == [[[8.0]], [[2.0]], [[6.0]]]
 
 
 @pytest.mark.parametrize("random_version", [0, 1])

@@ -172,6 +172,7 @@ def test_updates_take_slices_in_order_and_the_actor_every_nth() -> None:
         ("critic", [8, 9, 10, 11]), "target",
     ]  # fmt: skip
     learner.update_critic = learner.update_actor = lambda batch: None
+    learner.update_count = 2
     assert r._update({"rewards": np.arange(12)}) == {}  # a learner need not tell of losses
 
 
