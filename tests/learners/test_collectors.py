@@ -140,13 +140,13 @@ def test_the_weights_are_read_before_the_learner_hears_that_the_permit_was_taken
 
 def test_each_step_says_what_it_did_last() -> None:
     """A collector that hangs in an environment must not be reported as one that never started."""
-    beats: list[Any] = []
+    beats, counted = list[Any](), list[int]()
     worker: Any = collectors._Worker.__new__(collectors._Worker)
-    worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: None)
+    worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: counted.append(step.n_steps))
     worker.driver = SimpleNamespace(step=lambda actions: SimpleNamespace(n_steps=4))
     worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
     worker.step(None)
-    assert beats == [(("env_step",), {"env_steps": 4})]
+    assert beats == [(("env_step",), {"env_steps": 4})] and counted == [4]
 
 
 def test_a_factory_that_makes_another_environment_elsewhere_is_found_out() -> None:
