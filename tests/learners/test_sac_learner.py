@@ -102,7 +102,10 @@ def test_temperature_rises_when_the_policy_is_too_sure() -> None:
 
 def test_actor_update_moves_no_critic_and_the_target_follows_by_tau() -> None:
     learner = SACLearner(spec(), SACConfig(hidden=(8,), tau=0.25), "cpu", seed=0)
+    first = [p.detach().clone() for p in learner.critic.parameters()]
     learner.update_critic(batch())
+    assert learner.update_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, learner.target.parameters()))
     critic = [p.detach().clone() for p in learner.critic.parameters()]
     target = [p.detach().clone() for p in learner.target.parameters()]
     learner.update_actor(batch())
