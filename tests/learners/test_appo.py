@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -121,7 +122,7 @@ class FakePool:
 def staging(rollouts: list[tuple[int, int]], version: int = 9, lanes: int = 2, **cfg: Any) -> Any:
     r = runner(cfg, num_collectors=lanes)
     r._ring, r._pool = FakeRing(rollouts), FakePool(lanes * r.rl_cfg.staging)
-    r._weights = type("Weights", (), {"version": version})
+    r._weights, r._version_base = SimpleNamespace(version=version), 40
     return r
 
 
@@ -151,6 +152,8 @@ def test_rollouts_beyond_the_lag_are_skipped_and_counted() -> None:
     r = staging([(0, 6), (1, 7)], max_lag=2)
     assert r._stage() == 1 and r._stale == 1
     assert [x for x, _ in r._ring.copied] == [(1, 7)]  # two versions behind is not over two
+    exact = staging([(0, 8), (1, 9)], max_lag=0)
+    assert exact._stage() == 1 and exact._stale == 1
     r._ring.stats = lambda: SimpleNamespace(dropped=3, skipped=5)
     assert r._loss_counts() == (3 + 5 + 1, 0)
 
@@ -182,6 +185,19 @@ def test_in_step_whoever_lives_goes_on_when_a_lane_died_with_its_permit() -> Non
     assert [place for _, place in r._ring.copied] == [1, 3, 2]  # by lane, in the rounds' order
 
 
+def test_in_step_a_rollout_that_came_late_needs_no_second_permit() -> None:
+    r, looks = staging([], sync_collection=True), list[int]()
+    r.wait_permits_done, r._permit = lambda: None, lambda: pytest.fail("gave leave for a second rollout")
+
+    def check() -> None:
+        looks.append(1)
+        if len(looks) == 2:  # after the wait, before the look
+            r._ring.rollouts = [(0, 9), (1, 9)]
+
+    r.check_collectors = check
+    assert r._stage() == 2
+
+
 def test_staged_rollouts_go_round_the_pool() -> None:
     r = staging([(0, 9)], staging=2, lanes=1)
     places = []
@@ -201,20 +217,23 @@ def test_too_large_a_ring_is_refused_before_it_is_made(
 
 
 @pytest.mark.parametrize(("env", "finals"), [({}, False), (SAME, True)])
-def test_the_ring_is_made_as_the_configuration_says(
+def test_the_ring_is_made_as_the_configuration_says_and_the_budget_counts_it(
     env: Any, finals: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
+    said: list[Any] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda *args: said.append(args))
     cfg = {"num_slots": 3, "ring_policy": "drop_oldest", "staging": 2}
     with runner(cfg, env, num_collectors=2) as r:
-        r._make(r._look_at_env())
+        r._make(replace(r._look_at_env(), critic_dim=5))
         ring = r._ring
         assert (ring.num_slots, ring.num_lanes, ring.policy, ring.order) == (3, 2, "drop_oldest", "time")
         assert (ring._ring.deadline, ring.num_envs, ring.num_steps) == (20.0, 2, 8)
+        assert ring.slot_shapes["critic"] == (8, 2, 5)
         assert ("final_obs" in ring.slot_shapes) is finals and "valid" in ring.slot_shapes
-        assert r._pool.size == 4
-    assert said == ["APPORunner"]
+        assert r._pool.size == 4 and len(r._board.read()) == 2
+        ((estimate, label),) = said
+        assert (estimate["ring_buffer"], estimate["weights"]) == (ring.nbytes, r._weights.nbytes)
+        assert (estimate["staging_pool"], label) == (4 * ring._plan.slot_nbytes, "APPORunner")
 
 
 def test_a_checkpoint_of_another_algorithm_is_refused(tmp_path: Path) -> None:

@@ -31,6 +31,7 @@ def state(seed: int = 0) -> dict[str, Any]:
     return {
         "iteration": seed, "network": net, "adam": adam, "generator": g.get_state(), "best": None, "worst": -math.inf,
         "flag": True, "names": ["a", "ü"], "half": torch.ones(3, dtype=torch.bfloat16), "stats": np.arange(3.0),
+        "scale": np.array(2.5),
         "odd": {"$tuple": [1]}, "strided": torch.arange(6).reshape(2, 3).T, "bits": torch.tensor([True, False]),
     }  # fmt: skip
 
@@ -95,6 +96,10 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="state/bad: must be numbers"):
         save_checkpoint(path, {"bad": object()})
 
+    with pytest.raises(TypeError, match="state/bad: must be numbers"):
+        save_checkpoint(tmp_path / "deep" / "model_1", {"bad": object()})
+    assert os.listdir(tmp_path) == ["model_1"]  # it was named before anything was written
+
     with pytest.raises(TypeError, match="state/bad: dtype must be one of"):
         save_checkpoint(path, {"bad": torch.zeros(1, dtype=torch.complex64)})
 
@@ -126,10 +131,11 @@ def test_an_older_one_stays_until_the_new_one_is_in_its_place(
 def test_files_are_synced_before_the_rename_and_directories_round_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    synced: list[Any] = []
+    synced, sizes = list[Any](), dict[str, int]()
 
     def sync(fd: int) -> None:
         name = os.path.basename(os.readlink(f"/proc/self/fd/{fd}"))
+        sizes[name] = os.fstat(fd).st_size
         synced.append((name.partition("-")[0], (tmp_path / "model_1").exists()))
 
     monkeypatch.setattr(os, "fsync", sync)
@@ -138,6 +144,8 @@ def test_files_are_synced_before_the_rename_and_directories_round_it(
         ("tensors.bin", False), ("manifest.json", False), (".model_1.tmp", False),
         (tmp_path.name.partition("-")[0], True),
     ]  # fmt: skip
+    for file in (tmp_path / "model_1").iterdir():
+        assert sizes[file.name] == file.stat().st_size  # all of it
 
 
 @pytest.mark.parametrize("file", ["manifest.json", "tensors.bin"])
@@ -161,6 +169,8 @@ def test_damage_is_named(file: str, how: str, tmp_path: Path) -> None:
     [
         ({"format": "torch"}, "another program's"),
         ({"format_version": 99}, "needs a newer release"),
+        ({"format_version": "1"}, "needs a newer release"),
+        ({"files": {}}, "it is damaged"),
         ({"extra": 1}, "it is damaged"),
         ({"state": [1]}, "state cannot be list; it is damaged"),
         (
@@ -171,8 +181,15 @@ def test_damage_is_named(file: str, how: str, tmp_path: Path) -> None:
             {"state": {"x": {"$tensor": {"dtype": "object", "shape": [1], "at": 0, "bytes": 8}}}},
             "it is damaged",
         ),
+        *(
+            ({"state": {"x": {"$tensor": {"dtype": "uint8", **place}}}}, "its place is outside the file")
+            for place in (
+                {"shape": [4], "at": -64, "bytes": 4}, {"shape": [-1, -4], "at": 0, "bytes": 4},
+                {"shape": [4], "at": 0, "bytes": 0},
+            )
+        ),
     ],
-)
+)  # fmt: skip
 def test_forged_manifests_are_refused(change: Any, said: str, tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model_1", state())
     manifest = json.loads((path / "manifest.json").read_text())
@@ -182,6 +199,14 @@ def test_forged_manifests_are_refused(change: Any, said: str, tmp_path: Path) ->
     crc = f"{checkpoint._core.crc32c(text.encode()):08x}"
     (path / "manifest.json").write_text(json.dumps({**body, "crc32c": crc}))
     with pytest.raises(FormatError, match=said):
+        load_checkpoint(path)
+
+
+@pytest.mark.parametrize("data", [b"[1]", b"\xff\xfe", b"{"], ids=str)
+def test_what_is_no_manifest_is_refused(data: bytes, tmp_path: Path) -> None:
+    path = save_checkpoint(tmp_path / "model_1", state())
+    (path / "manifest.json").write_bytes(data)
+    with pytest.raises(FormatError, match="manifest.json"):
         load_checkpoint(path)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,9 +14,12 @@ from tests.learners.test_sac_learner import spec
 
 from recollect.errors import DeadlineError, EnvContractError
 from recollect.learners import collectors
-from recollect.learners.config import SACConfig
+from recollect.learners.config import APPOConfig, SACConfig
 from recollect.learners.metrics import open_sinks
+from recollect.learners.ppo_learner import make_network
 from recollect.learners.sac_learner import make_actor
+
+ROW = ("obs", "actions", "rewards", "next_obs", "dones", "truncated", "critic", "next_critic")
 
 
 class FullRing:
@@ -56,6 +60,19 @@ def test_at_a_full_ring_it_stops_when_told() -> None:
     assert collectors._claim(Context(looks=2), FullRing(10**6)) is None
 
 
+def test_told_to_stop_at_a_full_ring_it_ends_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    closed: list[int] = []
+    work = SimpleNamespace(
+        begin=lambda: True, tally=SimpleNamespace(lap=lambda phase: None),
+        driver=SimpleNamespace(close=lambda: closed.append(1)),
+    )  # fmt: skip
+    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    collectors.collect_rollouts(
+        Context(looks=1), ring=FullRing(10**6), weights=None, board=None, plan=None  # type: ignore[arg-type]
+    )  # fmt: skip
+    assert closed == [1]
+
+
 @pytest.mark.parametrize("collect", ["collect_transitions", "collect_rollouts"])
 def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
     collect: str, monkeypatch: pytest.MonkeyPatch
@@ -79,15 +96,57 @@ def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
     assert done == ["step", "step", "closed"]
 
 
+def beginner(sync: bool, looks: int = 1000) -> tuple[Any, list[str]]:
+    """A worker about to begin a chunk, and what it does."""
+    done: list[str] = []
+    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker.ctx, worker.plan = Context(looks), SimpleNamespace(sync=sync)
+    worker.tally = SimpleNamespace(lap=done.append)
+    worker.policy = SimpleNamespace(version=4, refresh=lambda: done.append("refresh"))
+    return worker, done
+
+
+def test_running_free_it_takes_the_newest_weights_for_each_chunk() -> None:
+    worker, done = beginner(sync=False, looks=2)
+    assert [worker.begin() for _ in range(3)] == [True, True, False]
+    assert done == ["refresh", "weight_sync"] * 2
+
+
+def test_in_step_no_chunk_begins_without_a_permit() -> None:
+    worker, done = beginner(sync=True, looks=4)
+    leave = iter([False, False, True])
+    worker._take = lambda pack: next(leave)
+    assert worker.begin() and done == ["weight_sync"]
+    worker._take = lambda pack: False
+    assert not worker.begin()
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_weights_are_read_before_the_learner_hears_that_the_permit_was_taken(packs: bool) -> None:
+    """And one that packs batches never waits long for a permit: the learner may wait for its batch."""
+    worker, done = beginner(sync=True)
+
+    def permit(timeout: float, on_take: Any) -> Any:
+        done.append(f"permit within {timeout}")
+        on_take(None)
+        done.append("taken")
+        return SimpleNamespace(version=4)
+
+    worker.ctx = SimpleNamespace(permit=permit)
+    assert worker._take((lambda timeout: done.append("pack")) if packs else None)
+    taken = ["refresh", "taken", "wait"]
+    assert done == (["pack", "permit within 0.0"] if packs else ["permit within 1.0"]) + taken
+
+
 def test_each_step_says_what_it_did_last() -> None:
     """A collector that hangs in an environment must not be reported as one that never started."""
-    beats: list[Any] = []
+    beats, counted = list[Any](), list[int]()
     worker: Any = collectors._Worker.__new__(collectors._Worker)
-    worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: None)
+    worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: counted.append(step.n_steps))
     worker.driver = SimpleNamespace(step=lambda actions: SimpleNamespace(n_steps=4))
     worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
     worker.step(None)
-    assert beats == [(("env_step",), {"env_steps": 4})]
+    assert beats == [(("env_step",), {"env_steps": 4})] and counted == [4]
 
 
 def test_a_factory_that_makes_another_environment_elsewhere_is_found_out() -> None:
@@ -129,17 +188,17 @@ def test_each_run_and_each_lane_has_environments_of_its_own(monkeypatch: pytest.
 
 def test_a_policy_acts_on_observations_of_the_newest_statistics() -> None:
     seen: list[Any] = []
-    pairs = iter([None, (np.float32([4.0]), np.float32([1.99]))])
+    pairs = iter([None, (np.float32([4.0]), np.float32([1.99])), (np.float32([2.0]), np.float32([0.99]))])
     network = SimpleNamespace(act=lambda obs, noise: (seen.append(obs.numpy().tolist()), noise)[1])
     spec = SimpleNamespace(action_dim=1, action_bounds=lambda: (np.float32([-1]), np.float32([1])))
     policy: Any = collectors.Policy.__new__(collectors.Policy)
     policy.version, policy.network, policy._device, policy._pair = 3, network, "cpu", None
     policy._weights, policy._stats = SimpleNamespace(version=3), SimpleNamespace(latest=lambda: next(pairs))
     policy._plan, policy._generator = SimpleNamespace(spec=spec, random_version=1), None
-    for _ in range(2):
+    for _ in range(3):
         policy.refresh()
         policy.transition_actions(np.float32([[8.0]]))
-    assert seen == [[[8.0]], [[2.0]]]
+    assert seen == [[[8.0]], [[2.0]], [[6.0]]]
 
 
 @pytest.mark.parametrize("random_version", [0, 1])
@@ -152,6 +211,57 @@ def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) 
     a, b, c = (collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
     assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_uniform_actions_fill_the_bounds() -> None:
+    space = spec()
+    network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
+    policy = collectors.Policy(collectors.Plan(space, network, 1, True, "raise", 1), None, None, "cpu", 1)
+    actions = policy.transition_actions(np.zeros((1000, space.obs_dim), np.float32))
+    low, high = space.action_bounds()
+    assert (low <= actions).all() and (actions <= high).all() and actions.dtype == np.float32
+    assert (actions.min(0) < low + 0.1).all() and (actions.max(0) > high - 0.1).all()
+
+
+def test_actions_of_rollouts_are_drawn_by_the_collectors_own_generator() -> None:
+    space = spec()
+    network = collectors.pack_network(make_network(space, APPOConfig(hidden=(4,))))
+    plan = collectors.Plan(space, network, 1, True, "raise", 1)
+    obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
+    one, two, other = (collectors.Policy(plan, None, None, "cpu", seed) for seed in (1, 1, 2))
+    a, b, c = (policy.rollout_actions(obs)[0] for policy in (one, two, other))
+    assert np.array_equal(a, b) and not np.array_equal(a, c)
+    assert not np.array_equal(a, one.rollout_actions(obs)[0])
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+class Network:
+    """A network somewhere."""
+
+    device = "cuda"
+
+    def cpu(self) -> Any:
+        self.device = "cpu"
+        return self
+
+
+def test_the_network_travels_on_the_cpu_and_the_learners_stays_where_it_is() -> None:
+    network = Network()
+    assert pickle.loads(collectors.pack_network(network)).device == "cpu" and network.device == "cuda"
+
+
+@pytest.mark.parametrize("valid", [[True, False, True], [True, True, True]])
+@pytest.mark.parametrize("has_critic", [True, False])
+def test_only_transitions_are_stored_and_whole(valid: list[bool], has_critic: bool) -> None:
+    rows = {name: np.arange(3.0) + 10 * k for k, name in enumerate(ROW)}
+    if not has_critic:
+        rows |= {"critic": None, "next_critic": None}  # type: ignore[dict-item]
+    step: Any = SimpleNamespace(valid=np.array(valid), **rows)
+    added: dict[str, Any] = {}
+    replay = SimpleNamespace(add=lambda *args, **kwargs: added.update(zip(ROW, args), **kwargs))
+    collectors._add(replay, step)
+    wanted = {name: x[valid].tolist() for name, x in rows.items() if x is not None}
+    assert {name: x.tolist() for name, x in added.items()} == wanted
 
 
 def test_the_report_of_a_chunk_tells_its_version() -> None:
@@ -179,6 +289,9 @@ def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:
     worker.ctx = SimpleNamespace(permit=permit)
     with pytest.raises(RuntimeError, match="names version 4 but the weights are of 3"):
         worker._take(None)
+    worker.policy.version = 5
+    with pytest.raises(RuntimeError, match="names version 4 but the weights are of 5"):
+        worker._take(None)
     worker.policy.version = 4
     assert worker._take(None)
 
@@ -198,8 +311,9 @@ def test_curves_for_wandb(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> Non
     run = SimpleNamespace(
         log=lambda values, step: said.append((step, values)), finish=lambda: said.append("end")
     )
-    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=lambda **kwargs: run))
+    init = lambda **kwargs: (said.append(kwargs), run)[1]  # noqa: E731
+    monkeypatch.setitem(__import__("sys").modules, "wandb", SimpleNamespace(init=init))
     for sink in open_sinks(tmp_path, "wandb"):
         sink.write(10, {"reward/mean": 1.5})
         sink.close()
-    assert said == [(10, {"reward/mean": 1.5}), "end"]
+    assert said == [{"dir": str(tmp_path), "project": "recollect"}, (10, {"reward/mean": 1.5}), "end"]

@@ -27,7 +27,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         True,
         "learner",
     )
-    assert (sac.obs_normalization, sac.nan_policy) == (False, "raise")
+    assert (sac.obs_normalization, sac.nan_policy, sac.save_replay) == (False, "raise", False)
     assert (appo.steps_per_env, appo.num_slots, appo.ring_policy, appo.staging, appo.max_lag) == (
         24,
         4,
@@ -44,6 +44,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         1.0,
     )
     assert (appo.max_grad_norm, appo.sync_collection) == (1.0, False)
+    assert (appo.hidden, appo.nan_policy) == ((64, 64), "raise")
 
 
 @pytest.mark.parametrize(
@@ -78,8 +79,25 @@ def test_unknown_key_names_the_nearest(cls: Any, key: str, near: str) -> None:
         (APPOConfig, {"entropy_coef": -0.1}, "entropy_coef"),
         (APPOConfig, {"sync_collection": True, "ring_policy": "drop_oldest"}, "ring_policy: must be 'block'"),
         (APPOConfig, [("lr", 1)], "rl_cfg: must be a mapping"),
+        *((SACConfig, {name: 0}, f"{name}: must be an int of at least 1, got 0") for name in
+          ("updates_per_step", "policy_frequency", "env_steps_per_sync", "replay_buffer_n")),
+        *((APPOConfig, {name: 0}, f"{name}: must be an int of at least 1, got 0") for name in
+          ("steps_per_env", "staging", "epochs", "minibatches")),
+        *((APPOConfig, {name: x}, f"{name}: must be above 0 and finite") for x in (0.0, float("inf")) for name in
+          ("lr", "clip", "rho_bar", "c_bar", "max_grad_norm")),
+        (SACConfig, {"learning_starts": -1}, "learning_starts: must be an int of at least 0"),
+        (SACConfig, {"tau": -0.1}, "tau"),
+        (SACConfig, {"lr": "fast"}, "lr: must be a number"),
+        (SACConfig, {"obs_normalization": 1}, "obs_normalization: must be True or False"),
+        (SACConfig, {"save_replay": "yes"}, "save_replay: must be True or False"),
+        (SACConfig, {"hidden": (True,)}, "hidden"),
+        (APPOConfig, {"gamma": 2}, "gamma"),
+        (APPOConfig, {"lam": 1.1}, "lam"),
+        (APPOConfig, {"value_coef": float("inf")}, "value_coef: must be finite"),
+        (APPOConfig, {"sync_collection": "no"}, "sync_collection"),
+        (APPOConfig, {"nan_policy": "ignore"}, "nan_policy"),
     ],
-)
+)  # fmt: skip
 def test_wrong_values_are_named(cls: Any, given: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         read_config(cls, given)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 from gymnasium.vector import AutoresetMode
 from tests.collect.worlds import MODES
 from tests.learners.test_environment import Boxed, Vector, envs, result
+from tests.learners.test_sac_learner import flat
 
 from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvDriver, EnvSpaces
@@ -96,6 +98,15 @@ def test_next_values_are_of_the_true_next_observations(mode: AutoresetMode) -> N
         assert both["dones"].sum() > 2
 
 
+def test_rollouts_stay_in_the_batch_until_they_are_replaced() -> None:
+    rollouts = [
+        {"rewards": torch.full((2, 3), k), "last_obs": torch.full((3, 1), k)} for k in (1.0, 2.0, 3.0)
+    ]
+    batch = joined(rollouts, size=2)
+    assert batch["rewards"][0].tolist() == [3, 3, 3, 2, 2, 2] == batch["last_obs"].flatten().tolist()
+    assert joined(rollouts[:1], size=2)["rewards"].shape == (2, 3)  # what was never filled is no part of it
+
+
 def test_invalid_cells_enter_no_loss() -> None:
     """A cell that is not finite and marked invalid leaves the update as if it were not there."""
     bad = np.float32([[0.1, 0.2], [np.nan, 0.3]])
@@ -138,14 +149,17 @@ def numpy_loss(learner: PPOLearner, data: dict[str, Any]) -> tuple[float, float]
     chosen = logp[np.arange(len(logp)), data["actions"][:, 0].astype(int)]
     ratio = np.exp(chosen - data["log_probs"])
     a = data["advantages"]
-    policy = -np.minimum(ratio * a, np.clip(ratio, 0.8, 1.2) * a).mean()
+    policy = -np.minimum(
+        ratio * a, np.clip(ratio, 1 - learner.config.clip, 1 + learner.config.clip) * a
+    ).mean()
     value = ((net(learner.network.critic, data["obs"])[:, 0] - data["targets"]) ** 2).mean()
     return float(policy), float(value)
 
 
-def test_losses_equal_plain_numpy() -> None:
+@pytest.mark.parametrize("clip", [0.2, 0.05])
+def test_losses_equal_plain_numpy(clip: float) -> None:
     spec = EnvSpaces(4, 0, 1, 3, 0, (), (), (), "int64", "NEXT_STEP")
-    learner = PPOLearner(spec, APPOConfig(hidden=(8,), lr=1e-9), "cpu", seed=2)
+    learner = PPOLearner(spec, APPOConfig(hidden=(8,), lr=1e-9, clip=clip), "cpu", seed=2)
     rng = np.random.default_rng(0)
     data = {
         "obs": rng.normal(size=(32, 4)), "actions": rng.integers(0, 3, (32, 1)), "log_probs": rng.normal(size=32) - 1,
@@ -184,6 +198,65 @@ def test_going_on_from_a_saved_state_is_bit_exact() -> None:
     two.train(slot)
     assert all(torch.equal(a, b) for a, b in zip(one.network.parameters(), two.network.parameters()))
     assert torch.equal(one.generator.get_state(), two.generator.get_state())
+    assert one.update_count == two.update_count
+
+
+def test_a_loaded_state_stays_as_it_was() -> None:
+    """So that it can be loaded again."""
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    one, two = (PPOLearner(spec, APPOConfig(hidden=(4,)), "cpu", seed=s) for s in (1, 2))
+    one.train(stale_rollout(one))
+    state = copy.deepcopy(one.get_state_dict())
+    before = copy.deepcopy(flat(state))
+    two.load_state_dict(state)
+    two.train(stale_rollout(two))
+    after = flat(state)
+    assert all(np.array_equal(before[name], after[name]) for name in before)
+
+
+def test_networks_are_drawn_by_the_seed_and_the_global_generator_is_left_alone() -> None:
+    spec = EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    torch.manual_seed(12345)
+    before = torch.random.get_rng_state()
+    one, two, other = (PPOLearner(spec, APPOConfig(hidden=(4,), lr=0.0125), "cpu", seed=s) for s in (1, 1, 2))
+    a, b, c = (flat(learner.network.state_dict()) for learner in (one, two, other))
+    assert not any(np.array_equal(a[name], c[name]) for name in a if name.endswith("weight"))
+    one.train(stale_rollout(one))
+    two.train(stale_rollout(two))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(np.array_equal(a[name], b[name]) for name in a)  # also what came of them
+    assert one.optimizer.param_groups[0]["lr"] == 0.0125
+
+
+@pytest.mark.parametrize("off_policy", [False, True])
+def test_targets_bootstrap_where_an_episode_timed_out_and_not_where_it_terminated(off_policy: bool) -> None:
+    config = APPOConfig(hidden=(4,), gamma=0.9, rho_bar=0.7, c_bar=0.1)
+    learner = PPOLearner(EnvSpaces(2, 0, 1, 2, 0, (), (), (), "int64", "NEXT_STEP"), config, "cpu", seed=1)
+    rollout = stale_rollout(learner, T=1, n=2)
+    rollout["truncated"] = torch.tensor([[0.0, 1.0]])
+    logp = rollout["log_probs"] + (np.log(0.5) if off_policy else 0.0)  # half as likely now as then
+    targets, _ = learner.targets(rollout, logp)
+    with torch.no_grad():
+        value, last = learner.network.value(rollout["obs"]), learner.network.value(rollout["last_obs"])
+    wanted = rollout["rewards"] + 0.9 * torch.tensor([0.0, 1.0]) * last
+    torch.testing.assert_close(targets, value + (0.5 if off_policy else 0.7) * (wanted - value))
+
+
+def test_each_epoch_takes_all_cells_in_another_order_with_advantages_of_one_scale() -> None:
+    spec = EnvSpaces(2, 3, 1, 2, 0, (), (), (), "int64", "NEXT_STEP")
+    learner = PPOLearner(spec, APPOConfig(epochs=2, minibatches=3, hidden=(4,)), "cpu", seed=1)
+    rollout = stale_rollout(learner)
+    cells = torch.randn((16 * 8, 3), generator=torch.Generator().manual_seed(1))
+    rollout |= {"critic": cells.view(16, 8, 3), "last_critic": cells[:8]}
+    seen: list[Any] = []
+    learner._step = lambda data: (seen.append(data), {"policy": torch.tensor(len(seen))})[1]  # type: ignore[method-assign]
+    assert learner.train(rollout) == {"policy": 3.5}  # the mean of 1 to 6
+    first, second = (torch.cat([data["critic"] for data in part]) for part in (seen[:3], seen[3:]))
+    assert not torch.equal(first, second) and not torch.equal(first, cells)
+    assert sorted(first.tolist()) == sorted(second.tolist()) == sorted(cells.tolist())
+    advantages = torch.cat([data["advantages"] for data in seen[:3]])
+    assert float(advantages.mean()) == pytest.approx(0, abs=1e-5)
+    assert float(advantages.std()) == pytest.approx(1, rel=1e-4)
 
 
 def test_an_iteration_is_epochs_of_minibatches() -> None:

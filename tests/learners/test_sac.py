@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
+import sys
+from contextlib import nullcontext
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -11,9 +14,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from gymnasium.spaces import MultiBinary
 from tests.learners.test_metrics import lane
 from tests.learners.test_sac_learner import flat
-from tests.learners.worlds import own_learner, reach
+from tests.learners.worlds import OwnLearner, own_learner, reach
 
 import recollect as rc
 from recollect.errors import (
@@ -23,6 +27,7 @@ from recollect.errors import (
     DeadlineError,
     EnvContractError,
     FormatError,
+    MissingExtraError,
 )
 from recollect.ipc import memory_budget
 from recollect.ipc.async_runner import RunnerStats
@@ -30,7 +35,7 @@ from recollect.learners import run as run_module
 from recollect.learners import sac as sac_module
 from recollect.learners.checkpoint import load_checkpoint, replay_path
 from recollect.learners.metrics import Merged
-from recollect.learners.sac import OffPolicyRunner, SACRunner
+from recollect.learners.sac import OffPolicyRunner, SACConfig, SACRunner
 
 ROW = {"obs": (2,), "actions": (1,), "rewards": (), "next_obs": (2,), "dones": (), "truncated": ()}
 SMALL = {"batch_size": 16, "hidden": (8,), "learning_starts": 40, "replay_buffer_n": 200}
@@ -68,6 +73,18 @@ def test_two_runs_are_bit_equal(run: Any, tmp_path: Path) -> None:
         one, two = (rc.ReplayBuffer.load_from(replay_path(p / f"model_{k}")) for p in (run[0], tmp_path))  # type: ignore[arg-type]
         assert len(one) == len(two) > 40
         assert all(np.array_equal(one[...][name], two[...][name]) for name in one[...])
+
+
+@pytest.mark.process
+@pytest.mark.timeout(120)
+def test_whoever_packs_the_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
+    for pack in ("learner", "collector"):
+        with runner(cfg={"pack": pack, "env_steps_per_sync": 2}) as r:
+            r.learn(12, 0, tmp_path / pack)
+    a, b = (load_checkpoint(tmp_path / pack / "model_12") for pack in ("learner", "collector"))
+    assert a.pop("config") != b.pop("config")
+    x, y = flat(a), flat(b)
+    assert x.keys() == y.keys() and all(np.array_equal(x[name], y[name]) for name in x)
 
 
 def test_summary_tells_how_it_ended(run: Any) -> None:
@@ -121,6 +138,8 @@ def test_restored_state_is_the_saved_one(run: Any, collectors: int) -> None:
         mine = {name: torch.zeros_like(x) for name, x in r._learner.actor.state_dict().items()}
         r._weights.read_weights_into(mine)
         assert all(torch.equal(x, mine[name]) for name, x in r._learner.actor.state_dict().items())
+        pair = r._learner.obs_normalizer.pair()
+        assert all(np.array_equal(x, y) for x, y in zip(r._stats.latest(), pair))
         rows = r._replay.sample(400, seed=1)
         kept = {tuple(row) for row in saved[...]["obs"].tolist()}
         assert {tuple(row) for row in rows["obs"].tolist()} <= kept
@@ -263,6 +282,49 @@ def test_lines_come_every_tenth_iteration_and_at_the_end(
         assert [p.name for p in tmp_path.iterdir()] == ["model_22"]
 
 
+def test_without_a_word_checkpoints_come_every_fiftieth_iteration_in_logs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Any] = []
+    monkeypatch.chdir(tmp_path)
+    with without_collectors(runner()) as r:
+        r._save = lambda log_dir, iteration: saved.append((log_dir, iteration))
+        r.learn(101)
+    assert saved == [(Path("logs"), k) for k in (50, 100, 101)]
+
+
+def test_going_on_begins_after_the_saved_iteration(tmp_path: Path) -> None:
+    done: list[Any] = []
+    with without_collectors(runner()) as r:
+        r.learn(4, 0, tmp_path / "a")
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        done.append(iteration)
+        return {}
+
+    with without_collectors(runner(), iterate) as r:
+        r._begin = lambda first, resumed: done.append((first, resumed))
+        r.learn(8, 3, tmp_path / "b", resume=tmp_path / "a" / "model_4")
+    assert done == [(5, True), 5, 6, 7, 8]
+    assert sorted(p.name for p in (tmp_path / "b").iterdir()) == ["metrics.jsonl", "model_6", "model_8"]
+
+
+def test_no_name_of_a_checkpoint_begins_no_other_run(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r, pytest.raises(FormatError, match="it is no checkpoint"):
+        r.learn(5, 0, tmp_path, resume="")
+
+
+def test_a_runner_that_is_closed_meanwhile_closes_its_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    closed: list[int] = []
+    sink = SimpleNamespace(write=lambda i, values: None, close=lambda: closed.append(1))
+    monkeypatch.setattr(run_module, "open_sinks", lambda directory, logger: [sink])
+    with without_collectors(runner()) as r, pytest.raises(ClosedError):
+        r.learn(20, 0, tmp_path, on_metrics=lambda i, values: r.close())
+    assert closed == [1] and r.last_run_summary.status == "error"
+
+
 def test_finish_ends_it_after_one_more_iteration(tmp_path: Path) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
         if iteration == 3:
@@ -270,8 +332,11 @@ def test_finish_ends_it_after_one_more_iteration(tmp_path: Path) -> None:
         assert is_last == (iteration == 4)
         return {}
 
+    stopped: list[int] = []
     with without_collectors(runner(), iterate) as r:
+        r.stop_collectors = lambda: stopped.append(r.last_run_summary.completed_iterations)
         r.learn(1000, 0, tmp_path)
+        assert stopped == [4]
         assert (r.last_run_summary.status, r.last_run_summary.completed_iterations) == ("completed", 4)
     assert load_checkpoint(tmp_path / "model_4")["iteration"] == 4
 
@@ -290,14 +355,15 @@ def test_the_sum_of_a_run_has_the_best_and_the_last_rewards(tmp_path: Path) -> N
             assert summary.best_mean_reward == wanted
 
 
+@pytest.mark.parametrize("error", [CollectorDiedError, DeadlineError])
 def test_a_checkpoint_in_step_is_of_whole_chunks_and_a_dead_collector_does_not_cost_it(
-    tmp_path: Path,
+    error: Any, tmp_path: Path
 ) -> None:
     waited: list[int] = []
 
     def wait() -> None:
         waited.append(1)
-        raise CollectorDiedError("collector 0: must live, got a dead process")
+        raise error("collector 0: must live and make progress, got neither")
 
     for sync in (True, False):
         with runner(cfg={"sync_collection": sync}) as r:
@@ -309,9 +375,23 @@ def test_a_checkpoint_in_step_is_of_whole_chunks_and_a_dead_collector_does_not_c
     assert load_checkpoint(tmp_path / "model_2")["iteration"] == 2
 
 
-def test_a_network_that_the_checkpoint_lacks_is_named() -> None:
+def test_a_checkpoint_tells_what_it_was_made_with(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r:
+        r.learn(1, 0, tmp_path)
+        state = load_checkpoint(tmp_path / "model_1")
+        assert (state["algorithm"], state["seed"]) == ("sac", 3)
+        assert SACConfig(**state["config"]) == r.rl_cfg
+        assert state["spaces"] == {**asdict(r._spaces), "low": [-1.0], "high": [1.0], "action_shape": [1]}
+
+
+def test_a_network_that_the_checkpoint_lacks_or_has_otherwise_is_named() -> None:
+    net = {"w": torch.zeros(1)}
+    wanted = {"actor": net, "critic": net, "update_count": 3}
+    run_module.check_state(wanted, {"actor": net, "critic": net})
     with pytest.raises(FormatError, match="critic: is not in the checkpoint"):
-        run_module.check_state({"critic": {"w": torch.zeros(1)}, "update_count": 3}, {"actor": {}})
+        run_module.check_state(wanted, {"actor": net})
+    with pytest.raises(FormatError, match=r"critic\.w: shape must be"):
+        run_module.check_state(wanted, {"actor": net, "critic": {"w": torch.zeros(2)}})
 
 
 def test_a_replay_that_was_not_saved_is_filled_again_before_the_first_tick() -> None:
@@ -351,6 +431,22 @@ def test_ctrl_c_leaves_a_checkpoint_of_the_last_whole_iteration(tmp_path: Path) 
     assert replay_path(tmp_path / "model_10") is None  # nobody asked for it
 
 
+def test_ctrl_c_in_an_iteration_saves_the_one_before_while_there_are_collectors(tmp_path: Path) -> None:
+    calls: list[Any] = []
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 4:
+            raise KeyboardInterrupt
+        return {}
+
+    r = without_collectors(runner(), iterate)
+    r._save = lambda log_dir, iteration: calls.append(iteration)
+    r.stop_collectors = lambda: calls.append("stopped")
+    with pytest.raises(KeyboardInterrupt):
+        r.learn(1000, 0, tmp_path)
+    assert calls == [3, "stopped"]
+
+
 def test_ctrl_c_after_a_checkpoint_writes_no_other(tmp_path: Path) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
         if iteration == 3:
@@ -363,6 +459,22 @@ def test_ctrl_c_after_a_checkpoint_writes_no_other(tmp_path: Path) -> None:
         with pytest.raises(KeyboardInterrupt):
             r.learn(1000, 2, tmp_path)
     assert saved == [2]
+
+
+def test_ctrl_c_in_a_checkpoint_writes_it_again(tmp_path: Path) -> None:
+    saved: list[int] = []
+
+    def save(log_dir: Path, iteration: int) -> Path:
+        saved.append(iteration)
+        if len(saved) == 1:
+            raise KeyboardInterrupt
+        return log_dir
+
+    r = without_collectors(runner())
+    r._save = save
+    with pytest.raises(KeyboardInterrupt):
+        r.learn(1000, 2, tmp_path)
+    assert saved == [2, 2]
 
 
 def test_ctrl_c_closes_also_when_the_checkpoint_cannot_be_written(
@@ -392,7 +504,7 @@ def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, 
 
     with without_collectors(runner(), iterate) as r:
         r._board_totals = lambda: Merged([lane([], env_steps=100.0)])
-        r.stats = lambda: RunnerStats(1, 2, 2, {}, ())
+        r.stats = lambda: RunnerStats(1, 2, 3, {}, ())
         with pytest.raises(type(raised)):
             r.learn(1000, 2, tmp_path)
         summary = r.last_run_summary
@@ -451,12 +563,21 @@ def test_learns_pendulum(seed: int, tmp_path: Path) -> None:
         ({"replay_buffer_n": 9}, {}, "replay_buffer_n: 9 rows"),
         # a chunk of every lane is left out of what can be drawn from
         ({"replay_buffer_n": 10, "learning_starts": 37}, {"num_collectors": 2}, "replay_buffer_n: 10 rows"),
+        # without a word there is a million in all
+        ({"replay_buffer_n": None, "env_steps_per_sync": 250_000}, {}, "replay_buffer_n: 250000 rows"),
+        ({"replay_buffer_n": None}, {"num_envs": 10**6 + 1}, "replay_buffer_n: 0 rows"),
         ({"batchsize": 1}, {}, "did you mean 'batch_size'"),
     ],
 )
 def test_configurations_that_cannot_be_are_refused(cfg: Any, kwargs: Any, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         runner(cfg=cfg, **kwargs)
+
+
+def test_sac_takes_a_learner_too() -> None:
+    with runner(learner=own_learner) as r:
+        r._make(r._look_at_env())
+        assert isinstance(r._learner, OwnLearner)
 
 
 def test_the_smallest_replay_that_can_be() -> None:
@@ -468,13 +589,32 @@ def test_the_smallest_replay_that_can_be() -> None:
     ("kwargs", "said"),
     [
         ({"max_iterations": 0}, "max_iterations: must be an int of at least 1"),
+        ({"max_iterations": True}, "max_iterations: must be an int"),
+        ({"max_iterations": 2.0}, "max_iterations: must be an int"),
         ({"max_iterations": 5, "save_interval": -1}, "save_interval"),
         ({"max_iterations": 5, "logger": "tb"}, "logger: must be None or one of"),
     ],
 )
 def test_arguments_of_learn_are_checked(kwargs: Any, said: str) -> None:
-    with runner() as r, pytest.raises(ValueError, match=said):
-        r.learn(**kwargs)
+    with runner() as r:
+        with pytest.raises(ValueError, match=said):
+            r.learn(**kwargs)
+        assert r.last_run_summary is None  # nothing was begun
+
+
+def test_a_runner_that_refused_its_arguments_can_still_learn(tmp_path: Path) -> None:
+    with without_collectors(runner()) as r:
+        with pytest.raises(ValueError, match="max_iterations"):
+            r.learn(0, 0, tmp_path)
+        r.learn(1, 0, tmp_path)
+        assert r.last_run_summary.status == "completed"
+
+
+def test_without_torch_it_is_said_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "torch", None)
+    with runner() as r, pytest.raises(MissingExtraError, match=r'pip install "recollect\[torch\]"'):
+        r.learn(5, 0, tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_discrete_actions_are_refused(tmp_path: Path) -> None:
@@ -495,10 +635,17 @@ def test_actions_that_no_bounded_policy_has_are_refused_before_a_learner_is_made
         r.learn(5, 0, tmp_path)
 
 
-def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(tmp_path: Path) -> None:
+@pytest.mark.parametrize("has_none", [True, False])
+def test_normalisation_of_a_learner_without_a_normaliser_is_an_error(has_none: bool, tmp_path: Path) -> None:
+    def factory(*args: Any) -> Any:
+        learner = own_learner(*args)
+        if not has_none:
+            del learner.obs_normalizer
+        return learner
+
     said = "obs_normalization: needs a learner with an obs_normalizer"
     with (
-        runner(OffPolicyRunner, {"obs_normalization": True}, learner=own_learner) as r,
+        runner(OffPolicyRunner, {"obs_normalization": True}, learner=factory) as r,
         pytest.raises(ValueError, match=said),
     ):
         r.learn(5, 0, tmp_path)
@@ -525,37 +672,61 @@ def test_the_pipeline_has_the_runners_seed_and_deadline_and_ends_with_it(pack: s
             packs[2].stats()
 
 
-def test_the_environment_that_was_looked_at_is_closed() -> None:
-    closed: list[int] = []
+@pytest.mark.parametrize("is_usable", [True, False])
+def test_the_environment_that_was_looked_at_is_closed(
+    is_usable: bool,
+) -> None:
+    closed: list[Any] = []
 
     def factory(num_envs: int, sim_backend: str) -> Any:
         env = reach(num_envs, sim_backend)
-        close, env.close = env.close, lambda: (closed.append(num_envs), close())
+        close, env.close = env.close, lambda: (closed.append((num_envs, sim_backend)), close())
+        if not is_usable:
+            env.single_action_space = MultiBinary(2)
         return env
 
-    with SACRunner(factory, {}, SMALL, num_envs=4, device="cpu") as r:
+    wanted: Any = nullcontext() if is_usable else pytest.raises(EnvContractError)
+    with SACRunner(factory, {}, SMALL, num_envs=4, device="cpu", sim_backend="newton") as r, wanted:
         r._look_at_env()
-    assert closed == [1]
+    assert closed == [(1, "newton")]
 
 
-def test_a_run_over_its_share_of_memory_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda estimate, label: said.append(label))
-    with runner() as r:
-        r._make(r._look_at_env())
-    assert said == ["SACRunner"]
+@pytest.mark.parametrize(("collectors", "pack"), [(1, "collector"), (32, "learner")])
+def test_the_budget_counts_what_is_made_and_a_run_over_its_share_is_warned_of(
+    collectors: int, pack: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[Any] = []
+    monkeypatch.setattr(memory_budget, "warn_if_over_budget", lambda *args: said.append(args))
+    cfg = {"pack": pack, "batch_size": 128, "updates_per_step": 3}
+    with runner(cfg=cfg, num_envs=32, num_collectors=collectors) as r:
+        r._make(replace(r._look_at_env(), critic_dim=5))
+        ((estimate, label),) = said
+        assert (estimate["replay_buffer"], estimate["weights"]) == (r._replay.nbytes, r._weights.nbytes)
+        assert "next_critic" in [f.name for f in r._replay.layout.fields]
+        assert len(r._replay.stats().lanes) == len(r._board.read()) == collectors
+        packs = r._make_pipe()
+        if packs is not None:
+            assert packs[2].nbytes == estimate["double_buffer_slots"]
+    assert label == "SACRunner"
 
 
-def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("lanes", "wanted"), [(1, [70_001]), (2, [35_000, 35_001])])
+def test_a_large_replay_comes_back_whole_over_any_number_of_lanes(
+    lanes: int, wanted: list[int], tmp_path: Path
+) -> None:
     n = 70_001
     with rc.ipc.ReplayBuffer(80_000, 2, 1, "numpy") as saved:
         x, no = np.arange(n, dtype=np.float32), np.zeros(n, bool)
         saved.add(np.stack([x, x], 1), x[:, None], x, np.stack([x, x], 1), no, no)
         saved.dumps(tmp_path / "replay")
-    with runner(cfg={"replay_buffer_n": 36_000}, num_envs=4, num_collectors=2) as r:
+    with runner(cfg={"replay_buffer_n": 36_000}, num_envs=4, num_collectors=lanes) as r:
         r._make(r._look_at_env())
         r._restore_replay(tmp_path / "replay")
-        assert [lane.ptr for lane in r._replay.stats().lanes] == [35_000, 35_001]
+        assert [lane.ptr for lane in r._replay.stats().lanes] == wanted
+        r._replay.dumps(tmp_path / "again")
+        with rc.ReplayBuffer.load_from(tmp_path / "again") as again:
+            assert np.array_equal(np.sort(again[...]["rewards"]), x)
+        assert {lane.writer_pid for lane in r._replay.stats().lanes} == {None}  # they are for the collectors
 
 
 def test_filling_in_step_gives_permits_to_who_can_use_them() -> None:
@@ -590,25 +761,28 @@ def test_filling_while_running_free_looks_after_collectors() -> None:
 def test_filling_and_checkpoints_are_no_part_of_the_learners_phases(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    now, lines = [100.0], list[Any]()
+    now, made, lines = [100.0], [0.0], list[Any]()
     monkeypatch.setattr(run_module, "monotonic", lambda: now[0])
     monkeypatch.setattr(run_module, "monotonic_ns", lambda: int(now[0] * 1e9))
 
-    def spend(seconds: float) -> Any:
+    def spend(seconds: float, env_steps: float = 0.0) -> Any:
         now[0] += seconds
+        made[0] += env_steps
         return tmp_path
 
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
-        spend(1.0)
+        spend(1.0, 30.0)
         r._watch.lap("train")
         return {}
 
     with without_collectors(runner(), iterate) as r:
-        r._begin, r._save = lambda first, resumed: spend(50.0), lambda log_dir, iteration: spend(5.0)
+        r._begin, r._save = lambda first, resumed: spend(50.0, 900.0), lambda log_dir, iteration: spend(5.0)
+        r._board_totals = lambda: Merged([lane([], env_steps=made[0])])
         r.learn(20, 10, tmp_path, on_metrics=lambda i, values: lines.append(values))
     assert [line["time/learner_train_ms"] for line in lines] == [1000.0, 1000.0]
     # the first line begins with the first iteration
     assert [line["perf/iter_ms"] for line in lines] == [1000.0, 1500.0]
+    assert [line["perf/steps_per_sec"] for line in lines] == [30.0, 20.0]
 
 
 def test_a_runner_learns_once(run: Any, tmp_path: Path) -> None:

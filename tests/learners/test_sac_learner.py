@@ -58,7 +58,7 @@ def squashed(actor: Any, obs: Any, noise: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("critic_dim", [0, 4])
 def test_losses_equal_plain_numpy(critic_dim: int) -> None:
-    config = SACConfig(hidden=(8, 8), lr=1e-9)
+    config = SACConfig(hidden=(8, 8), lr=1e-9, gamma=0.9)
     learner = SACLearner(spec(critic_dim=critic_dim), config, "cpu", seed=3)
     data = batch(critic_dim=critic_dim)
     x = {name: v.double().numpy() for name, v in data.items()}
@@ -72,7 +72,7 @@ def test_losses_equal_plain_numpy(critic_dim: int) -> None:
         [forward(net, np.concatenate([x[next_state], action], 1))[:, 0] for net in learner.target.nets], 0
     )
     keep = 1 - x["dones"] * (1 - x["truncated"])
-    wanted = x["rewards"] + 0.99 * keep * (q_next - 1.0 * logp)
+    wanted = x["rewards"] + 0.9 * keep * (q_next - 1.0 * logp)
     q = [forward(net, np.concatenate([x[state], unit], 1))[:, 0] for net in learner.critic.nets]
     critic_loss = sum(((found - wanted) ** 2).mean() for found in q)
 
@@ -102,7 +102,10 @@ def test_temperature_rises_when_the_policy_is_too_sure() -> None:
 
 def test_actor_update_moves_no_critic_and_the_target_follows_by_tau() -> None:
     learner = SACLearner(spec(), SACConfig(hidden=(8,), tau=0.25), "cpu", seed=0)
+    first = [p.detach().clone() for p in learner.critic.parameters()]
     learner.update_critic(batch())
+    assert learner.update_count == 1
+    assert all(torch.equal(a, b) for a, b in zip(first, learner.target.parameters()))
     critic = [p.detach().clone() for p in learner.critic.parameters()]
     target = [p.detach().clone() for p in learner.target.parameters()]
     learner.update_actor(batch())
@@ -117,9 +120,9 @@ def test_mask_for_running_timed_out_and_terminated() -> None:
     assert bootstrap_mask(dones, truncated).tolist() == [1, 1, 0]
 
 
-def run(learner: SACLearner, seeds: range) -> None:
+def run(learner: SACLearner, seeds: range, critic_dim: int = 0) -> None:
     for seed in seeds:
-        data = batch(seed=seed)
+        data = batch(seed=seed, critic_dim=critic_dim)
         learner.update_critic(data)
         learner.update_actor(data)
         learner.soft_update_target()
@@ -133,24 +136,43 @@ def flat(state: Any, path: str = "") -> dict[str, Any]:
     return {path: np.asarray(state)}
 
 
+@pytest.mark.parametrize("critic_dim", [0, 4])
 @pytest.mark.parametrize("normalization", [False, True])
-def test_going_on_from_a_saved_state_is_bit_exact(normalization: bool) -> None:
+def test_going_on_from_a_saved_state_is_bit_exact(normalization: bool, critic_dim: int) -> None:
     """Resume ≡ not stopped: weights, targets, moments, temperature, statistics and generator."""
     config = SACConfig(hidden=(8,), obs_normalization=normalization)
-    one = SACLearner(spec(), config, "cpu", seed=1)
-    run(one, range(3))
-    two = SACLearner(spec(), config, "cpu", seed=99)
+    one = SACLearner(spec(critic_dim=critic_dim), config, "cpu", seed=1)
+    run(one, range(3), critic_dim)
+    two = SACLearner(spec(critic_dim=critic_dim), config, "cpu", seed=99)
     from recollect.learners.state_json import Encoder, decode
 
     encoder = Encoder()
     tree = encoder.encode(one.get_state_dict())
     data = np.concatenate([np.frombuffer(block, np.uint8) for block in encoder.blocks])
     two.load_state_dict(decode(tree, data))
-    run(one, range(3, 6))
-    run(two, range(3, 6))
+    run(one, range(3, 6), critic_dim)
+    run(two, range(3, 6), critic_dim)
     a, b = flat(one.get_state_dict()), flat(two.get_state_dict())
     assert a.keys() == b.keys() and len(a) > 30
     assert all(np.array_equal(a[k], b[k]) for k in a)
+
+
+def test_each_leaf_is_normalised_by_what_the_critic_was_trained_on() -> None:
+    learner = SACLearner(spec(critic_dim=4), SACConfig(hidden=(8,), obs_normalization=True), "cpu", seed=1)
+    data = batch(critic_dim=4)
+    data["critic"] = 5 + 3 * data["critic"]
+    learner.update_critic(data)
+    learner.update_actor(data)
+    assert learner.obs_normalizer is not None and learner.obs_normalizer.count == 16  # once for each batch
+    for found, name in zip(learner._inputs(data, "next_"), ("obs", "critic")):
+        mean, std = data[name].mean(0), data[name].std(0, correction=0)
+        torch.testing.assert_close(found, (data[f"next_{name}"] - mean) / (std + 1e-2), rtol=1e-4, atol=1e-4)
+
+
+def test_rates_and_entropy_are_those_of_the_configuration_and_the_actions() -> None:
+    learner = SACLearner(spec(), SACConfig(hidden=(8,), lr=0.0125), "cpu", seed=1)
+    assert [o.param_groups[0]["lr"] for o in learner.optimizers.values()] == [0.0125] * 3
+    assert learner.target_entropy == -2.0
 
 
 def test_statistics_of_blocks_are_those_of_all_rows() -> None:
@@ -162,6 +184,18 @@ def test_statistics_of_blocks_are_those_of_all_rows() -> None:
     found = stats.pair()
     assert found is not None and stats.count == 60
     assert np.allclose(found[0], rows.mean(0), rtol=1e-5) and np.allclose(found[1], rows.std(0), rtol=1e-5)
+
+
+def test_saved_statistics_stay_as_they_were() -> None:
+    stats = RunningStats(2)
+    stats.update(np.float32([[1, 2], [3, 4]]))
+    state = stats.get_state_dict()
+    before = copy.deepcopy(state)
+    stats.update(np.float32([[7, 7]]))
+    again = RunningStats(2)
+    again.load_state_dict(state)
+    again.update(np.float32([[7, 7]]))
+    assert all(np.array_equal(before[name], state[name]) for name in before)
 
 
 def test_a_loaded_state_stays_as_it_was() -> None:
@@ -177,12 +211,16 @@ def test_a_loaded_state_stays_as_it_was() -> None:
     assert all(np.array_equal(before[k], after[k]) for k in before)
 
 
-def test_the_global_generator_is_left_alone() -> None:
-    torch.manual_seed(5)
-    wanted = torch.rand(3)
-    torch.manual_seed(5)
-    run(SACLearner(spec(), SACConfig(hidden=(8,)), "cpu", seed=1), range(2))
-    assert torch.equal(torch.rand(3), wanted)
+def test_networks_are_drawn_by_the_seed_and_the_global_generator_is_left_alone() -> None:
+    torch.manual_seed(12345)
+    before = torch.random.get_rng_state()
+    one, two, other = (SACLearner(spec(), SACConfig(hidden=(8,)), "cpu", seed=s) for s in (1, 1, 2))
+    a, b, c = (flat([x.actor.state_dict(), x.critic.state_dict()]) for x in (one, two, other))
+    assert not any(np.array_equal(a[name], c[name]) for name in a if name.endswith("weight"))
+    run(one, range(2))
+    run(two, range(2))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(np.array_equal(a[name], b[name]) for name in a)  # also what came of them
 
 
 def test_actions_stay_in_their_bounds_and_go_back_to_the_unit() -> None:

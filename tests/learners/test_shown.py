@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
-from tests.learners.test_sac import runner
+import pytest
+from tests.learners.test_sac import runner, without_collectors
 
 from recollect.ipc.async_runner import CollectorStats, RunnerStats
 from recollect.learners.shown import collector_table, light
+from recollect.observe import find_jobs
 
 
 def test_the_facts_of_a_run_name_no_directory_but_the_one_that_was_given() -> None:
@@ -17,6 +20,22 @@ def test_the_facts_of_a_run_name_no_directory_but_the_one_that_was_given() -> No
             "algorithm": "sac", "environment": "reach", "environments": 4, "collectors": 2, "device": "cpu",
             "iterations": 10, "log_dir": "runs/a",
         }  # fmt: skip
+
+
+def test_a_run_is_found_while_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RECOLLECT_RUNTIME_DIR", str(tmp_path / "runtime"))
+    seen: list[Any] = []
+
+    def look(iteration: int, values: Any) -> None:
+        (job,) = find_jobs("train")
+        with job:
+            found = job.snapshot()
+            assert found is not None
+            seen.append((found.title, found.figures["iteration"]))
+
+    with without_collectors(runner()) as it:
+        it.learn(20, 0, tmp_path, on_metrics=look)
+    assert seen == [("sac reach", 10), ("sac reach", 20)] and find_jobs() == []
 
 
 def test_a_dead_collector_is_shown_as_dead() -> None:

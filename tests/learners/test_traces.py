@@ -15,6 +15,7 @@ from recollect.ipc import replay_pipelines
 from recollect.ipc.control import Permit
 from recollect.learners.collectors import collect_rollouts, collect_transitions
 from recollect.learners.episodes import PHASES
+from recollect.observe.trace import TraceRecorder
 
 
 class Recorder:
@@ -121,6 +122,19 @@ def test_phases_of_the_learner(algorithm: str, waits: str, tmp_path: Path) -> No
         assert r.last_run_summary.trace_path == str(path)
     events = [e for e in json.loads(path.read_text())["traceEvents"] if e["ph"] == "X"]
     assert [e["name"] for e in events] == [waits, "learner/train", "weight_sync/write"]
+
+
+def test_a_recorder_that_is_given_records_the_run_and_ends_with_it(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        r._watch.lap("train")
+        return {}
+
+    with test_sac.without_collectors(test_sac.runner(), iterate) as r:
+        r.learn(1, 0, tmp_path, trace=TraceRecorder(path))
+        assert r.last_run_summary.trace_path == str(path)
+    assert "learner/train" in [e["name"] for e in json.loads(path.read_text())["traceEvents"]]
 
 
 def test_without_a_trace_there_is_none(tmp_path: Path) -> None:

@@ -168,7 +168,5 @@ class APPORunner(ReferenceRunner):
         return found
 
     def _loss_counts(self) -> tuple[int, int]:
-        if self._ring is None or self._is_closed:
-            return 0, 0
         stats = self._ring.stats()
         return int(stats.dropped + stats.skipped + self._stale), 0

@@ -48,7 +48,7 @@ class PPOLearner:
         steps = 0
         for _ in range(self.config.epochs):
             order = torch.randperm(n, generator=self.generator).to(self.device)
-            for part in order.chunk(min(self.config.minibatches, n)):
+            for part in order.chunk(self.config.minibatches):
                 losses = self._step({name: x[part] for name, x in data.items()})
                 steps += 1
                 for name, loss in losses.items():

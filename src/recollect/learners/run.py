@@ -162,9 +162,8 @@ class ReferenceRunner(AsyncRunner):
 
     def on_interrupt(self) -> None:
         """Write a checkpoint of the last whole iteration."""
-        write, self._checkpoint = self._checkpoint, None
-        if write is not None:
-            write()
+        if self._checkpoint is not None:
+            self._checkpoint()
 
     def _run(
         self, summary: RunSummary, max_iterations: int, save_interval: int, log_dir: Path,
@@ -185,11 +184,11 @@ class ReferenceRunner(AsyncRunner):
                 summary, range(first, max_iterations + 1), save_interval, log_dir, state, sinks, on_metrics
             )
         finally:
-            self._sum_up(summary)
+            if not self._is_closed:  # as `on_metrics` may have; the counts are gone then
+                self._sum_up(summary)
             for sink in sinks:
                 sink.close()
-            is_done = summary.completed_iterations == max_iterations or self._is_finishing
-            if not self._is_closed and is_done:
+            if summary.completed_iterations == max_iterations or self._is_finishing:
                 self.stop_collectors()
 
     def _loop(

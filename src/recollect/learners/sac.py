@@ -51,14 +51,11 @@ class OffPolicyRunner(ReferenceRunner):
             raise ValueError(
                 f"pack: 'collector' needs num_collectors=1, got {self.num_collectors}; use 'learner'"
             )
-        per_env = config.replay_buffer_n or max(1, TOTAL_ROWS // self.num_envs)
+        per_env = config.replay_buffer_n or TOTAL_ROWS // self.num_envs
         self._capacity = per_env * self.num_envs
         self._chunk = config.env_steps_per_sync * self.envs_per_collector
         self._fill = max(config.batch_size, config.learning_starts)
-        if (
-            config.env_steps_per_sync >= per_env
-            or self._fill > self._capacity - self._chunk * self.num_collectors
-        ):
+        if self._fill > self._capacity - self._chunk * self.num_collectors:
             raise ValueError(
                 f"replay_buffer_n: {per_env} rows of each of {self.num_envs} environments must hold more than a chunk "
                 f"of {config.env_steps_per_sync} steps and {self._fill} rows to start with; raise it, or lower "
@@ -175,6 +172,7 @@ class OffPolicyRunner(ReferenceRunner):
         if not is_last:
             self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
             if sync:
+                self._pipe.wait_asked()  # else a packing collector might go on first and pack later rows too
                 self._permit()
         watch.lap("batch")
         losses = self._update(batch)
@@ -220,7 +218,7 @@ class OffPolicyRunner(ReferenceRunner):
         }
 
     def _loss_counts(self) -> tuple[int, int]:
-        return 0, int(self._pipe.stats().misses) if self._pipe is not None and not self._is_closed else 0
+        return 0, int(self._pipe.stats().misses) if self._pipe is not None else 0
 
     def _dump_replay(self) -> Callable[[Path], None] | None:
         wanted = self.rl_cfg.save_replay if self._save_replay is None else self._save_replay

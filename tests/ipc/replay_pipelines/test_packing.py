@@ -7,6 +7,7 @@ import pickle
 import queue
 import threading
 from collections.abc import Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -92,6 +93,53 @@ def test_any_queue_will_do(setting: Setting) -> None:
         told: list[int] = []
         assert serve_pack_requests(buf, request, ready, shared) == 1
         assert told == [1] and len(pipe.sample_large_batch(0, N)["obs"]) == N
+
+
+@pytest.mark.parametrize("end", ["asked", "failed", "closed"])
+def test_who_waits_until_the_collector_was_asked_goes_on_when_it_was_or_never_will_be(
+    end: str, setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    ask, gate = pack[2].ask, threading.Event()
+
+    def late(*args: Any) -> int | None:
+        assert gate.wait(20) and end != "failed"
+        return ask(*args)
+
+    monkeypatch.setattr(pack[2], "ask", late)
+    with packed_by(buf, pack, deadline=60.0) as pipe:
+        pipe.start_prepare(0, N)
+        waiter, closer = threading.Thread(target=pipe.wait_asked), threading.Thread(target=pipe.close)
+        waiter.start()
+        wait_until(lambda: sleeps_in(waiter, "wait_asked"), 10.0)
+        if end == "closed":
+            closer.start()
+            waiter.join(9)  # the packer itself has ten seconds
+            assert not waiter.is_alive()
+        gate.set()
+        waiter.join(20)
+        assert not waiter.is_alive()
+        if end == "asked":
+            assert serve_pack_requests(buf, *pack) == 1  # at once, so before what comes next is added
+        elif end == "failed":
+            with pytest.raises(PrepareError):
+                pipe.wait_ready()
+        else:
+            closer.join(20)
+            with pytest.raises(ClosedError):
+                pipe.wait_asked()
+
+
+def test_nobody_waits_for_a_collector_to_be_asked_where_the_learner_packs() -> None:
+    with buffer(8) as buf, pipeline(buf) as pipe:
+        pipe.wait_asked()  # nothing is pending
+        pipe.start_prepare(0, N, buf.ptr + 1)
+        assert pipe._cold is not None
+        never = SimpleNamespace(get=lambda timeout: pytest.fail("waited"), put=lambda item: None)
+        pipe._cold.asked = never  # type: ignore[assignment]
+        pipe.wait_asked()
+        add(buf, 1)
+        pipe.wait_until_ready(0, N, timeout=20)
 
 
 def test_before_anybody_packs_the_live_writers_are_waited_for(setting: Setting) -> None:

@@ -160,6 +160,18 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._start(tick, min_snapshot_ptr, headroom)
             return True
 
+    def wait_asked(self) -> None:
+        """Wait until the collector that packs what is pending can know of it; nothing to wait for if none does.
+
+        What the collector adds after its next `serve_pack_requests` is then no part of the snapshot.
+        """
+        with self._lock:
+            self._check_open()
+            job = None if self._packs_here else self._cold
+        if job is not None:
+            with suppress(queue.Empty):  # whoever takes the tick hears that it is late
+                job.asked.get(timeout=self.deadline)
+
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
         """Whether the data of this tick is there, hot or cold, its copy finished. Never waits."""
         with self._lock:
@@ -239,6 +251,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         with self._lock:
             self._closed = True
             if self._cold is not None:
+                self._cold.asked.put(None)
                 self._cold.done.put(None)
         with self._closing:
             if not self._is_ended:

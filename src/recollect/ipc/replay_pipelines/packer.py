@@ -24,7 +24,10 @@ _AS_THEMSELVES = (PeerDiedError, DeadlineError, EmptyError, ClosedError)
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """One tick on its way. The packer writes it until `state` leaves PENDING, and then puts something into `done`."""
+    """One tick on its way. The packer writes it until `state` leaves PENDING, and then puts something into `done`.
+
+    Something is in `asked` once the collector that packs it can know of it, or never will.
+    """
 
     tick: int
     seed: int
@@ -36,6 +39,7 @@ class Job:
     end: float = 0.0
     state: str = PENDING
     done: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
+    asked: queue.SimpleQueue[None] = field(default_factory=queue.SimpleQueue)
     error: BaseException | None = None
     metadata: ReplayTickMetadata | None = None
     redrawn: int = 0
@@ -123,6 +127,7 @@ class Packer:
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in the learner's thread is no failure of the tick
         finally:
+            job.asked.put(None)
             job.done.put(None)
 
     def _finish(self, job: Job, packed: Packed) -> None:
@@ -189,6 +194,7 @@ class Packer:
         while (number := slots.ask(job.seed, job.headroom, job.floor, job.slot)) is None:
             self._wait_for_bell(job, ready)  # a collector still packs what was given up before
         request.put(number)
+        job.asked.put(None)
         while (state := slots.claim()[1]) not in (DONE, FAILED):
             if self._collector_is_gone() and slots.take_over(number):
                 self.takeovers += 1
