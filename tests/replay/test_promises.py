@@ -282,6 +282,18 @@ def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None
         assert buffer.get_segments() == [(0, 1), (1, 2), (2, 4), (4, 6)]
 
 
+@EVERY
+def test_an_appended_sample_has_a_generation_of_its_own(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=4) as buffer:
+        for i in range(4):
+            buffer.append(sample(i))
+        where = buffer.locate(...)
+        assert buffer.storage.get([0, 3])["x"].tolist() == [0, 3], "by the numbers of their rows"
+        for i in range(4, 6):
+            buffer.append(sample(i))
+        assert buffer.is_current(where).tolist() == [False, False, True, True]
+
+
 def test_an_unbounded_buffer_keeps_its_row_numbers_as_it_grows() -> None:
     with create("memory", directory="", capacity=None, maintain_segment_metadata=True) as buffer:
         for first in range(0, 5_000, 1_000):  # past the first chunks of rows
