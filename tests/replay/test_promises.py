@@ -283,6 +283,22 @@ def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None
 
 
 @EVERY
+def test_clear_counts_what_it_takes_and_ends_the_open_segment(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=8, maintain_segment_metadata=True) as buffer:
+        for i in range(3):
+            buffer.append(sample(i))
+        (ended,) = set(buffer.locate(...).segment.tolist())
+        buffer.clear()
+        stats = buffer.stats()
+        assert (stats.offered, stats.live, stats.evicted, stats.removed) == (3, 0, 0, 3)
+        assert buffer.open_segment is None and buffer.get_segments() == [] and buffer.offset == 0
+        buffer.append(sample(7))
+        assert buffer.open_segment == (0, 1)
+        place = buffer.locate(...)
+        assert place.step.tolist() == [0] and place.segment.tolist() != [ended], "a segment of its own"
+
+
+@EVERY
 def test_an_appended_sample_has_a_generation_of_its_own(kind: str, tmp_path: Path) -> None:
     with create(kind, directory=tmp_path, capacity=4) as buffer:
         for i in range(4):
