@@ -283,6 +283,13 @@ def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None
 
 
 @EVERY
+def test_steps_count_what_of_a_block_was_never_stored(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=4, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block(list(range(6))), ends=np.arange(6) == 2)
+        assert numbers(buffer) == [2, 3, 4, 5] and buffer.locate(...).step.tolist() == [2, 0, 1, 2]
+
+
+@EVERY
 def test_clear_counts_what_it_takes_and_ends_the_open_segment(kind: str, tmp_path: Path) -> None:
     with create(kind, directory=tmp_path, capacity=8, maintain_segment_metadata=True) as buffer:
         for i in range(3):
