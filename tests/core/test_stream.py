@@ -65,6 +65,13 @@ def test_every_length_from_every_place_in_a_line(n: int, first: int) -> None:
     np.testing.assert_array_equal(packed(codec, 5000, writes), expected)
 
 
+@pytest.mark.parametrize("size", [1016, 1024, 1032, 5000])
+def test_rows_of_which_few_or_none_fit_where_they_are_put_together(size: int) -> None:
+    codec = byte_codec([size])
+    writes = [(random_blocks([size], 20, 0), None)]
+    np.testing.assert_array_equal(packed(codec, 30, writes), in_place(codec, 30, writes))
+
+
 def test_large_blocks_on_several_threads() -> None:
     codec = byte_codec([192, 256])
     n = 3 * (1 << 20) // codec.row_nbytes

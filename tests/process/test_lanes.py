@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.process import rows
+from tests.process.killing import in_child
 from tests.timing import Stopwatch
 
 import recollect as rc
@@ -134,6 +135,17 @@ def test_every_lane_taken_is_said_with_the_pid() -> None:
         assert buffer[...]["number"].tolist() == [0, 1]
         os.close(ready)
         os.close(told)
+
+
+def test_who_closes_without_having_written_leaves_the_lanes_of_others() -> None:
+    def refused() -> None:
+        with pytest.raises(rc.LaneBusyError, match=str(os.getppid())):
+            buffer.append(rows.row(0, 1))
+
+    with shared(1) as buffer:
+        buffer.append(rows.row(0, 0))
+        in_child(buffer.close)
+        in_child(refused)
 
 
 def test_index_order_is_lane_by_lane() -> None:

@@ -226,6 +226,23 @@ def test_a_waiter_hears_of_the_writers_death() -> None:
             os.close(fd)
 
 
+def test_a_waiter_hears_of_the_owners_death_if_nobody_writes() -> None:
+    made: list[Latest] = []
+
+    def begin() -> str:
+        made.append(make())
+        return made[0].name
+
+    child = Actor(begin=begin)
+    with Latest.attach(child.do("begin")) as box:
+        assert not box.wait_newer(0, 0.15)  # alive, and looked at
+        child.kill()
+        start = Stopwatch()
+        with pytest.raises(rc.PeerDiedError, match=f"owner: process {child.pid} is gone"):
+            box.wait_newer(0, LONG)
+        assert start.s < 1.0
+
+
 # -- killed at every step
 
 

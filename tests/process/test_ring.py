@@ -11,6 +11,7 @@ import sys
 import threading
 import time
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -58,9 +59,9 @@ class TestBeforeSleeping:
 
     def test_a_reader_looks_again(self) -> None:
         with Ring.create(SLOT, 2) as ring:
-            with at_every_moment(lambda: ring.available() or put(ring, 7)) as passed:
+            with at_every_moment(lambda: len(passed) == 2 and put(ring, 7)) as passed:
                 assert get(ring) == 7
-            assert len(passed) == 2, "before it sleeps, and before it takes what it found"
+            assert len(passed) == 4, "it looks, is about to sleep, looks again, is about to take"
 
     def test_a_writer_looks_again(self) -> None:
         with Ring.create(SLOT, 2) as ring:
@@ -73,7 +74,25 @@ class TestBeforeSleeping:
 
 
 class TestTheOldest:
-    """Between finding the oldest value and taking it the other side may come."""
+    """Whatever the other side does while it is looked for, and between finding and taking it."""
+
+    def test_is_found_though_younger_ones_come_where_is_still_to_be_looked(self) -> None:
+        with Ring.create(SLOT, 3) as ring:
+            with at_moment(0, lambda: (put(ring, 1), put(ring, 2))) as meanwhile:
+                assert get(ring) == 1
+            assert meanwhile.happened and get(ring) == 2
+
+    def test_is_that_of_all_lanes(self) -> None:
+        with Ring.create(SLOT, 3, 2) as ring, ring.on_lane(0) as first, ring.on_lane(1) as second:
+            for n, lane in enumerate((second, second, first, second, first)):
+                put(lane, n)
+            taken = []
+            for _ in range(5):
+                it = ring.take(0.0)
+                taken.append((it.sequence, int(it.values["n"])))
+                ring.release()
+            assert [n for _, n in taken] == [0, 1, 2, 3, 4]
+            assert all(before < after for (before, _), (after, _) in pairwise(taken))
 
     def test_is_dropped_before_it_is_taken(self) -> None:
         for n in range(100):
@@ -82,18 +101,19 @@ class TestTheOldest:
                 put(ring, 2)
                 with at_moment(n, lambda: put(ring, 3)) as meanwhile:
                     found = [get(ring), get(ring)]
-                assert found == ([2, 3] if n == 0 else [1, 2]), "in order"
+                assert found == ([2, 3] if n < 2 else [1, 2]), "in order"
                 s = ring.stats()
                 assert s.written == s.delivered + s.dropped + s.available
             if not meanwhile.happened:
                 break
-        assert n == 2
+        assert n == 4
 
-    def test_is_taken_before_it_is_dropped(self) -> None:
+    @pytest.mark.parametrize("n", [0, 1], ids=["while it is looked for", "when it was found"])
+    def test_is_taken_before_it_is_dropped(self, n: int) -> None:
         with Ring.create(SLOT, 2, policy="drop_oldest") as ring:
             put(ring, 1)
             put(ring, 2)
-            with at_moment(0, lambda: ring.take(5.0)) as meanwhile:
+            with at_moment(n, lambda: ring.take(5.0)) as meanwhile:
                 put(ring, 3)
             assert meanwhile.happened and [get(ring), get(ring)] == [1, 3]
             s = ring.stats()
@@ -201,6 +221,7 @@ class TestRoles:
             child.do("put", 1)
             assert child.do("take") == 1
             child.do("end")  # the process lives on
+            assert ring.wait(0.0)
             put(lane, 2)
             assert [get(ring), get(ring)] == [1, 2]  # also what it took and did not release
             child.kill()
@@ -338,26 +359,26 @@ class TestWaits:
             child.kill()
 
     @pytest.mark.parametrize("by", ["work", "cleanup", "close"])
-    @pytest.mark.parametrize("who", ["reader", "writer"])
+    @pytest.mark.parametrize("who", ["reader", "reader of that lane", "writer"])
     def test_wakes_who_says_that_it_waits(self, who: str, by: str) -> None:
         """The sleeper here has nothing but the wake-up: it does not look again every 100 ms as a wait does."""
         ring = Ring.create(SLOT, 2)
         with ring.on_lane(0) as lane:
             put(lane, 1)
             ring.take()
-            mapping, at = ring._open().mapping, shared.WORDS_AT + {"reader": 64, "writer": 200}[who]
+            mapping, at = ring._open().mapping, shared.WORDS_AT + (200 if who == "writer" else 64)
             word = mapping.load(at) & 0xFFFFFFFF  # above it in ring.hpp: who waits
-            mapping.store(at, word | 1 << 32)
+            mapping.store(at, word | (2 if who == "reader of that lane" else 1) << 32)
             sleeper = asleep_at(mapping, at)
             if by == "cleanup":
                 ring.cleanup()
             elif by == "close":
                 lane.close()  # then nobody in this process uses the ring
                 ring.close()
-            elif who == "reader":
-                put(lane, 2)
-            else:
+            elif who == "writer":
                 ring.release()
+            else:
+                put(lane, 2)
             sleeper.join(5)
             assert not sleeper.is_alive()
             del mapping, sleeper

@@ -120,7 +120,7 @@ def test_killed_while_taking_over(policy: str) -> None:
         n = 0
         for step in steps():
             for again in steps():
-                with make(policy, 2, 4) as ring:
+                with make(policy, 2, 5 if policy == "block" else 4) as ring:
                     killed = killed_at(step, lambda: first(ring))
                     died = killed and killed_at(again, lambda: second(ring))
                     n += died
@@ -144,5 +144,9 @@ def test_killed_while_taking_over(policy: str) -> None:
         ring.claim(0.0)
         ring.release_lane()
 
+    def another_put(ring: Ring) -> None:
+        put(ring, range(11, 12))
+
     assert both(one_put, come_and_go) > 10
+    assert both(one_put, another_put) > 10
     assert both(lambda ring: read(ring, 1), lambda ring: read(ring, 1)) > 10

@@ -282,6 +282,41 @@ def test_lanes_are_equal_rings_in_index_order(kind: str, tmp_path: Path) -> None
         assert buffer.get_segments() == [(0, 1), (1, 2), (2, 4), (4, 6)]
 
 
+@EVERY
+def test_steps_count_what_of_a_block_was_never_stored(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=4, maintain_segment_metadata=True) as buffer:
+        buffer.extend(block(list(range(6))), ends=np.arange(6) == 2)
+        assert numbers(buffer) == [2, 3, 4, 5] and buffer.locate(...).step.tolist() == [2, 0, 1, 2]
+
+
+@EVERY
+def test_clear_counts_what_it_takes_and_ends_the_open_segment(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=8, maintain_segment_metadata=True) as buffer:
+        for i in range(3):
+            buffer.append(sample(i))
+        (ended,) = set(buffer.locate(...).segment.tolist())
+        buffer.clear()
+        stats = buffer.stats()
+        assert (stats.offered, stats.live, stats.evicted, stats.removed) == (3, 0, 0, 3)
+        assert buffer.open_segment is None and buffer.get_segments() == [] and buffer.offset == 0
+        buffer.append(sample(7))
+        assert buffer.open_segment == (0, 1)
+        place = buffer.locate(...)
+        assert place.step.tolist() == [0] and place.segment.tolist() != [ended], "a segment of its own"
+
+
+@EVERY
+def test_an_appended_sample_has_a_generation_of_its_own(kind: str, tmp_path: Path) -> None:
+    with create(kind, directory=tmp_path, capacity=4) as buffer:
+        for i in range(4):
+            buffer.append(sample(i))
+        where = buffer.locate(...)
+        assert buffer.storage.get([0, 3])["x"].tolist() == [0, 3], "by the numbers of their rows"
+        for i in range(4, 6):
+            buffer.append(sample(i))
+        assert buffer.is_current(where).tolist() == [False, False, True, True]
+
+
 def test_an_unbounded_buffer_keeps_its_row_numbers_as_it_grows() -> None:
     with create("memory", directory="", capacity=None, maintain_segment_metadata=True) as buffer:
         for first in range(0, 5_000, 1_000):  # past the first chunks of rows

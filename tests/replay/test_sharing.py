@@ -243,6 +243,18 @@ def test_what_a_thread_had_locked_when_it_was_forked_does_not_hold_up_a_child() 
         assert n == len(ended) >= 4
 
 
+def test_rows_that_another_process_made_room_for_are_read(tmp_path: Path) -> None:
+    """A file without bound grows by pieces; a reader has mapped none of those that came later."""
+    with (
+        create("memmap", directory=tmp_path, capacity=None, multiprocessing=True) as buffer,
+        Peer(FORK, buffer) as peer,
+    ):
+        for first in range(0, 6_000, 1_500):
+            peer.do(append_all, list(range(first, first + 1_500)))
+            assert numbers(buffer) == list(range(first + 1_500))
+            assert buffer.storage.get([first])["x"].tolist() == [first]
+
+
 def test_edits_reach_lanes_that_nobody_holds() -> None:
     with create("shared", directory="", capacity=8, num_lanes=2, multiprocessing=True) as buffer:
         buffer.append(sample(1))

@@ -156,6 +156,39 @@ def test_the_array_that_a_view_took_the_place_of_is_not_written(sampler: rc.Batc
     np.testing.assert_array_equal(mine, before)
 
 
+ONE_ARRAY: dict[str, Callable[[Any], Any]] = {
+    "the batch": lambda b: b,
+    "a view": lambda b: b[2:5],
+    "a weak reference": weakref.ref,
+}
+
+
+@pytest.fixture(params=[rc.StepSampler, rc.PrioritizedSampler])
+def of_one_array(request: pytest.FixtureRequest) -> Any:
+    buf = rc.ReplayBuffer.create(rc.MemoryStorage, ((3,), "float32"), capacity=1000)
+    buf.extend(np.repeat(np.arange(1000)[:, None], 3, 1).astype("float32"))
+    return request.param(buf, 16, seed=0)
+
+
+def test_a_dropped_batch_that_is_one_array_is_filled_again_too(of_one_array: Any) -> None:
+    first = of_one_array.sample().ctypes.data
+    assert all(of_one_array.sample().ctypes.data == first for _ in range(5))
+
+
+@pytest.mark.parametrize("keep", ONE_ARRAY.values(), ids=ONE_ARRAY)
+def test_a_batch_that_is_one_array_never_changes_either(
+    of_one_array: Any, keep: Callable[[Any], Any]
+) -> None:
+    sampler = of_one_array
+    kept = keep(sampler.sample())
+    before = contents(kept)
+    seen = [sampler.sample() for _ in range(4)]
+    for old, new in zip(before, contents(kept)):
+        np.testing.assert_array_equal(old, new)
+    assert len({a.ctypes.data for a in seen}) == 4, "each is another"
+    assert len({tuple(a[:, 0].tolist()) for a in seen}) == 4
+
+
 def test_labels_that_somebody_has_never_change() -> None:
     buf = rc.ReplayBuffer.create(rc.MemoryStorage, {"x": ((), "int64")}, capacity=100)
     buf.extend({"x": np.arange(100)})

@@ -52,14 +52,15 @@ class Recycled {
     }
 
     bool is_free(const Kept& kept, npy_intp n) const {
-        if (kept.n != n || Py_REFCNT(kept.batch.ptr()) != 1 || !codec_.is_built_of(kept.batch.ptr(), kept.arrays.data())) return false;
+        if (kept.n != n || !codec_.is_built_of(kept.batch.ptr(), kept.arrays.data())) return false;
         for (size_t k = 0; k < codec_.size(); ++k)
             if (!is_free(kept, k)) return false;
         return true;
     }
     bool is_free(const Kept& kept, size_t k) const {
         PyObject* array = kept.arrays[k].ptr();
-        return Py_REFCNT(array) == 2 /* the batch's and ours */ && data(kept.arrays[k]) == kept.leaves[k] &&
+        // Two have it: the batch, which may be the array itself, and we.
+        return Py_REFCNT(array) == 2 && data(kept.arrays[k]) == kept.leaves[k] &&
                !reinterpret_cast<PyArrayObject_fields*>(array)->weakreflist && codec_.can_fill(k, array, kept.n);
     }
 

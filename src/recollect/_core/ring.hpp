@@ -196,7 +196,7 @@ class Ring {
         const double end = monotonic_s() + timeout_s;
         if (is_closed()) return kClosedNow;
         return wait(head_->data, head_->waiting, k < 0 ? 1 : uint32_t(k) + 2, end,
-                    [&] { return oldest(k).slot >= 0; }, [&] { return writers_dead(k); });
+                    [&] { return any_ready(k); }, [&] { return writers_dead(k); });
     }
 
     void release_reader() {
@@ -401,7 +401,7 @@ class Ring {
                 return reading_ = s;
             }
             const int64_t waited = wait(head_->data, head_->waiting, k < 0 ? 1 : uint32_t(k) + 2, end,
-                                        [&] { return oldest(k).slot >= 0; }, [&] { return writers_dead(k); });
+                                        [&] { return any_ready(k); }, [&] { return writers_dead(k); });
             if (waited < 0) return waited;
         }
     }
@@ -450,11 +450,17 @@ class Ring {
             const uint64_t before = total_written(first, last);
             Found found{-1, ~uint64_t(0)};
             for (size_t s = first * n_slots; s < last * n_slots; ++s) {
+                if (s > first * n_slots) moment();
                 const uint64_t w = slots_[s].state.load(std::memory_order_acquire);
                 if (state_of(w) == kReady && w < found.word) found = {int64_t(s), w};
             }
             if (found.slot < 0 || total_written(first, last) == before) return found;
         }
+    }
+    bool any_ready(int64_t k) const {
+        for (size_t i = k < 0 ? 0 : size_t(k); i < (k < 0 ? n_lanes : size_t(k) + 1); ++i)
+            if (count(i, kReady)) return true;
+        return false;
     }
     uint64_t total_written(size_t first, size_t last) const {
         uint64_t n = 0;
