@@ -64,6 +64,14 @@ def bury(made: Crew, member: Any, clock: Clock) -> float | None:
     return delay
 
 
+def a_report() -> ExceptionWrapper:
+    """What a collector tells of its own exception."""
+    try:
+        raise ValueError("the simulator gave up")
+    except ValueError:
+        return ExceptionWrapper("collector 0")
+
+
 class Lingering:
     """The end of a process that has not come."""
 
@@ -81,10 +89,7 @@ def test_a_collector_on_its_way_out_is_not_taken_for_one_that_reported() -> None
     ending = Lingering()
     member = crew.Member(0, Counters(), ending=ending, errors=receive)  # type: ignore[arg-type]
     assert not crew._has_ended(member)
-    try:
-        raise ValueError("the simulator gave up")
-    except ValueError:
-        send.send(ExceptionWrapper("collector 0"))
+    send.send(a_report())
     assert crew._has_ended(member)
     assert ending.waited == [0.0, 0.0, 0.5]  # one that has reported has a moment to exit by itself
     assert member.reported is not None and "gave up" in member.reported.traceback_text
@@ -118,12 +123,16 @@ class TestDelays:
         self, has_rows: bool, clock: Clock
     ) -> None:
         made, member = dying_crew(max_restarts=1, has_rows=has_rows)
-        try:
-            raise ValueError("the simulator gave up")
-        except ValueError:
-            report = ExceptionWrapper("collector 0")
-        made._ended = lambda m: Death(m.lane, 1, report)  # type: ignore[method-assign]
+        made._ended = lambda m: Death(m.lane, 1, a_report())  # type: ignore[method-assign]
         assert bury(made, member, clock) == (0.5 if has_rows else None)
+        made.close()
+
+    def test_one_that_raised_is_dead_whatever_its_exit_code(self, clock: Clock) -> None:
+        """What an environment runs at exit may end the process its own way."""
+        made, member = dying_crew(max_restarts=0)
+        made._ended = lambda m: Death(m.lane, 0, a_report())  # type: ignore[method-assign]
+        assert bury(made, member, clock) is None
+        assert member.death is not None and member.n_deaths == 1
         made.close()
 
     def test_it_is_not_started_before_its_time(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +147,21 @@ class TestDelays:
         assert (member.restarts, member.recent, member.due) == (1, [clock.now], None)
         still.crew.close()
 
+    def test_who_is_due_is_started_though_another_is_dead_for_good(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, n=2)
+        dead, due = still.crew.members
+        still.crew.start()
+        still.crew._bury(due)
+        still.crew._max_restarts = 0
+        still.crew._bury(dead)
+        clock.now += 1.0
+        with pytest.raises(rc.CollectorDiedError, match="collector 0"):
+            still.crew.check()
+        assert due.is_running and not dead.is_running
+        still.crew.close()
+
     def test_one_killed_before_its_first_row_is_started_again(self, clock: Clock) -> None:
         """Only an exception of its own would come again."""
         made, member = dying_crew(max_restarts=1, has_rows=False)
@@ -150,6 +174,7 @@ class Still:
 
     pid, exitcode = 0, -signal.SIGKILL
     fails_at = 0
+    is_closed = False
     masks: ClassVar[list[set[signal.Signals]]] = []
 
     def __init__(self, args: Any, **kwargs: Any) -> None:
@@ -162,7 +187,8 @@ class Still:
 
     def join(self, timeout: float) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Noted(Lingering):
@@ -274,6 +300,19 @@ class TestEnding:
         waits = [x for x in still.events if isinstance(x, float)]
         assert first is not second and waits == [10.0, 5.0, 5.0, 2.5, 5.0, 2.5]
 
+    @pytest.mark.parametrize("exitcode", [1, None])
+    def test_a_process_is_given_up_once_it_has_ended(
+        self, exitcode: int | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that even SIGKILL did not end in time has to stay."""
+        still = StillCrew(monkeypatch, exitcode=exitcode)
+        still.crew.start()
+        (member,) = still.crew.members
+        process = member.process
+        still.crew._bury(member)
+        assert not member.is_running and process.is_closed is (exitcode is not None)
+        still.crew.close()
+
     @pytest.mark.parametrize("fails_at", [0, 1])
     def test_the_learner_keeps_no_end_of_its_collectors(
         self, fails_at: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -332,6 +371,16 @@ def test_a_restarted_collector_has_ten_times_the_deadline_again(monkeypatch: pyt
     still.crew.check()
     now += 2 * 10**9
     with pytest.raises(rc.DeadlineError, match="within 600 s"):
+        still.crew.check()
+    still.crew.close()
+
+
+def test_one_that_never_beat_is_silent_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    still, now = StillCrew(monkeypatch), [monotonic_ns()]
+    monkeypatch.setattr(crew, "monotonic_ns", lambda: now[0])
+    still.crew.start()
+    now[0] += 601 * 10**9
+    with pytest.raises(rc.DeadlineError, match="its last beat was 601.0 s ago"):
         still.crew.check()
     still.crew.close()
 
