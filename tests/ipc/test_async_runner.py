@@ -557,6 +557,14 @@ class TestClose:
         assert order == ["collectors", "d for all", "c", "b", "a"]
         assert caught.value.__notes__ == ["and while closing: OSError('disk b is full')"]
 
+    def test_from_within_itself_it_does_nothing(self) -> None:
+        """A resource that ends its runner is closed before those that it uses."""
+        it, order = runner(), list[str]()
+        it.own(SimpleNamespace(close=lambda: order.append("first")))
+        it.own(SimpleNamespace(close=lambda: (it.close(), order.append("second"))))
+        it.close()
+        assert order == ["second", "first"]
+
     def test_resources_are_closed_also_when_ctrl_c_comes_meanwhile(self) -> None:
         def hurry() -> None:
             raise KeyboardInterrupt
@@ -799,6 +807,33 @@ class TestCounters:
         assert not thread.is_alive()
         if how == "stop":
             assert found == [None if who == "collector" else "closed"]
+        control.close()
+
+    @pytest.mark.parametrize("who", ["collector", "learner"])
+    def test_what_comes_between_a_look_and_a_sleep_is_not_slept_through(
+        self, who: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        control, looks = Control.create(1), list[int]()
+        if who == "learner":
+            control.grant(0, 1, 1)
+            assert control.take(0, 1.0, lambda: None)
+
+        def clock() -> float:
+            """What it looks at last before it sleeps."""
+            looks.append(1)
+            if len(looks) == 2 and who == "collector":
+                control.grant(0, 1, 1)
+            elif len(looks) == 2:
+                control.finish(0)
+            return monotonic()
+
+        monkeypatch.setattr(control_module, "LOOK_S", 30.0)
+        monkeypatch.setattr(control_module, "monotonic", clock)
+        if who == "collector":
+            assert control.take(0, 20.0, lambda: None)
+        else:
+            control.wait_for(lambda: control.has_done(0), lambda: None, 20.0, "permits")
+        assert len(looks) == 2
         control.close()
 
     @pytest.mark.parametrize("what", ["taken", "wanted"])
