@@ -237,6 +237,16 @@ def test_two_slots_alternate_and_the_hot_one_does_not_change_while_the_next_is_p
         assert stats.wait_us == waited > 0 and stats.pack_us > 0 and stats.copy_us == 0
 
 
+def test_a_tick_is_started_once() -> None:
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        pipe.sample_large_batch(0, N)
+        assert not pipe.start_prepare(0, N)  # hot
+        assert pipe.start_prepare(1, N)
+        assert not pipe.start_prepare(1, N)  # pending, or ready
+        assert not pipe.start_prepare(0, N)
+        assert pipe.stats().started == 2
+
+
 def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """It would only wait for the packer's thread: two wake-ups saved."""
     real, threads = packing.pack, list[int]()
