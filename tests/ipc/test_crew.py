@@ -308,10 +308,33 @@ class TestEnding:
         still = StillCrew(monkeypatch, exitcode=exitcode)
         still.crew.start()
         (member,) = still.crew.members
-        process = member.process
+        process, alive, errors = member.process, member.alive, member.errors
         still.crew._bury(member)
         assert not member.is_running and process.is_closed is (exitcode is not None)
+        assert alive.closed and errors is not None and errors._connection.closed
         still.crew.close()
+
+    def test_a_group_is_killed_while_its_number_is_still_its_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once the leader is reaped, another process may get it."""
+        still = StillCrew(monkeypatch)
+        still.process.join = lambda self, timeout: still.events.append("reaped")
+        still.crew.start()
+        still.crew._bury(still.crew.members[0])
+        assert still.events == [signal.SIGKILL, "reaped"]
+        still.crew.close()
+
+    @pytest.mark.parametrize("exitcode", [0, -signal.SIGTERM])
+    def test_what_one_reported_while_it_was_ended_is_told(
+        self, exitcode: int, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        still = StillCrew(monkeypatch, exitcode=exitcode)
+        still.crew.start()
+        (member,) = still.crew.members
+        member.reported = a_report()
+        still.crew.close()
+        assert member.n_deaths == 1 and "the simulator gave up" in caplog.text
 
     @pytest.mark.parametrize("fails_at", [0, 1])
     def test_the_learner_keeps_no_end_of_its_collectors(
@@ -340,15 +363,21 @@ class TestEnding:
         made.close()
         assert made.check() is False
 
-    @pytest.mark.parametrize("leads", [True, False])
-    def test_signals_go_to_the_group(self, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Unless it does not lead one yet: that would be the learner's."""
+    @pytest.mark.parametrize("leads", [True, False, None])
+    def test_signals_go_to_the_group(self, leads: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless it does not lead one yet: that would be the learner's. One that is gone may have left a group."""
         sent: list[Any] = []
-        monkeypatch.setattr(os, "getpgid", lambda pid: pid if leads else pid - 1)
+
+        def group_of(pid: int) -> int:
+            if leads is None:
+                raise ProcessLookupError
+            return pid if leads else pid - 1
+
+        monkeypatch.setattr(os, "getpgid", group_of)
         for name in ("kill", "killpg"):
             monkeypatch.setattr(os, name, lambda pid, number, name=name: sent.append((name, pid, number)))
         crew.kill_group(7, signal.SIGTERM)
-        assert sent == [("killpg" if leads else "kill", 7, signal.SIGTERM)]
+        assert sent == [("kill" if leads is False else "killpg", 7, signal.SIGTERM)]
 
 
 def test_ctrl_c_is_held_back_while_a_collector_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -400,7 +429,7 @@ class TestWork:
     def test_running_free_it_always_has(self, now: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         still = StillCrew(monkeypatch)
         still.crew.start()
-        assert still.crew.control.take(0, 0.0, lambda: None) is None  # it has asked, and nobody gives permits
+        assert still.crew.control.take(0, 0.0) is None  # it has asked, and nobody gives permits
         now[0] += self.LIMIT_NS + 1
         with pytest.raises(rc.DeadlineError, match="collector 0"):
             still.crew.check()
@@ -413,14 +442,14 @@ class TestWork:
         still.crew.start()
         words = still.crew.control
         still.crew.grant(1, 1)
-        assert words.take(0, 0.0, lambda: None)
+        assert words.take(0, 0.0)
         words.finish(0)
         now[0] += 2 * self.LIMIT_NS
         still.crew.check()  # it waits for leave to go on
         still.crew.grant(2, 1)
         now[0] += self.LIMIT_NS
         still.crew.check()
-        assert words.take(0, 0.0, lambda: None)
+        assert words.take(0, 0.0)
         now[0] += self.LIMIT_NS
         still.crew.check()
         now[0] += 1
@@ -444,7 +473,7 @@ def test_a_lane_that_died_with_its_permit_counts_as_done(monkeypatch: pytest.Mon
     still.crew.start()
     still.crew.grant(1, 1)
     control, dead = still.crew.control, still.crew.members[0]
-    assert control.take(1, 1.0, lambda: None)
+    assert control.take(1, 1.0)
     control.finish(1)
     assert not still.crew.all_live(control.has_done)
     still.crew._bury(dead)
@@ -469,6 +498,16 @@ class TestCores:
             assert torch.get_num_threads() == 8 - 2 * 3
             assert [say.hear() for _ in range(4)] == [3, 3, 3, 3]
         assert torch.get_num_threads() == before
+
+    def test_the_learner_has_one_core_at_least(
+        self, no_crew: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[int] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(torch, "set_num_threads", told.append)
+        with runner(num_collectors=2, collector_threads=3) as it:
+            it.start_collectors(crews.raise_at_once, {})
+            assert told == [1]
 
     @pytest.mark.parametrize("first", ["cuda", "xpu", "mps", "cpu"])
     def test_the_first_device_that_exists(self, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -515,6 +554,17 @@ class TestCores:
                 it.start_collectors(crews.raise_at_once, {})
             assert len(to_do) == 1 == len(no_crew)
         assert not to_do
+
+    def test_a_start_that_failed_may_be_repeated(
+        self, no_crew: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with runner() as it:
+            with monkeypatch.context() as patch:
+                patch.setattr(async_runner.Crew, "start", lambda self: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    it.start_collectors(crews.raise_at_once, {})
+            it.start_collectors(crews.raise_at_once, {})
+        assert len(no_crew) == 2
 
 
 @pytest.fixture
