@@ -138,6 +138,14 @@ def test_a_closed_object_is_an_error_unless_it_is_time_to_stop(
             work(closed)
 
 
+def test_a_look_from_a_wait_ends_it_when_it_is_time_to_stop_and_is_progress(control: Control) -> None:
+    ctx = CollectorContext(job(), cast(Any, None), control, cast(Any, None))
+    assert ctx.look() is True and control.times_ns(0)[0] > 0
+    control.stop()
+    with pytest.raises(rc.ClosedError, match="is stopping"):
+        ctx.look()
+
+
 def test_without_a_timeout_a_permit_is_waited_for_as_long_as_the_runner_says() -> None:
     words = SimpleNamespace(finish=lambda lane: None, take=lambda lane, seconds, on_take: seconds)
     ctx = CollectorContext(job(), cast(Any, None), cast(Any, words), cast(Any, None))

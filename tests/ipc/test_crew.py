@@ -228,17 +228,30 @@ class StillCrew:
 
 
 class TestEnding:
+    @pytest.mark.parametrize("exitcode", [0, -signal.SIGTERM, -signal.SIGKILL])
     def test_ten_seconds_then_sigterm_then_five_then_sigkill(
-        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, exitcode: int, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        still = StillCrew(monkeypatch)
+        still = StillCrew(monkeypatch, exitcode=exitcode)
         still.crew.start()
-        still.crew.close()
+        for _ in range(2):  # the second time there is nothing to do
+            still.crew.close()
         assert still.crew.members[0].n_deaths == 0 and not caplog.records  # it did not die: it was ended
         with pytest.raises(rc.ClosedError):
             still.crew.members[0].counters.read()  # their memory is given back
+        with pytest.raises(RuntimeError, match="control: was closed"):
+            _ = still.crew.control.name
         # the last one is for what it may have started
         assert still.events == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0, signal.SIGKILL]
+
+    def test_who_has_returned_is_neither_waited_for_nor_signalled(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, n=2)
+        still.crew.start()
+        monkeypatch.setattr(still.crew.members[0].ending, "wait", lambda timeout_s: True)
+        still.crew.close()
+        assert still.events[:5] == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0]  # each once
 
     def test_an_end_is_seen_whoever_holds_what_the_process_had(self) -> None:
         """What an environment forked has the end of every pipe of its collector."""

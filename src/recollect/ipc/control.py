@@ -106,7 +106,7 @@ class Control:
     def join(self, lane: int) -> None:
         """A new collector of this lane: it owes nothing, and joins at the first permit after it is ready."""
         granted = self._load(lane, _GRANTED)
-        for word, value in ((_READY, 0), (_TAKEN, granted), (_DONE, granted), (_TOUCHED_NS, 0)):
+        for word, value in ((_READY, 0), (_TAKEN, granted), (_DONE, granted)):
             self._words.store(self._at(lane, word), value)
 
     def grant(self, lane: int, version: int, steps: int) -> None:

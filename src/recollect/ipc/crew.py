@@ -322,7 +322,6 @@ class Crew:
                 m.n_deaths += 1
         m.last = m.counters.read()
         m.counters.cleanup()
-        m.due = None
         if death is not None and not told:
             m.is_told = True
             _log.error("collector %d died: %s", m.lane, death.report)

@@ -676,6 +676,7 @@ def test_a_forgotten_pipeline_ends_its_thread() -> None:
         pipe = pipeline(buf)
         pipe.sample_large_batch(0, N)
         thread = pipe._packer._thread
+        assert thread.daemon  # the end of an interpreter does not wait for it
         del pipe
         thread.join(10)
         assert not thread.is_alive()
