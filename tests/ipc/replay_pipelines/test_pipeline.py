@@ -7,7 +7,8 @@ import inspect
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -775,6 +776,20 @@ def test_packing_and_copying_share_one_deadline(packed_s: float, monkeypatch: py
             pipe.wait_until_ready(0, N, timeout=5.0)
         assert left == ([17.0, 17.0, 2.0] if packed_s < 5 else [0.0, 0.0, 0.0])
         assert waits == [None, None, 5.0]  # None: a tick that fails at the same moment says why
+
+
+def test_a_tick_that_fails_at_its_deadline_has_a_moment_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, waits = packer.Job(0, 0, 0, 0, 0, 20.0, None, end=120.0), list[float]()
+
+    def get(timeout: float) -> None:
+        waits.append(timeout)
+        job.state = packer.READY
+
+    job.done = cast(Any, SimpleNamespace(get=get))
+    monkeypatch.setattr(cpu_pinned_double_buffer, "monotonic", lambda: 100.0)
+    with buffer(4) as buf, pipeline(buf) as pipe, pipe._lock:
+        assert pipe._wait(job, None)
+    assert waits == [20.25]
 
 
 def test_collectors_write_while_ticks_go_by() -> None:
