@@ -787,12 +787,16 @@ class TestCounters:
         assert seen == [False] and control.has_taken(0)
         control.close()
 
-    def test_a_new_collector_of_a_lane_owes_nothing(self) -> None:
+    @pytest.mark.parametrize("taken", [True, False])
+    def test_a_new_collector_of_a_lane_owes_nothing(self, taken: bool) -> None:
         control = Control.create(1)
         control.grant(0, 1, 1)
-        assert control.take(0, 1.0) and not control.has_done(0)
+        if taken:
+            assert control.take(0, 1.0)
+        assert not control.has_done(0)
         control.join(0)
         assert control.has_taken(0) and control.has_done(0) and not control.is_ready(0)
+        assert control.take(0, 0.0) is None  # the permit was another's
         control.close()
 
     @pytest.mark.parametrize("how", ["permit", "stop"])
