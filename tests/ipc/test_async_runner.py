@@ -42,6 +42,13 @@ def look(it: rc.ipc.AsyncRunner, timeout_s: float = 30.0) -> None:
     wait_until(lambda: False, timeout_s, it.check_collectors)
 
 
+def replace_words(control: Control, **instead: Any) -> None:
+    """Have some calls of a control's shared words answered by the test."""
+    names = ("load", "store", "add", "wake", "wait")
+    calls = {name: getattr(control._words, name) for name in names} | instead
+    control._words = cast(Any, SimpleNamespace(**calls))
+
+
 class TestStarting:
     def test_each_collector_knows_who_it_is_and_leads_a_group(self) -> None:
         with runner(num_envs=6, num_collectors=2, seed=5) as it:
@@ -439,7 +446,7 @@ class TestPermits:
             it.grant_permits(1)
             with pytest.raises(rc.DeadlineError, match="permits: taken"):
                 it.grant_permits(2, timeout=0.0)
-            assert words.take(0, 0.0, lambda: None) == Permit(1, 1, 1)
+            assert words.take(0, 0.0) == Permit(1, 1, 1)
             it.grant_permits(2, timeout=0.0)
 
     def test_without_a_timeout_the_learner_waits_longer_than_any_collector_may_take(self) -> None:
@@ -557,6 +564,14 @@ class TestClose:
         assert order == ["collectors", "d for all", "c", "b", "a"]
         assert caught.value.__notes__ == ["and while closing: OSError('disk b is full')"]
 
+    def test_from_within_itself_it_does_nothing(self) -> None:
+        """A resource that ends its runner is closed before those that it uses."""
+        it, order = runner(), list[str]()
+        it.own(SimpleNamespace(close=lambda: order.append("first")))
+        it.own(SimpleNamespace(close=lambda: (it.close(), order.append("second"))))
+        it.close()
+        assert order == ["second", "first"]
+
     def test_resources_are_closed_also_when_ctrl_c_comes_meanwhile(self) -> None:
         def hurry() -> None:
             raise KeyboardInterrupt
@@ -586,7 +601,7 @@ class TestClose:
         with caplog.at_level(logging.ERROR, "recollect"):
             it.close()
             it.close()
-        assert [("SIGSEGV" in r.message) for r in caplog.records] == [True]
+        assert [("SIGSEGV" in r.message) for r in caplog.records] == [True] and it.stats().deaths == 1
 
     def test_ctrl_c_saves_closes_and_goes_on(self) -> None:
         it = runner()
@@ -738,30 +753,50 @@ class TestCounters:
 
     def test_a_permit_is_taken_once(self) -> None:
         control = Control.create(1)
-        assert control.take(0, 0.0, lambda: pytest.fail("it waited")) is None
+        assert control.take(0, 0.0) is None
         control.grant(0, 7, 3)
         assert not control.has_taken(0)
-        permit = control.take(0, 1.0, lambda: None)
+        permit = control.take(0, 1.0)
         assert permit is not None and (permit.number, permit.version, permit.steps) == (1, 7, 3)
         assert control.has_taken(0) and not control.has_done(0)
-        assert control.take(0, 0.0, lambda: None) is None
+        assert control.take(0, 0.0) is None
         control.finish(0)
         assert control.has_done(0)
+        control.close()
+
+    def test_a_permit_is_not_seen_before_it_is_whole(self) -> None:
+        control, seen = Control.create(1), list[Permit | None]()
+        real = control._words
+
+        def add(at: int, n: int) -> int:
+            before = real.add(at, n)
+            if not seen:
+                seen.append(None)
+                seen.append(control.take(0, 0.0))
+            return before
+
+        replace_words(control, add=add)
+        control.grant(0, 7, 3)
+        assert seen == [None, Permit(1, 7, 3)]
         control.close()
 
     def test_weights_are_read_before_the_learner_sees_the_permit_taken(self) -> None:
         control, seen = Control.create(1), list[bool]()
         control.grant(0, 7, 3)
-        assert control.take(0, 1.0, lambda: None, lambda permit: seen.append(control.has_taken(0)))
+        assert control.take(0, 1.0, lambda permit: seen.append(control.has_taken(0)))
         assert seen == [False] and control.has_taken(0)
         control.close()
 
-    def test_a_new_collector_of_a_lane_owes_nothing(self) -> None:
+    @pytest.mark.parametrize("taken", [True, False])
+    def test_a_new_collector_of_a_lane_owes_nothing(self, taken: bool) -> None:
         control = Control.create(1)
         control.grant(0, 1, 1)
-        assert control.take(0, 1.0, lambda: None) and not control.has_done(0)
+        if taken:
+            assert control.take(0, 1.0)
+        assert not control.has_done(0)
         control.join(0)
         assert control.has_taken(0) and control.has_done(0) and not control.is_ready(0)
+        assert control.take(0, 0.0) is None  # the permit was another's
         control.close()
 
     @pytest.mark.parametrize("how", ["permit", "stop"])
@@ -771,13 +806,13 @@ class TestCounters:
     ) -> None:
         """Not when it would look again anyway."""
         monkeypatch.setattr(control_module, "LOOK_S", 30.0)
-        control, found = Control.create(1), list[Any]()
+        control, found = Control.create(2), list[Any]()
         if who == "learner":
-            control.grant(0, 1, 1)
-            control.take(0, 1.0, lambda: None)
+            control.grant(1, 1, 1)
+            control.take(1, 1.0)
         waits = {
-            "collector": lambda: control.take(0, 30.0, lambda: None),
-            "learner": lambda: control.wait_for(lambda: control.has_done(0), lambda: None, 30.0, "permits"),
+            "collector": lambda: control.take(1, 30.0),
+            "learner": lambda: control.wait_for(lambda: control.has_done(1), lambda: None, 30.0, "permits"),
         }
 
         def wait() -> None:
@@ -792,13 +827,63 @@ class TestCounters:
         if how == "stop":
             control.stop()
         elif who == "collector":
-            control.grant(0, 1, 1)
+            control.grant(1, 1, 1)
         else:
-            control.finish(0)
+            control.finish(1)
         thread.join(10.0)
         assert not thread.is_alive()
         if how == "stop":
             assert found == [None if who == "collector" else "closed"]
+        control.close()
+
+    @pytest.mark.parametrize("who", ["collector", "learner"])
+    def test_what_comes_between_a_look_and_a_sleep_is_not_slept_through(
+        self, who: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        control, looks = Control.create(1), list[int]()
+        if who == "learner":
+            control.grant(0, 1, 1)
+            assert control.take(0, 1.0)
+
+        def clock() -> float:
+            """What it looks at last before it sleeps."""
+            looks.append(1)
+            if len(looks) == 2 and who == "collector":
+                control.grant(0, 1, 1)
+            elif len(looks) == 2:
+                control.finish(0)
+            return monotonic()
+
+        def wait(at: int, seen: int, timeout: float) -> None:
+            assert seen != control._words.load(at), "it sleeps"
+
+        monkeypatch.setattr(control_module, "monotonic", clock)
+        replace_words(control, wait=wait)
+        if who == "collector":
+            assert control.take(0, 20.0)
+        else:
+            control.wait_for(lambda: control.has_done(0), lambda: None, 20.0, "permits")
+        assert len(looks) == 2
+        control.close()
+
+    @pytest.mark.parametrize("who", ["collector", "learner"])
+    def test_who_waits_looks_round_ten_times_a_second(
+        self, who: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        control, now, slept = Control.create(1), [100.0], list[float]()
+
+        def wait(at: int, seen: int, timeout: float) -> None:
+            slept.append(timeout)
+            now[0] += timeout
+
+        monkeypatch.setattr(control_module, "monotonic", lambda: now[0])
+        replace_words(control, wait=wait)
+        if who == "collector":
+            assert control.take(0, 0.25) is None
+        else:
+            with pytest.raises(rc.DeadlineError):
+                control.wait_for(lambda: False, lambda: None, 0.25, "permits")
+        assert slept == pytest.approx([0.1, 0.1, 0.05])
         control.close()
 
     @pytest.mark.parametrize("what", ["taken", "wanted"])
@@ -809,7 +894,7 @@ class TestCounters:
         control = Control.create(1)
         ready = control.is_ready
         if what == "taken":
-            assert control.take(0, 0.0, lambda: None) is None  # it is ready
+            assert control.take(0, 0.0) is None  # it is ready
             control.grant(0, 1, 1)
             ready = control.has_taken
         thread = threading.Thread(
@@ -817,7 +902,7 @@ class TestCounters:
         )
         thread.start()
         wait_until(lambda: sleeps_in(thread, "wait_for"), 10.0)
-        assert (control.take(0, 0.0, lambda: None) is not None) == (what == "taken")
+        assert (control.take(0, 0.0) is not None) == (what == "taken")
         thread.join(10.0)
         assert not thread.is_alive()
         control.close()

@@ -86,6 +86,15 @@ def test_one_that_returns_has_done_its_permit(control: Control, work: Callable[.
     assert control.has_taken(0) and control.has_done(0)
 
 
+def test_torch_that_came_with_the_arguments_is_told_its_threads(
+    control: Control, work: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[Any] = []
+    monkeypatch.setattr(collector, "_set_threads", told.append)
+    work(lambda ctx: told.append("works"))
+    assert told == [1, "works"]
+
+
 def test_it_beats_before_it_begins(work: Callable[..., None]) -> None:
     """So that one that hangs in its first call is seen to."""
     seen: list[Any] = []
@@ -129,8 +138,16 @@ def test_a_closed_object_is_an_error_unless_it_is_time_to_stop(
             work(closed)
 
 
+def test_a_look_from_a_wait_ends_it_when_it_is_time_to_stop_and_is_progress(control: Control) -> None:
+    ctx = CollectorContext(job(), cast(Any, None), control, cast(Any, None))
+    assert ctx.look() is True and control.times_ns(0)[0] > 0
+    control.stop()
+    with pytest.raises(rc.ClosedError, match="is stopping"):
+        ctx.look()
+
+
 def test_without_a_timeout_a_permit_is_waited_for_as_long_as_the_runner_says() -> None:
-    words = SimpleNamespace(finish=lambda lane: None, take=lambda lane, seconds, look, on_take: seconds)
+    words = SimpleNamespace(finish=lambda lane: None, take=lambda lane, seconds, on_take: seconds)
     ctx = CollectorContext(job(), cast(Any, None), cast(Any, words), cast(Any, None))
     assert (ctx.permit(), ctx.permit(0.5)) == (3.0, 0.5)
 

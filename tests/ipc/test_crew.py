@@ -64,6 +64,14 @@ def bury(made: Crew, member: Any, clock: Clock) -> float | None:
     return delay
 
 
+def a_report() -> ExceptionWrapper:
+    """What a collector tells of its own exception."""
+    try:
+        raise ValueError("the simulator gave up")
+    except ValueError:
+        return ExceptionWrapper("collector 0")
+
+
 class Lingering:
     """The end of a process that has not come."""
 
@@ -81,10 +89,7 @@ def test_a_collector_on_its_way_out_is_not_taken_for_one_that_reported() -> None
     ending = Lingering()
     member = crew.Member(0, Counters(), ending=ending, errors=receive)  # type: ignore[arg-type]
     assert not crew._has_ended(member)
-    try:
-        raise ValueError("the simulator gave up")
-    except ValueError:
-        send.send(ExceptionWrapper("collector 0"))
+    send.send(a_report())
     assert crew._has_ended(member)
     assert ending.waited == [0.0, 0.0, 0.5]  # one that has reported has a moment to exit by itself
     assert member.reported is not None and "gave up" in member.reported.traceback_text
@@ -118,12 +123,16 @@ class TestDelays:
         self, has_rows: bool, clock: Clock
     ) -> None:
         made, member = dying_crew(max_restarts=1, has_rows=has_rows)
-        try:
-            raise ValueError("the simulator gave up")
-        except ValueError:
-            report = ExceptionWrapper("collector 0")
-        made._ended = lambda m: Death(m.lane, 1, report)  # type: ignore[method-assign]
+        made._ended = lambda m: Death(m.lane, 1, a_report())  # type: ignore[method-assign]
         assert bury(made, member, clock) == (0.5 if has_rows else None)
+        made.close()
+
+    def test_one_that_raised_is_dead_whatever_its_exit_code(self, clock: Clock) -> None:
+        """What an environment runs at exit may end the process its own way."""
+        made, member = dying_crew(max_restarts=0)
+        made._ended = lambda m: Death(m.lane, 0, a_report())  # type: ignore[method-assign]
+        assert bury(made, member, clock) is None
+        assert member.death is not None and member.n_deaths == 1
         made.close()
 
     def test_it_is_not_started_before_its_time(self, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -138,6 +147,21 @@ class TestDelays:
         assert (member.restarts, member.recent, member.due) == (1, [clock.now], None)
         still.crew.close()
 
+    def test_who_is_due_is_started_though_another_is_dead_for_good(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, n=2)
+        dead, due = still.crew.members
+        still.crew.start()
+        still.crew._bury(due)
+        still.crew._max_restarts = 0
+        still.crew._bury(dead)
+        clock.now += 1.0
+        with pytest.raises(rc.CollectorDiedError, match="collector 0"):
+            still.crew.check()
+        assert due.is_running and not dead.is_running
+        still.crew.close()
+
     def test_one_killed_before_its_first_row_is_started_again(self, clock: Clock) -> None:
         """Only an exception of its own would come again."""
         made, member = dying_crew(max_restarts=1, has_rows=False)
@@ -150,6 +174,7 @@ class Still:
 
     pid, exitcode = 0, -signal.SIGKILL
     fails_at = 0
+    is_closed = False
     masks: ClassVar[list[set[signal.Signals]]] = []
 
     def __init__(self, args: Any, **kwargs: Any) -> None:
@@ -162,7 +187,8 @@ class Still:
 
     def join(self, timeout: float) -> None: ...
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        self.is_closed = True
 
 
 class Noted(Lingering):
@@ -202,17 +228,30 @@ class StillCrew:
 
 
 class TestEnding:
+    @pytest.mark.parametrize("exitcode", [0, -signal.SIGTERM, -signal.SIGKILL])
     def test_ten_seconds_then_sigterm_then_five_then_sigkill(
-        self, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+        self, exitcode: int, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
     ) -> None:
-        still = StillCrew(monkeypatch)
+        still = StillCrew(monkeypatch, exitcode=exitcode)
         still.crew.start()
-        still.crew.close()
+        for _ in range(2):  # the second time there is nothing to do
+            still.crew.close()
         assert still.crew.members[0].n_deaths == 0 and not caplog.records  # it did not die: it was ended
         with pytest.raises(rc.ClosedError):
             still.crew.members[0].counters.read()  # their memory is given back
+        with pytest.raises(RuntimeError, match="control: was closed"):
+            _ = still.crew.control.name
         # the last one is for what it may have started
         assert still.events == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0, signal.SIGKILL]
+
+    def test_who_has_returned_is_neither_waited_for_nor_signalled(
+        self, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        still = StillCrew(monkeypatch, n=2)
+        still.crew.start()
+        monkeypatch.setattr(still.crew.members[0].ending, "wait", lambda timeout_s: True)
+        still.crew.close()
+        assert still.events[:5] == [10.0, signal.SIGTERM, 5.0, signal.SIGKILL, 5.0]  # each once
 
     def test_an_end_is_seen_whoever_holds_what_the_process_had(self) -> None:
         """What an environment forked has the end of every pipe of its collector."""
@@ -274,6 +313,42 @@ class TestEnding:
         waits = [x for x in still.events if isinstance(x, float)]
         assert first is not second and waits == [10.0, 5.0, 5.0, 2.5, 5.0, 2.5]
 
+    @pytest.mark.parametrize("exitcode", [1, None])
+    def test_a_process_is_given_up_once_it_has_ended(
+        self, exitcode: int | None, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """One that even SIGKILL did not end in time has to stay."""
+        still = StillCrew(monkeypatch, exitcode=exitcode)
+        still.crew.start()
+        (member,) = still.crew.members
+        process, alive, errors = member.process, member.alive, member.errors
+        still.crew._bury(member)
+        assert not member.is_running and process.is_closed is (exitcode is not None)
+        assert alive.closed and errors is not None and errors._connection.closed
+        still.crew.close()
+
+    def test_a_group_is_killed_while_its_number_is_still_its_own(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Once the leader is reaped, another process may get it."""
+        still = StillCrew(monkeypatch)
+        still.process.join = lambda self, timeout: still.events.append("reaped")
+        still.crew.start()
+        still.crew._bury(still.crew.members[0])
+        assert still.events == [signal.SIGKILL, "reaped"]
+        still.crew.close()
+
+    @pytest.mark.parametrize("exitcode", [0, -signal.SIGTERM])
+    def test_what_one_reported_while_it_was_ended_is_told(
+        self, exitcode: int, clock: Clock, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    ) -> None:
+        still = StillCrew(monkeypatch, exitcode=exitcode)
+        still.crew.start()
+        (member,) = still.crew.members
+        member.reported = a_report()
+        still.crew.close()
+        assert member.n_deaths == 1 and "the simulator gave up" in caplog.text
+
     @pytest.mark.parametrize("fails_at", [0, 1])
     def test_the_learner_keeps_no_end_of_its_collectors(
         self, fails_at: int, clock: Clock, monkeypatch: pytest.MonkeyPatch
@@ -301,15 +376,21 @@ class TestEnding:
         made.close()
         assert made.check() is False
 
-    @pytest.mark.parametrize("leads", [True, False])
-    def test_signals_go_to_the_group(self, leads: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Unless it does not lead one yet: that would be the learner's."""
+    @pytest.mark.parametrize("leads", [True, False, None])
+    def test_signals_go_to_the_group(self, leads: bool | None, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Unless it does not lead one yet: that would be the learner's. One that is gone may have left a group."""
         sent: list[Any] = []
-        monkeypatch.setattr(os, "getpgid", lambda pid: pid if leads else pid - 1)
+
+        def group_of(pid: int) -> int:
+            if leads is None:
+                raise ProcessLookupError
+            return pid if leads else pid - 1
+
+        monkeypatch.setattr(os, "getpgid", group_of)
         for name in ("kill", "killpg"):
             monkeypatch.setattr(os, name, lambda pid, number, name=name: sent.append((name, pid, number)))
         crew.kill_group(7, signal.SIGTERM)
-        assert sent == [("killpg" if leads else "kill", 7, signal.SIGTERM)]
+        assert sent == [("kill" if leads is False else "killpg", 7, signal.SIGTERM)]
 
 
 def test_ctrl_c_is_held_back_while_a_collector_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,6 +417,16 @@ def test_a_restarted_collector_has_ten_times_the_deadline_again(monkeypatch: pyt
     still.crew.close()
 
 
+def test_one_that_never_beat_is_silent_since_it_was_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    still, now = StillCrew(monkeypatch), [monotonic_ns()]
+    monkeypatch.setattr(crew, "monotonic_ns", lambda: now[0])
+    still.crew.start()
+    now[0] += 601 * 10**9
+    with pytest.raises(rc.DeadlineError, match="its last beat was 601.0 s ago"):
+        still.crew.check()
+    still.crew.close()
+
+
 class TestWork:
     """One that has work and shows no progress is stuck; the limit here is that of a collector without a step."""
 
@@ -351,7 +442,7 @@ class TestWork:
     def test_running_free_it_always_has(self, now: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
         still = StillCrew(monkeypatch)
         still.crew.start()
-        assert still.crew.control.take(0, 0.0, lambda: None) is None  # it has asked, and nobody gives permits
+        assert still.crew.control.take(0, 0.0) is None  # it has asked, and nobody gives permits
         now[0] += self.LIMIT_NS + 1
         with pytest.raises(rc.DeadlineError, match="collector 0"):
             still.crew.check()
@@ -364,14 +455,14 @@ class TestWork:
         still.crew.start()
         words = still.crew.control
         still.crew.grant(1, 1)
-        assert words.take(0, 0.0, lambda: None)
+        assert words.take(0, 0.0)
         words.finish(0)
         now[0] += 2 * self.LIMIT_NS
         still.crew.check()  # it waits for leave to go on
         still.crew.grant(2, 1)
         now[0] += self.LIMIT_NS
         still.crew.check()
-        assert words.take(0, 0.0, lambda: None)
+        assert words.take(0, 0.0)
         now[0] += self.LIMIT_NS
         still.crew.check()
         now[0] += 1
@@ -395,7 +486,7 @@ def test_a_lane_that_died_with_its_permit_counts_as_done(monkeypatch: pytest.Mon
     still.crew.start()
     still.crew.grant(1, 1)
     control, dead = still.crew.control, still.crew.members[0]
-    assert control.take(1, 1.0, lambda: None)
+    assert control.take(1, 1.0)
     control.finish(1)
     assert not still.crew.all_live(control.has_done)
     still.crew._bury(dead)
@@ -420,6 +511,16 @@ class TestCores:
             assert torch.get_num_threads() == 8 - 2 * 3
             assert [say.hear() for _ in range(4)] == [3, 3, 3, 3]
         assert torch.get_num_threads() == before
+
+    def test_the_learner_has_one_core_at_least(
+        self, no_crew: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        told: list[int] = []
+        monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(torch, "set_num_threads", told.append)
+        with runner(num_collectors=2, collector_threads=3) as it:
+            it.start_collectors(crews.raise_at_once, {})
+            assert told == [1]
 
     @pytest.mark.parametrize("first", ["cuda", "xpu", "mps", "cpu"])
     def test_the_first_device_that_exists(self, first: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -466,6 +567,17 @@ class TestCores:
                 it.start_collectors(crews.raise_at_once, {})
             assert len(to_do) == 1 == len(no_crew)
         assert not to_do
+
+    def test_a_start_that_failed_may_be_repeated(
+        self, no_crew: list[Any], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        with runner() as it:
+            with monkeypatch.context() as patch:
+                patch.setattr(async_runner.Crew, "start", lambda self: 1 / 0)
+                with pytest.raises(ZeroDivisionError):
+                    it.start_collectors(crews.raise_at_once, {})
+            it.start_collectors(crews.raise_at_once, {})
+        assert len(no_crew) == 2
 
 
 @pytest.fixture

@@ -112,7 +112,7 @@ class CollectorContext:
         """
         seconds = checked_timeout(timeout, self._deadline)
         self._control.finish(self.lane)
-        return self._control.take(self.lane, seconds, lambda: None, on_take)
+        return self._control.take(self.lane, seconds, on_take)
 
     def look(self) -> bool:
         """What waits on the learner's resources call: ends them when stopping, and shows that it is not stuck."""

@@ -106,7 +106,7 @@ class Control:
     def join(self, lane: int) -> None:
         """A new collector of this lane: it owes nothing, and joins at the first permit after it is ready."""
         granted = self._load(lane, _GRANTED)
-        for word, value in ((_READY, 0), (_TAKEN, granted), (_DONE, granted), (_TOUCHED_NS, 0)):
+        for word, value in ((_READY, 0), (_TAKEN, granted), (_DONE, granted)):
             self._words.store(self._at(lane, word), value)
 
     def grant(self, lane: int, version: int, steps: int) -> None:
@@ -167,11 +167,7 @@ class Control:
             self._change(_NEWS_AT)
 
     def take(
-        self,
-        lane: int,
-        timeout: float,
-        look: Callable[[], object],
-        on_take: Callable[[Permit], object] | None = None,
+        self, lane: int, timeout: float, on_take: Callable[[Permit], object] | None = None
     ) -> Permit | None:
         """Wait for the lane's next permit; None when the time is over or everybody should stop.
 
@@ -196,7 +192,6 @@ class Control:
             if left <= 0:
                 return None
             self._words.wait(self._at(lane, _TURN), seen, min(left, LOOK_S))
-            look()
         return None
 
     def close(self) -> None:

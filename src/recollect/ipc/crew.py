@@ -212,7 +212,6 @@ class Crew:
             m.n_deaths -= 1  # it returned: it has done what it had to
             return
         m.recent = [t for t in m.recent if monotonic() - t < WINDOW_S]
-        m.is_told = False
         if not self._restarts_on_death:
             m.death, m.advice = death, "see its report, or pass restart='on_death'"
         elif death.wrapper is not None and not self._has_started(m):
@@ -323,7 +322,6 @@ class Crew:
                 m.n_deaths += 1
         m.last = m.counters.read()
         m.counters.cleanup()
-        m.due = None
         if death is not None and not told:
             m.is_told = True
             _log.error("collector %d died: %s", m.lane, death.report)

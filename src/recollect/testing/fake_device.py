@@ -155,7 +155,6 @@ class FakeDevice(StreamTransfer):
 
     def close(self) -> None:
         """Run what is queued and raise AssertionError if anything was wrong."""
-        self.finish()
         super().close()
         self.check()
 
@@ -211,7 +210,7 @@ class FakeDevice(StreamTransfer):
                 self.problems.append(
                     f"event {event.name}: {stream.name} waits for it, but it was never recorded"
                 )
-            op = _Op(lambda clock: None, self._queued_by(), event, event.recorded)
+            op = _Op(lambda clock: None, dict(self._host_clock()), event, event.recorded)
             stream.queue.append(op)
             self._run_some()
 
@@ -248,7 +247,7 @@ class FakeDevice(StreamTransfer):
 
     def _queue(self, stream: FakeStream, run: Callable[[Clock], None]) -> None:
         with self._lock:
-            stream.queue.append(_Op(run, self._queued_by()))
+            stream.queue.append(_Op(run, dict(self._host_clock())))
             self._run_some()
 
     def _run_some(self) -> None:
@@ -268,11 +267,6 @@ class FakeDevice(StreamTransfer):
 
     def _host_clock(self) -> Clock:
         return self._host_clocks.setdefault(self._me(), {})
-
-    def _queued_by(self) -> Clock:
-        clock = self._host_clock()
-        self._tick(clock, self._me())
-        return dict(clock)
 
     @staticmethod
     def _tick(clock: Clock, who: object) -> None:

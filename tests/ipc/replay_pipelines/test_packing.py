@@ -8,7 +8,7 @@ import queue
 import threading
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from tests.ipc.crews import sleeps_in, wait_until
@@ -337,6 +337,26 @@ def test_a_bell_rings_once_for_who_has_heard_it(setting: Setting, which: int) ->
         assert bell.get(True, 0.0) > 1
     with pytest.raises(ValueError, match="timeout"):
         bell.get(True, float("inf"))
+
+
+def test_who_waits_at_a_bell_looks_round_ten_times_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, slept = [100.0], list[float]()
+
+    def wait(at: int, seen: int, timeout: float) -> None:
+        slept.append(timeout)
+        now[0] += timeout
+
+    monkeypatch.setattr(slots, "monotonic", lambda: now[0])
+    words = SimpleNamespace(load=lambda at: 0, wait=wait)
+    with pytest.raises(queue.Empty):
+        Bell(cast(Any, SimpleNamespace(mapping=words)), 0).get(True, 0.25)
+    assert slept == pytest.approx([0.1, 0.1, 0.05])
+
+
+def test_a_packer_that_is_to_stop_does_not_wait_for_its_collector(setting: Setting) -> None:
+    _, (_, ready, shared) = setting
+    shared.stop()
+    assert ready.get(True, 0.0)
 
 
 @pytest.mark.parametrize("which", [0, 1])

@@ -7,7 +7,8 @@ import inspect
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -235,6 +236,16 @@ def test_two_slots_alternate_and_the_hot_one_does_not_change_while_the_next_is_p
         stats = pipe.stats()
         assert (stats.ticks, stats.hits, stats.misses, stats.redrawn) == (6, 5, 1, 0)
         assert stats.wait_us == waited > 0 and stats.pack_us > 0 and stats.copy_us == 0
+
+
+def test_a_tick_is_started_once() -> None:
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        pipe.sample_large_batch(0, N)
+        assert not pipe.start_prepare(0, N)  # hot
+        assert pipe.start_prepare(1, N)
+        assert not pipe.start_prepare(1, N)  # pending, or ready
+        assert not pipe.start_prepare(0, N)
+        assert pipe.stats().started == 2
 
 
 def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -666,6 +677,7 @@ def test_a_forgotten_pipeline_ends_its_thread() -> None:
         pipe = pipeline(buf)
         pipe.sample_large_batch(0, N)
         thread = pipe._packer._thread
+        assert thread.daemon  # the end of an interpreter does not wait for it
         del pipe
         thread.join(10)
         assert not thread.is_alive()
@@ -764,6 +776,20 @@ def test_packing_and_copying_share_one_deadline(packed_s: float, monkeypatch: py
             pipe.wait_until_ready(0, N, timeout=5.0)
         assert left == ([17.0, 17.0, 2.0] if packed_s < 5 else [0.0, 0.0, 0.0])
         assert waits == [None, None, 5.0]  # None: a tick that fails at the same moment says why
+
+
+def test_a_tick_that_fails_at_its_deadline_has_a_moment_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    job, waits = packer.Job(0, 0, 0, 0, 0, 20.0, None, end=120.0), list[float]()
+
+    def get(timeout: float) -> None:
+        waits.append(timeout)
+        job.state = packer.READY
+
+    job.done = cast(Any, SimpleNamespace(get=get))
+    monkeypatch.setattr(cpu_pinned_double_buffer, "monotonic", lambda: 100.0)
+    with buffer(4) as buf, pipeline(buf) as pipe, pipe._lock:
+        assert pipe._wait(job, None)
+    assert waits == [20.25]
 
 
 def test_collectors_write_while_ticks_go_by() -> None:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.ipc.crews import wait_until
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 
 from recollect.errors import ClosedError, DeadlineError, PrepareError
@@ -70,6 +71,71 @@ def test_a_fake_device_takes_its_streams_in_random_order(monkeypatch: pytest.Mon
         return tuple(ran)
 
     assert len({order(seed) for seed in range(5)}) == 5
+    assert order(3) == order(3)  # the seed says which
+
+
+def test_on_a_fake_device_what_is_queued_may_run_at_once_and_may_wait() -> None:
+    waiting = set()
+    for seed in range(30):
+        device = FakeDevice(seed)
+        device._queue(device.compute, lambda clock: None)
+        waiting.add(len(device.compute.queue))
+    assert waiting == {0, 1}
+
+
+def test_a_fake_device_that_is_only_asked_gets_on_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    monkeypatch.undo()
+    wait_until(lambda: device.ready_query(0), 20.0)
+    device.close()
+
+
+def copies_first(device: FakeDevice, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing runs by itself, and then the learner's work last, as far as that is legal."""
+    monkeypatch.setattr(device, "_run_some", nothing)
+    monkeypatch.setattr(device._random, "choice", lambda able: able[-1])
+
+
+def test_on_a_fake_device_a_wait_is_for_what_was_recorded_by_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    copies_first(device, monkeypatch)
+    device.wait_current_stream_for_ready(0)
+    device.submit_h2d(0)
+    device.read(device._blocks[0])
+    with pytest.raises(AssertionError, match="device slot 0: read by read 0 while copy 0 may still write it"):
+        device.close()
+
+
+def test_on_a_fake_device_bytes_move_when_the_copy_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    device._host[0][...] = 7  # too late for a pipeline, in time for the copy
+    device.finish()
+    assert (device._blocks[0] == 7).all()
+    device.close()
+
+
+def test_on_a_fake_device_each_thread_waits_for_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    waits = threading.Thread(target=device.synchronize_ready, args=(0, 20.0))
+    waits.start()
+    waits.join(20)
+    device.clear_ready(0)
+    with pytest.raises(
+        AssertionError, match="host slot 0: written by the packer while copy 0 may still use it"
+    ):
+        device.close()
+
+
+def test_a_fake_device_times_only_what_has_passed(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = FakeDevice(0)
+    submitted(device, monkeypatch)
+    device._started[0].elapsed_time(device._copied[0])
+    with pytest.raises(AssertionError, match="event started 0: timed, .*; event copied 0: timed, "):
+        device.close()
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -161,6 +227,16 @@ WRONG: dict[str, tuple[Callable[[FakeDevice, Any], Any], str]] = {
         ),
         "device slot 0: (written by copy 0 while read 0 may still use|read by read 0 while copy 0 may still write) it",
     ),
+    "a device slot written after some of its readers only": (
+        lambda device, block: (
+            device.wait_current_stream_for_ready(0),
+            device.read(block),
+            device.record_release(0),
+            device.read(block),
+            device.submit_h2d(0),
+        ),
+        "device slot 0: (written by copy 0 while read 0 may still use|read by read 0 while copy 0 may still write) it",
+    ),
     "a read before its copy": (
         lambda device, block: device.read(block),
         "device slot 0: (read by read 0 while copy 0 may still write|written by copy 0 while read 0 may still use) it",
@@ -176,12 +252,13 @@ WRONG: dict[str, tuple[Callable[[FakeDevice, Any], Any], str]] = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(10))
 @pytest.mark.parametrize("wrong", WRONG)
 def test_a_fake_device_finds(wrong: str, seed: int) -> None:
     device = FakeDevice(seed)
     device.register_host_slots([np.zeros((2, 4), np.uint8)])
     (block,) = device.allocate_device_slots(1)
+    device.clear_ready(0)
     device.submit_h2d(0)
     do, said = WRONG[wrong]
     do(device, block)
@@ -201,6 +278,34 @@ def test_a_record_at_allocation_is_needed(monkeypatch: pytest.MonkeyPatch) -> No
             AssertionError, match="event released 0: side 1 waits for it, but it was never recorded"
         ):
             ends()
+
+
+def test_a_first_copy_waits_for_what_was_queued_before_its_memory_was_had(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An allocator may give out what queued work still uses."""
+    device, ran = FakeDevice(0), list[str]()
+    copies_first(device, monkeypatch)
+    device._queue(device.compute, lambda clock: ran.append("earlier work"))
+
+    def queue_copy(to: Any, source: Any, stream: FakeStream) -> None:
+        device._queue(stream, lambda clock: ran.append("copy"))
+
+    monkeypatch.setattr(device, "queue_copy", queue_copy)
+    device.register_host_slots([np.zeros((2, 4), np.uint8)])
+    device.allocate_device_slots(1)
+    device.submit_h2d(0)
+    device.close()
+    assert ran == ["earlier work", "copy"]
+
+
+def test_each_tick_is_copied_once() -> None:
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device) as pipe:
+        for t in range(4):
+            pipe.sample_large_batch(t, N)
+            pipe.after_tick()
+        assert [event.recorded for event in device._copied] == [2, 2]
 
 
 # -- one backend

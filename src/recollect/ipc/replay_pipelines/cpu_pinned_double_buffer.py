@@ -183,7 +183,6 @@ class CPUPinnedDoubleBufferReplayPipeline:
         """Wait for whatever is pending; DeadlineError when that takes longer than the deadline."""
         with self._lock:
             self._check_open()
-            self._raise_failed()
             job, start = self._cold, monotonic()
             if job is None:
                 return
