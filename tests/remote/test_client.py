@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import count
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -14,6 +17,7 @@ import numpy as np
 import pytest
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
+from recollect import _core
 from recollect.errors import (
     ClosedError,
     DeadlineError,
@@ -39,11 +43,13 @@ from recollect.remote.messages import (
     Sample,
     Scores,
 )
+from recollect.remote.ranks import HOST
 from recollect.remote.requests import get_metadata
 from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
 TOKEN = b"a token of the tests"
+NOBODY = _core.process_word(os.getpid()) + (1 << 40)  # a process that started at another time
 
 
 @pytest.fixture
@@ -556,7 +562,6 @@ class Blind:
 @pytest.mark.process
 def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
     import multiprocessing
-    import os
     import signal
 
     def manage(end: Any, ready: Any) -> None:
@@ -579,6 +584,35 @@ def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
     assert monotonic() - start < 5.0
     ends[0].close()
     child.close()
+
+
+@pytest.mark.parametrize(
+    ("manager", "is_gone"),
+    [((HOST, NOBODY), True), (("elsewhere", NOBODY), False), ((HOST, 0), False), (None, False)],
+)
+def test_only_a_known_process_of_this_machine_is_looked_at(manager: Any, is_gone: bool) -> None:
+    end = LocalCarrier.group(2)[0]
+    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line.open(Blind(end))
+    line.session.manager = manager
+    with pytest.raises(PeerDiedError, match="rank 1") if is_gone else nullcontext():
+        line.receive(0.0)
+    end.close()
+
+
+@pytest.mark.parametrize("sees_death", [True, False])
+def test_a_wait_is_cut_short_only_to_look_at_a_process(sees_death: bool) -> None:
+    waits: list[float] = []
+
+    def recv(source: int, tag: int, timeout: float) -> Any:
+        waits.append(timeout)
+        raise DeadlineError("nothing")
+
+    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line.open(SimpleNamespace(rank=0, max_frame=1 << 14, sees_death=sees_death, recv=recv))
+    for timeout in (60.0, 0.01):
+        line.receive(timeout)
+    assert waits == [60.0, 0.01] if sees_death else (0.05 < waits[0] < 0.5 and waits[1] == 0.01)
 
 
 def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:
@@ -735,6 +769,28 @@ def test_sends_bytes_and_seconds_are_counted(ends: list[LocalCarrier], manager: 
     )
     assert stats.encode_s > 0 and stats.send_s > 0 and stats.wait_s > 0
     assert (stats.sent, stats.retried, stats.pending) == (2, 0, 0)
+
+
+def test_seconds_to_encode_are_those_of_packing_and_of_framing(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second whenever somebody looks at it."""
+    monkeypatch.setattr("recollect.remote.client.perf_counter", count(0.0).__next__)
+    with client(ends[0], send_every=2) as replay:
+        replay.add(samples([1]))
+        assert replay.stats().encode_s == 1.0
+        replay.add(samples([2]))
+        assert replay.stats().encode_s == 3.0
+
+
+def test_stats_wait_for_a_thread_that_adds(ends: list[LocalCarrier]) -> None:
+    replay = client(ends[0])
+    with ThreadPoolExecutor(1) as beside:
+        with replay._lock:
+            waiting = beside.submit(replay.stats)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.05)
+        assert waiting.result(10.0).offered == 0
 
 
 def test_reasons_of_the_manager_reach_the_worker(ends: list[LocalCarrier]) -> None:
