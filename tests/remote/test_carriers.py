@@ -9,8 +9,10 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -347,3 +349,71 @@ def test_torch_must_be_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_distributed", lambda: made)
     with pytest.raises(RuntimeError, match="init_process_group"):
         TorchCarrier()
+
+
+class Threads(Distributed):
+    """torch.distributed of a group whose ranks are threads of this process."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(socket.gethostname())
+        self.n, self.mine, self.round = n, threading.local(), threading.Barrier(n)
+        self.said: list[Any] = [None] * n
+
+    def get_rank(self, group: Any) -> int:
+        return int(self.mine.rank)
+
+    def get_world_size(self, group: Any) -> int:
+        return self.n
+
+    def all_gather_object(self, out: list[Any], mine: Any, group: Any = None) -> None:
+        self.said[self.mine.rank] = mine
+        self.round.wait(10)
+        out[:] = self.said
+        self.round.wait(10)
+
+    def barrier(self, group: Any = None) -> None:
+        self.round.wait(10)
+
+    def carriers(self, has_made: Callable[[int], None] = lambda rank: None) -> list[Any]:
+        """What each rank made, by rank; `has_made` hears of each at once."""
+
+        def make(rank: int) -> Any:
+            self.mine.rank = rank
+            carrier = TorchCarrier()
+            has_made(rank)
+            return carrier
+
+        with ThreadPoolExecutor(self.n) as pool:
+            return list(pool.map(make, range(self.n)))
+
+
+def test_every_rank_of_a_torch_group_speaks_to_every_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Threads(3)
+    monkeypatch.setattr(torch, "_distributed", lambda: group)
+    carriers = group.carriers()
+    for a, b in permutations(carriers, 2):
+        a.send(b.rank, 0, [bytes([a.rank])])
+    for b in carriers:
+        others = [rank for rank in range(3) if rank != b.rank]
+        assert [b.recv(rank, timeout=10.0)[2][0] for rank in others] == others
+        assert b.alive() == {0, 1, 2} and b.token == carriers[0].token
+    for carrier in carriers:
+        carrier.close()
+
+
+def test_no_rank_of_a_torch_group_has_its_carrier_before_all_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, has_made = Threads(2), threading.Event()
+    monkeypatch.setattr(torch, "_distributed", lambda: group)
+    link, before = torch.TcpCarrier.link, []
+
+    def late(self: Any, addresses: Any) -> None:
+        if self.rank == 1:
+            before.append(has_made.wait(0.2))
+        link(self, addresses)
+
+    monkeypatch.setattr(torch.TcpCarrier, "link", late)
+    for carrier in group.carriers(lambda rank: has_made.set()):
+        carrier.close()
+    assert before == [False] and has_made.is_set()
