@@ -67,6 +67,19 @@ def test_what_waits_when_a_connection_ends_says_why(
             outgoing.is_complete()
 
 
+def test_what_will_never_be_sent_borrows_nothing_any_more(far: tuple[Link, socket.socket]) -> None:
+    link, _ = far
+    block = bytearray(1 << 20)
+    outgoing = Outgoing(CARRIER, 1, 0, [block])
+    link.put(outgoing)
+    with pytest.raises(BufferError):
+        block.clear()
+    link.close()
+    with pytest.raises(PeerDiedError):
+        outgoing.is_complete()
+    block.clear()
+
+
 def test_nothing_is_put_where_nobody_would_send_it(far: tuple[Link, socket.socket]) -> None:
     link, _ = far
     link.close()

@@ -32,7 +32,7 @@ class CarrierContract:
     """
 
     sees_close = True
-    tags = (0, 1, 7)
+    tags = (0, 7, 0xFFFF)
 
     def make(self, n: int) -> list[Any]:
         """Return n connected ends."""
