@@ -18,7 +18,7 @@ from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.carriers.turns import Turns
 from recollect.testing.carrier_contract import SOON, eventually
 
-CARRIER = SimpleNamespace(max_frame=1 << 20, _glance=lambda: None)
+CARRIER = SimpleNamespace(max_frame=1 << 20)
 
 
 def framed(data: bytes, tag: int = 3) -> bytes:
@@ -331,6 +331,7 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
         a._turns.is_led = False
         a._cond.notify_all()
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
+    eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
     a.close()
     b.close()
 
