@@ -157,20 +157,21 @@ def is_closed(sock: socket.socket) -> bool:
 def test_another_group_or_rank_is_not_let_in(ends: list[Any]) -> None:
     a, _ = ends
     a.alive()
-    for greeting in (struct.pack("<16sq", bytes(16), 1), struct.pack("<16sq", a.group_id, 2)):
+    for group, rank in ((bytes(16), 1), (a.group_id, 2), (a.group_id, -1)):
         with socket.socket(socket.AF_UNIX) as rogue:
             rogue.settimeout(SOON)
             rogue.connect(a._address(0))
-            rogue.sendall(greeting)
+            rogue.sendall(struct.pack("<16sq", group, rank))
             assert is_closed(rogue)
     assert a.alive() == {0}
 
 
-def test_another_user_is_not_let_in(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects is of this user; so this end is made to think that it is another's."""
-    a, _ = ends
+    a, b = ends
     a.alive()
-    other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1})
+    b.alive()
+    other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1, "getpid": lambda: -1})
     monkeypatch.setattr(local, "os", other)
     with socket.socket(socket.AF_UNIX) as rogue:
         rogue.settimeout(SOON)
@@ -182,7 +183,15 @@ def test_another_user_is_not_let_in(ends: list[Any], monkeypatch: pytest.MonkeyP
         near, far = socket.socketpair(socket.AF_UNIX)
         with near, far:
             local._check_same_user(near)
-    assert a.alive() == {0}
+    assert a._link_to(1) is None and a.alive() == {0}
+    monkeypatch.undo()
+
+
+def test_an_end_of_this_process_is_never_reached_by_a_socket(ends: list[Any]) -> None:
+    a, b = ends
+    a.alive()
+    b.alive()  # as if it had come after a looked for it
+    assert a._link_to(1) is None and not a._links
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0])
@@ -238,7 +247,8 @@ def test_a_pickled_end_keeps_its_place_and_its_frames() -> None:
     assert (again.rank, again.size, again.max_frame, again.group_id) == (2, 3, 5000, end.group_id)
 
 
-def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any]) -> None:
+@pytest.mark.parametrize("how", ["it speaks", "it is awaited", "it is looked for"])
+def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any], how: str) -> None:
     a, b = ends
     b.send(0, 0, [b"here"], SOON)
     a.recv(1, timeout=SOON)
@@ -246,11 +256,16 @@ def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[An
     assert 1 not in a.alive()
     again = pickle.loads(pickle.dumps(b))
     again.alive()
-    with pytest.raises(DeadlineError):  # it is there, and has not spoken
-        a.recv(1, timeout=0.0)
-    again.send(0, 0, [b"back"], SOON)
-    assert 1 in a.alive() and bytes(a.recv(1, timeout=SOON)[2]) == b"back"
-    assert again.max_frame == b.max_frame
+    if how == "it speaks":
+        again.send(0, 0, [b"back"], SOON)
+    elif how == "it is awaited":
+        with pytest.raises(DeadlineError):  # it is there, and has not spoken
+            a.recv(1, timeout=0.0)
+    else:
+        a.reconnect(1, SOON)
+    assert 1 in a.alive()
+    again.send(0, 0, [b"last"], SOON)
+    assert bytes(a.recv(1, timeout=SOON)[2]) == (b"back" if how == "it speaks" else b"last")
     again.close()
 
 

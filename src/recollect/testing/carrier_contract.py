@@ -185,11 +185,11 @@ class CarrierContract:
             a.recv(timeout=0.1)
         a.close()
 
-    def test_who_spoke_is_alive(self, pair: Any) -> None:
+    def test_who_spoke_and_who_heard_it_are_alive(self, pair: Any) -> None:
         a, b = pair
         a.send(b.rank, 0, [b"hello"], SOON)
         b.recv(timeout=SOON)
-        eventually(lambda: {a.rank, b.rank} <= b.alive())
+        eventually(lambda: {a.rank, b.rank} <= a.alive() & b.alive())
 
     def test_a_peer_that_closes_is_gone(self, pair: Any) -> None:
         if not self.sees_close:
