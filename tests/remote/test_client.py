@@ -282,21 +282,24 @@ def test_no_more_than_a_window_is_outstanding(ends: list[LocalCarrier], silent: 
     assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3]
 
 
-def test_an_add_that_is_given_back_leaves_those_before_it(ends: list[LocalCarrier], silent: Silent) -> None:
+@pytest.mark.parametrize("last", [[3], []])
+def test_an_add_that_is_given_back_leaves_those_before_it(
+    ends: list[LocalCarrier], silent: Silent, last: list[int]
+) -> None:
     replay = client(ends[0], mode="async_comm", window=1, send_every=2, retry_s=5.0, deadline=0.3)
     assert [replay.add(samples([i])) for i in range(3)] == [None] * 3
     with pytest.raises(DeadlineError) as caught:
-        replay.add(samples([3]))
+        replay.add(samples(last))
     assert caught.value.accepted is False and replay.stats().pending == 3
     assert_doors(replay.stats())
     silent.answers = 99
     replay._line._next_retry = 0.0
     replay.deadline = replay._line.deadline = 10.0
     assert (
-        replay.add(samples([3])) is not None and replay.stats().sent == 2
+        replay.add(samples(last)) is not None and replay.stats().sent == 2
     )  # it completes the container again
     replay.close()
-    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3]
+    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, *last]
 
 
 def test_a_sync_add_past_its_deadline_waits_here(ends: list[LocalCarrier], silent: Silent) -> None:
