@@ -108,6 +108,18 @@ def test_indices_and_takes_choose_whole_trajectories(given_: list[int], data: An
         all_of[n]
 
 
+@pytest.mark.parametrize("index", [1, slice(1, 2), [1]])
+def test_what_is_chosen_is_the_callers_own(index: Any) -> None:
+    two = paths([1, 2], [0.0, 1.0], [2, 3])
+    kept = Trajectories.concat([two])
+    found = two[index]
+    for part in (found["steps"], found) if isinstance(found, dict) else (found.steps, found.fields):
+        for leaf in part.values():
+            if isinstance(leaf, np.ndarray):
+                leaf[...] = 0
+    assert_equal(two, kept)
+
+
 @given(lengths.filter(bool), st.integers(0, 3), st.booleans())
 def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool) -> None:
     n = len(given_)
@@ -186,6 +198,15 @@ def test_a_block_of_trajectories_that_does_not_fit_is_refused() -> None:
     bare = item_space(spaces.Dict({"steps": grid()["steps"]}), MAX_LENGTH)
     with pytest.raises(SchemaError, match="goal: is no field"):
         bare.encode(Trajectories(two.steps, two.lengths, goal=np.zeros(2)))
+
+
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with_rewards = paths([1], [0.0], [2])
+    without = Trajectories(with_rewards.steps, with_rewards.lengths, **with_rewards.fields)
+    for parts, text in (([], "got none"), ([with_rewards, without], "all have log_rewards or none")):
+        with pytest.raises(ValueError, match=text):
+            Trajectories.concat(parts)
+    assert Trajectories.concat([without, without]).log_rewards is None
 
 
 def test_parts_join_to_one_container() -> None:
