@@ -216,6 +216,16 @@ def test_who_has_not_come_yet_is_sent_to_without_waiting(ends: list[Any]) -> Non
     eventually(handle.is_complete)
 
 
+def test_who_came_and_went_without_a_word_may_still_come(ends: list[Any]) -> None:
+    a, b = ends
+    a.alive()
+    b.alive()
+    b.close()
+    a.send(1, 3, [b"later"], 0.0)
+    with pickle.loads(pickle.dumps(b)) as again:
+        assert bytes(again.recv(timeout=SOON)[2]) == b"later"
+
+
 def test_between_threads_too_much_waits_at_its_sender(
     ends: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -196,8 +197,12 @@ class CarrierContract:
             pytest.skip("this carrier does not see a peer that closes")
         a, b = pair
         a.send(b.rank, 0, [b"last"], SOON)
-        eventually(lambda: a.rank in b.alive())
-        a.close()
+        with ThreadPoolExecutor(1) as beside:
+            waits = beside.submit(b.recv, a.rank, 7, 6 * SOON)
+            eventually(lambda: a.rank in b.alive())
+            a.close()
+            with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
+                waits.result(SOON)
         eventually(lambda: a.rank not in b.alive(), 1.0)
         assert bytes(b.recv(a.rank, timeout=SOON)[2]) == b"last"
         with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
