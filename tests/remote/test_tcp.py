@@ -244,10 +244,24 @@ def test_nobody_listens() -> None:
         TcpCarrier.join([f"127.0.0.1:{port}"], token=TOKEN, timeout=0.3)
 
 
+@pytest.mark.parametrize("rank", [-1, True, 2**31])
+def test_ranks_are_numbers_that_may_be(server: TcpCarrier, rank: Any) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        TcpCarrier.serve(rank)
+    with pytest.raises(ValueError, match="rank"):
+        TcpCarrier.join([server.address], token=TOKEN, rank=rank)
+
+
 @pytest.mark.parametrize("address", ["here", "host:", "host:99999", "127.0.0.1:x"])
 def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         TcpCarrier.join([address], token=TOKEN, timeout=0.1)
+
+
+@pytest.mark.parametrize("addresses", [[], (), "127.0.0.1:7077"])
+def test_who_joins_is_told_where(addresses: Any) -> None:
+    with pytest.raises(ValueError, match="must be a list of 'host:port'"):
+        TcpCarrier.join(addresses, token=TOKEN, timeout=0.1)
 
 
 @pytest.fixture(scope="module")
