@@ -108,6 +108,26 @@ def test_indices_and_takes_choose_whole_trajectories(given_: list[int], data: An
         all_of[n]
 
 
+def test_no_trajectories_are_some_too() -> None:
+    none = Trajectories({"x": np.zeros((0, 3))}, [])
+    steps, mask = none.to_padded()
+    assert len(none) == 0 and steps["x"].shape == (0, 0, 3) and mask.shape == (0, 0)
+    assert len(Trajectories.from_padded({"x": np.zeros((0, 4, 3))}, [])) == 0
+    assert len(Trajectories.concat([none, none])) == len(none[:]) == 0
+
+
+def test_leaves_may_be_tuples_and_texts() -> None:
+    """A tuple of strings is one leaf, a string for each trajectory."""
+    two = Trajectories({"x": (np.arange(3), np.arange(3) * 2)}, [1, 2], name=("a", "b"), goal=(np.arange(2),))
+    assert two[1]["name"] == "b" and two[1]["goal"] == (1,) and two[1]["steps"]["x"][1].tolist() == [2, 4]
+    turned = Trajectories.concat([two[[1]], two[[0]]])
+    assert turned.fields["name"] == ("b", "a") and turned.fields["goal"][0].tolist() == [1, 0]
+    assert [leaf.tolist() for leaf in turned.steps["x"]] == [[1, 2, 0], [2, 4, 0]]
+    assert two.to_padded()[0]["x"][0].tolist() == [[0, 0], [1, 2]]
+    with pytest.raises(SchemaError, match="name: must have 2 rows, got 1"):
+        Trajectories({"x": np.zeros(2)}, [1, 1], name=("a",))
+
+
 @pytest.mark.parametrize("index", [1, slice(1, 2), [1]])
 def test_what_is_chosen_is_the_callers_own(index: Any) -> None:
     two = paths([1, 2], [0.0, 1.0], [2, 3])
@@ -147,6 +167,11 @@ def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool)
         (lambda: Trajectories({"x": np.zeros(2)}, [[1], [1]]), "1-D"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], goal=np.zeros(3)), "goal"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [1, 2]), "floats"),
+        (lambda: Trajectories({"x": (np.zeros(2), np.zeros(3))}, [1, 1]), "x/1: must have 2 rows, got 3"),
+        (lambda: Trajectories({"x": np.zeros(0)}, [2**31, 1]), "lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros(2)}, [1, 1]), "room for lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros((3, 2))}, [1, 1]), "room for lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros((2, 2))}, [1, 3]), "room for lengths"),
     ],
 )
 def test_trajectories_that_do_not_fit_are_refused(wrong: Any, text: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -121,26 +122,48 @@ class TestContract(CarrierContract):
         return ends(n)
 
 
+class Clock:
+    """A clock that only waiting moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.naps, self.yields = 0.0, [], []
+        monkeypatch.setattr(mpi, "monotonic", lambda: self.now)
+        monkeypatch.setattr(mpi, "sleep", self._nap)
+        monkeypatch.setattr(mpi.os, "sched_yield", self._give_way)
+
+    def _nap(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+    def _give_way(self) -> None:
+        self.yields.append(self.now)
+        self.now += 0.0001
+
+
 def test_a_wait_yields_for_two_milliseconds_and_then_naps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only waiting moves."""
-    now, naps, yields = [0.0], [], []
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        now[0] += seconds
-
-    def give_way() -> None:
-        yields.append(now[0])
-        now[0] += 0.0001
-
     (end,) = ends(1)
-    monkeypatch.setattr(mpi, "monotonic", lambda: now[0])
-    monkeypatch.setattr(mpi, "sleep", nap)
-    monkeypatch.setattr(mpi.os, "sched_yield", give_way)
+    clock = Clock(monkeypatch)
     with pytest.raises(DeadlineError, match=r"tag 3.*rank 0.*0\.1 s"):
         end.recv(0, 3, 0.1)
-    assert yields and max(yields) < 0.002
-    assert naps and max(naps) <= 0.001 and sum(naps) == pytest.approx(0.098, abs=0.001)
+    assert clock.yields and max(clock.yields) < 0.002
+    assert max(clock.naps) <= 0.001 and sum(clock.naps) == pytest.approx(0.098, abs=0.001)
+    assert clock.now == pytest.approx(0.1)  # the last nap ends with the time
+
+
+@pytest.mark.parametrize(("n_looks", "is_done"), [(20, True), (10**9, False)])
+def test_frames_on_their_way_have_a_moment_when_a_carrier_is_closed(
+    monkeypatch: pytest.MonkeyPatch, n_looks: int, is_done: bool
+) -> None:
+    a, _ = ends(2)
+    monkeypatch.setattr(a, "_ensure_flusher", lambda: None)  # so that nobody else looks
+    handle = a.isend(1, 0, [bytes(8192)])
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)  # it was to move on, and did not
+    looks = count()
+    handle._request = Request(lambda: next(looks) > n_looks)
+    clock = Clock(monkeypatch)
+    a.close()
+    assert handle.is_done is is_done and max(clock.naps) <= 0.001 and clock.now <= 2.001
 
 
 def test_a_send_that_nobody_takes_ends_in_a_deadline_that_names_the_rank() -> None:
