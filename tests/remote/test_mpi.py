@@ -236,6 +236,15 @@ def test_after_finalize_nothing_touches_mpi(module: Mpi) -> None:
     a.close()
 
 
+def test_who_was_about_to_look_when_it_was_closed_leaves_mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (end,) = ends(1)
+    looked: list[Any] = []
+    monkeypatch.setattr(end._comm, "Improbe", lambda *args: looked.append(args))
+    assert end._probe(0, 0) is None and len(looked) == 1
+    end.close()
+    assert end._probe(0, 0) is None and len(looked) == 1
+
+
 def test_a_missing_mpi_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     class Package(ModuleType):
         def __getattr__(self, name: str) -> Any:

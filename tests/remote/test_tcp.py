@@ -244,6 +244,46 @@ def test_nobody_listens() -> None:
         TcpCarrier.join([f"127.0.0.1:{port}"], token=TOKEN, timeout=0.3)
 
 
+def test_a_host_that_cannot_be_found_is_looked_for_as_long_as_told(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_found(*args: Any, **kw: Any) -> Any:
+        raise socket.gaierror("name or service not known")
+
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.refuse(worker.rank)
+    eventually(lambda: 0 not in worker.alive())
+    monkeypatch.setattr("socket.create_connection", not_found)
+    with pytest.raises(DeadlineError, match="not known"):
+        TcpCarrier.join(["somewhere:7077"], token=TOKEN, timeout=0.1)
+    with pytest.raises(PeerDiedError, match="not known"):
+        worker.reconnect(0, 0.1)
+    monkeypatch.undo()
+    worker.reconnect(0, SOON)
+    worker.close()
+
+
+def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
+    n = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(AuthError):
+            TcpCarrier.join([server.address], token=b"x" * 16)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= n)
+
+
+def test_others_are_linked_once_and_remembered_for_later(server: TcpCarrier) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with TcpCarrier.join([server.address], token=TOKEN) as worker:
+        link = worker._outward[0]
+        worker.link_others({0: server.address, 5: address}, 0.1)
+        assert worker._outward == {0: link}
+        with TcpCarrier.serve(5, address, token=TOKEN) as later:
+            worker.reconnect(5, SOON)
+            worker.send(5, 0, [b"hello"])
+            assert bytes(later.recv(timeout=SOON)[2]) == b"hello"
+
+
 @pytest.mark.parametrize("rank", [-1, True, 2**31])
 def test_ranks_are_numbers_that_may_be(server: TcpCarrier, rank: Any) -> None:
     with pytest.raises(ValueError, match="rank"):
