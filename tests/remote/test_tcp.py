@@ -175,6 +175,7 @@ def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(serve
     worker._join(server.address, SOON)
     worker.send(0, 0, [b"again"], SOON)
     assert bytes(server.recv(timeout=SOON)[2]) == b"again"
+    assert len(worker._links) == len(server._links) == 1  # in place of the old ones
     worker.close()
 
 
