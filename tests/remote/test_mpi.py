@@ -56,10 +56,13 @@ class Status:
 
 
 class Comm:
-    """One rank's end of a world of lists; a long message leaves when it is received, as MPI's do."""
+    """One rank's end of a world of lists; a long message leaves when it is received, as MPI's do.
 
-    def __init__(self, world: list[list[tuple[int, int, bytes]]], rank: int) -> None:
-        self.world, self.rank = world, rank
+    `own` is the world of its duplicate.
+    """
+
+    def __init__(self, world: list[Any], rank: int, own: list[Any] | None = None) -> None:
+        self.world, self.rank, self.own = world, rank, own
         self.all_came = True
 
     def Get_rank(self) -> int:
@@ -69,7 +72,7 @@ class Comm:
         return len(self.world)
 
     def Idup(self) -> tuple[Comm, Request]:
-        return self, Request(lambda: self.all_came)
+        return Comm(self.own or [[] for _ in self.world], self.rank), Request(lambda: self.all_came)
 
     def Isend(self, message: Any, dest: int, tag: int) -> Request:
         entry = (self.rank, tag, bytes(message[0]))
@@ -111,8 +114,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mpi:
 
 
 def ends(n: int) -> list[MpiCarrier]:
-    world: list[Any] = [[] for _ in range(n)]
-    return [MpiCarrier(Comm(world, rank), max_frame=2 << 20) for rank in range(n)]
+    world, own = ([[] for _ in range(n)] for _ in range(2))
+    world[0].append((0, 0, b"a message of the job"))
+    return [MpiCarrier(Comm(world, rank, own), max_frame=2 << 20) for rank in range(n)]
 
 
 class TestContract(CarrierContract):
@@ -177,6 +181,29 @@ def test_a_send_that_nobody_takes_ends_in_a_deadline_that_names_the_rank() -> No
         b.recv(0, timeout=1.0)
     handle.wait(1.0)
     assert handle.frame is None  # its memory is free
+    a.close()
+    b.close()
+
+
+def test_messages_of_the_job_are_never_seen() -> None:
+    a, b = ends(2)
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)
+    b.send(0, 0, [b"a frame"])
+    assert bytes(a.recv(timeout=1.0)[2]) == b"a frame"
+    a.close()
+    b.close()
+
+
+def test_who_receives_lets_what_it_sends_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = ends(2)
+    monkeypatch.setattr(a, "_ensure_flusher", lambda: None)
+    handle = a.isend(1, 0, [bytes(8192)])
+    b.recv(0, timeout=1.0)
+    assert not handle.is_done
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)
+    assert handle.is_done
     a.close()
     b.close()
 

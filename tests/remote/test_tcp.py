@@ -477,7 +477,14 @@ def hello(magic: bytes = b"RCTC", version: int = 1, nonce: bytes = bytes(32)) ->
 
 
 @pytest.mark.parametrize(
-    "data", [bytes(1 << 16), hello() + bytes(1 << 16), hello(version=2) + bytes(99), hello()[:9]]
+    "data",
+    [
+        bytes(1 << 16),
+        hello() + bytes(1 << 16),
+        hello(version=2) + bytes(99),
+        hello(magic=b"HTTP") + bytes(99),
+        hello()[:9],
+    ],
 )
 def test_of_a_stranger_little_is_read(server: TcpCarrier, data: bytes) -> None:
     stranger = Stranger(data)
