@@ -20,6 +20,9 @@ from recollect.remote.items import item_space
 from recollect.remote.packed import Packed
 
 
+INF = float("inf")
+
+
 def test_an_environment_is_its_transitions() -> None:
     env = gymnasium.make("CartPole-v1")
     assert item_space(env).space == rc.transition_space(env)
@@ -239,6 +242,25 @@ def test_parts_join_to_one_container() -> None:
     parts = [paths([1, 2], [0.0, 1.0], [2, 3]), paths([3], [2.0], [1])]
     whole = items.decode(Packed.concat([items.encode(part) for part in parts]))
     assert_equal(whole, Trajectories.concat(parts))
+
+
+@pytest.mark.parametrize(
+    ("env", "length", "given_"),
+    [(SAMPLE, None, samples([1, 2, 3], [0.5, -INF, 2.0])), (grid(), 5, paths([1, 2, 3], [0.5, -INF, 2.0]))],
+)
+def test_items_keep_their_rewards_and_their_purpose(env: Any, length: int | None, given_: Any) -> None:
+    whole = item_space(env, length).encode(given_)
+    for packed, scoring_only in ((whole, False), (whole.without_steps(), True)):
+        some = packed.take(np.array([2, 0]))
+        both = Packed.concat([some, packed])
+        for one, rewards in (
+            (packed, [0.5, -INF, 2.0]), (some, [2.0, 0.5]), (both, [2.0, 0.5, 0.5, -INF, 2.0])
+        ):  # fmt: skip
+            assert one.log_rewards is not None and one.log_rewards.tolist() == rewards
+            assert one.scoring_only is scoring_only and one.n == len(rewards) == len(one.item_nbytes())
+            assert one.item_nbytes().sum() == one.nbytes
+    only = whole.without_steps()
+    assert len(only.rows) == (0 if length else 3) and (only.first_crc is None) and whole.first_crc is not None
 
 
 # -- spaces that a peer described

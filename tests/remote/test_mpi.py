@@ -19,6 +19,7 @@ from recollect.remote import MpiCarrier
 from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import mpi
 from recollect.testing import CarrierContract
+from recollect.testing.carrier_contract import eventually
 
 
 class Request:
@@ -191,6 +192,15 @@ def test_messages_of_the_job_are_never_seen() -> None:
         a.recv(timeout=0.0)
     b.send(0, 0, [b"a frame"])
     assert bytes(a.recv(timeout=1.0)[2]) == b"a frame"
+    a.close()
+    b.close()
+
+
+def test_a_frame_moves_on_though_nobody_calls() -> None:
+    a, b = ends(2)
+    handle = a.isend(1, 0, [bytes(8192)])
+    b.recv(0, timeout=1.0)
+    eventually(lambda: handle.is_done and a._flusher is None)
     a.close()
     b.close()
 
