@@ -176,6 +176,15 @@ def test_a_manager_started_again_on_its_node_listens_where_it_did(monkeypatch: p
     assert Registry().token() != Registry().token()
 
 
+def test_a_manager_whose_place_is_taken_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_that(monkeypatch, None)
+    with RayCarrier.serve("job", 3) as first, RayCarrier.serve("job", 3) as again:
+        assert again.address != first.address
+        with RayCarrier.join("job", 1, timeout=20.0) as worker:
+            worker.send(3, 0, [b"hello"])
+            assert bytes(again.recv(timeout=10.0)[2]) == b"hello"
+
+
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])
 def test_managers_are_waited_for_a_finite_time(monkeypatch: pytest.MonkeyPatch, timeout: float) -> None:
     ray_that(monkeypatch, None)

@@ -138,6 +138,16 @@ def test_ranks_are_given_or_asked_for_and_never_shared(server: TcpCarrier) -> No
         carrier.close()
 
 
+def test_two_that_join_at_once_are_given_two_ranks(server: TcpCarrier) -> None:
+    given = [server._given(-1, os.urandom(16)) for _ in range(2)]
+    assert len(set(given)) == 2 and server.alive() == {0}  # until they are let in
+
+
+def test_the_rank_of_one_who_left_is_free_at_once(server: TcpCarrier) -> None:
+    for _ in range(3):
+        TcpCarrier.join([server.address], token=TOKEN, rank=1).close()
+
+
 def test_who_has_joined_is_known(server: TcpCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the serving end takes the connection: it does so before the other hears that it joined."""
     add = TcpCarrier._add

@@ -28,7 +28,7 @@ class Packed:
     fields: Array | None = None
     log_rewards: Array | None = None  # float64, the finite ones and -inf
     scoring_only: bool = False
-    rows_crc: int | None = None  # crc32c of the rows, if it is known
+    rows_crc: int | None = None  # crc32c of the rows, the first block, if it is known
 
     def take(self, index: Array) -> Packed:
         """The items at these places, as a copy."""
@@ -53,11 +53,6 @@ class Packed:
         if self.fields is None:
             return [self.rows]
         return [self.rows, self.lengths, self.fields] if self.lengths is not None else [self.fields]
-
-    @property
-    def first_crc(self) -> int | None:
-        """The crc32c of the first block, None if it is not known."""
-        return self.rows_crc if self.fields is None or self.lengths is not None else None
 
     @property
     def nbytes(self) -> int:
