@@ -837,6 +837,21 @@ def test_a_window_is_never_beyond_the_managers(ends: list[LocalCarrier]) -> None
     silent.close()
 
 
+def test_nor_is_it_when_what_waits_is_flushed(ends: list[LocalCarrier]) -> None:
+    silent = Silent(ends[1], limits=Limits(max_window=1))
+    replay = client(ends[0], mode="async_comm", send_every=2, retry_s=5.0, deadline=0.2)
+    assert [replay.add(samples([i])) for i in range(3)] == [None] * 3
+    with pytest.raises(DeadlineError, match="room"):
+        replay.flush()
+    assert [message.seq for message in silent.seen if isinstance(message, Data)] in ([], [1])
+    silent.answers = 99
+    replay._line._next_retry = 0.0
+    replay.deadline = replay._line.deadline = 10.0
+    assert len(replay.flush()) == 2 and silent.fake.buffer[:]["id"].tolist() == [0, 1, 2]
+    replay.close()
+    silent.close()
+
+
 def test_unanswered_adds_of_a_sync_client_are_bounded_too(ends: list[LocalCarrier]) -> None:
     silent = Silent(ends[1], limits=Limits(max_window=1))
     replay = client(ends[0], retry_s=5.0, deadline=0.2)
