@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import multiprocessing
 import os
 import pickle
 import random
@@ -288,6 +289,7 @@ def test_others_are_linked_once_and_remembered_for_later(server: TcpCarrier) -> 
     with TcpCarrier.join([server.address], token=TOKEN) as worker:
         link = worker._outward[0]
         worker.link_others({0: server.address, 5: address}, 0.1)
+        worker.reconnect(0, SOON)  # it is connected
         assert worker._outward == {0: link}
         with TcpCarrier.serve(5, address, token=TOKEN) as later:
             worker.reconnect(5, SOON)
@@ -568,6 +570,31 @@ def test_a_stranger_that_trickles_has_no_more_time(
 def test_a_carrier_belongs_to_its_process(server: TcpCarrier) -> None:
     with pytest.raises(TypeError, match="one process"):
         pickle.dumps(server)
+
+
+def test_a_forked_child_has_no_part_in_its_parents_carrier() -> None:
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    server = TcpCarrier.serve(0, token=TOKEN)
+
+    def be_child() -> None:
+        try:
+            server.alive()
+        except ClosedError:
+            theirs.send("closed")
+        theirs.recv()
+
+    child = fork.Process(target=be_child)
+    child.start()
+    assert ours.poll(SOON) and ours.recv() == "closed"
+    server.close()
+    with TcpCarrier.serve(0, server.address, token=TOKEN) as again:  # the child does not hold the port
+        assert again.address == server.address
+    ours.send("end")
+    child.join(SOON)
+    child.close()
+    ours.close()
+    theirs.close()
 
 
 def test_who_has_to_join_by_itself_is_not_called(server: TcpCarrier) -> None:
