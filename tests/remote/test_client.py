@@ -38,6 +38,7 @@ from recollect.remote.messages import (
     Data,
     Exit,
     GetMetadata,
+    Hello,
     Items,
     Metadata,
     Sample,
@@ -821,6 +822,21 @@ def test_a_container_that_was_refused_says_which_and_is_lost(
         assert replay.stats().lost == 1
         assert_doors(replay.stats())
     assert manager.buffer[:]["id"].tolist() == [1, 3]
+
+
+def test_who_became_another_writer_while_closing_leaves_as_that_one(
+    ends: list[LocalCarrier], silent: Silent
+) -> None:
+    silent.answers = 99
+    replay = client(ends[0], send_every=2)
+    assert [replay.add(samples([i])) is None for i in range(3)] == [True, False, True]
+    forgetful, silent.fake = silent.fake, ReplayBufferManager(PLAIN, 1, None)
+    with pytest.warns(RuntimeWarning, match="came back without 2 items"):
+        assert len(replay.close()) == 1
+    forgetful.close()
+    said = {type(message): message for message in silent.seen}
+    assert said[Exit].writer == said[Hello].writer != silent.seen[0].writer
+    assert silent.fake.buffer[:]["id"].tolist() == [2]
 
 
 # -- windows that the manager sets

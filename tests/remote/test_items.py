@@ -17,7 +17,7 @@ from recollect.errors import SchemaError
 from recollect.remote import ReplayBufferManager, Trajectories
 from recollect.remote.described import space_of_text, text_difference
 from recollect.remote.items import item_space
-from recollect.remote.packed import Packed
+from recollect.remote.packed import Packed, storable
 
 INF = float("inf")
 
@@ -260,6 +260,14 @@ def test_items_keep_their_rewards_and_their_purpose(env: Any, length: int | None
             assert one.item_nbytes().sum() == one.nbytes
     only = whole.without_steps()
     assert len(only.rows) == (0 if length else 3) and only.rows_crc is None is not whole.rows_crc
+
+
+def test_an_item_that_may_not_be_stored_has_one_reason() -> None:
+    packed = item_space(grid(), 5).encode(paths(range(5), [0.0, np.nan, 0.0, INF, -INF], [2, 2, 6, 6, 5]))
+    reasons: list[tuple[str, int]] = []
+    allowed = storable(packed, 5, lambda reason, n: reasons.append((reason, n)))
+    assert allowed is not None and allowed.tolist() == [True, False, False, False, True]
+    assert reasons == [("bad_value", 2), ("too_long", 1)]
 
 
 # -- spaces that a peer described

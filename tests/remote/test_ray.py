@@ -142,6 +142,16 @@ def test_a_manager_that_died_is_started_again_and_a_worker_as_often_as_told(
     assert sorted(ray.started) == [0, 1, 2, 2] and ray.killed == 4
 
 
+def test_ray_is_begun_unless_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, began = ray_that(monkeypatch, lambda rank, life: ("result", rank)), []
+    ray.init = lambda **kw: began.append(True)  # type: ignore[attr-defined]
+    launch(count, manager, carrier="ray")
+    assert not began
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    launch(count, manager, carrier="ray")
+    assert began == [True]
+
+
 def test_a_manager_that_dies_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, life: int) -> Any:
         if rank == 2:

@@ -139,6 +139,20 @@ def test_ranks_are_given_or_asked_for_and_never_shared(server: TcpCarrier) -> No
         carrier.close()
 
 
+def test_who_is_gone_before_it_hears_that_it_joined_has_not(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(link: Any) -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as lost:
+        lost.setattr(server, "_flush", broken)
+        with pytest.raises(DeadlineError, match="closed before it answered"):
+            TcpCarrier.join([server.address], token=TOKEN, rank=1, timeout=0.1)
+    eventually(lambda: server.refused > 0 and not server._links)
+    assert server.alive() == {0}
+
+
 def test_two_that_join_at_once_are_given_two_ranks(server: TcpCarrier) -> None:
     given = [server._given(-1, os.urandom(16)) for _ in range(2)]
     assert len(set(given)) == 2 and server.alive() == {0}  # until they are let in
