@@ -194,6 +194,20 @@ def test_a_stored_packed_block_is_a_container() -> None:
         ReplayBufferManager(SAMPLE, 1, None).add(np.zeros((2, 5), np.uint8))
 
 
+@pytest.mark.parametrize(
+    ("env", "length", "given_"),
+    [(SAMPLE, None, samples([1, 2], [0.5, 2.0])), (grid(), MAX_LENGTH, paths([1, 2], [0.5, 2.0]))],
+)
+def test_a_packed_block_is_copied(env: Any, length: int | None, given_: Any) -> None:
+    m = ReplayBufferManager(env, 1, None, max_length=length)
+    m.add(given_)
+    block = m.buffer.get_packed_at([0, 1]).copy()
+    packed = item_space(env, length).encode(block)
+    before = [part.tobytes() for part in packed.blocks()]
+    block[:] = 0
+    assert [part.tobytes() for part in packed.blocks()] == before
+
+
 def test_containers_of_another_kind_are_refused() -> None:
     m = ReplayBufferManager(SAMPLE, 1, None)
     with pytest.raises(SchemaError, match="must be a block"):
