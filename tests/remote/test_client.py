@@ -19,6 +19,7 @@ from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
 from recollect import _core
 from recollect.errors import (
+    AuthError,
     ClosedError,
     DeadlineError,
     EmptyError,
@@ -617,6 +618,23 @@ def test_a_wait_is_cut_short_only_to_look_at_a_process(sees_death: bool) -> None
     for timeout in (60.0, 0.01):
         line.receive(timeout)
     assert waits == [60.0, 0.01] if sees_death else (0.05 < waits[0] < 0.5 and waits[1] == 0.01)
+
+
+def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_pause() -> None:
+    knocks: list[float] = []
+
+    def refuse(dest: int, timeout: float) -> None:
+        knocks.append(monotonic())
+        raise AuthError("this rank was shut out")
+
+    def gone(*args: Any) -> Any:
+        raise PeerDiedError("rank 1: is gone")
+
+    line = Line(None, 1, deadline=10.0, retry_s=1.0, reconnect_s=0.2, gives_up=False)
+    line.open(SimpleNamespace(rank=0, max_frame=1 << 14, send=gone, recv=gone, reconnect=refuse))
+    with pytest.raises(PeerDiedError, match="the manager is gone"):
+        line.greet()
+    assert 1 <= len(knocks) < 50
 
 
 def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:
