@@ -198,7 +198,7 @@ class CarrierContract:
         a, b = pair
         a.send(b.rank, 0, [b"last"], SOON)
         with ThreadPoolExecutor(1) as beside:
-            waits = beside.submit(b.recv, a.rank, 7, 6 * SOON)
+            waits = beside.submit(b.recv, a.rank, 7, 2 * SOON)
             eventually(lambda: a.rank in b.alive())
             a.close()
             with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
