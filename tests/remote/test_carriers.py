@@ -9,8 +9,10 @@ import signal
 import socket
 import struct
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from itertools import permutations
 from types import SimpleNamespace
 from typing import Any
 
@@ -155,20 +157,21 @@ def is_closed(sock: socket.socket) -> bool:
 def test_another_group_or_rank_is_not_let_in(ends: list[Any]) -> None:
     a, _ = ends
     a.alive()
-    for greeting in (struct.pack("<16sq", bytes(16), 1), struct.pack("<16sq", a.group_id, 2)):
+    for group, rank in ((bytes(16), 1), (a.group_id, 2), (a.group_id, -1)):
         with socket.socket(socket.AF_UNIX) as rogue:
             rogue.settimeout(SOON)
             rogue.connect(a._address(0))
-            rogue.sendall(greeting)
+            rogue.sendall(struct.pack("<16sq", group, rank))
             assert is_closed(rogue)
     assert a.alive() == {0}
 
 
-def test_another_user_is_not_let_in(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects is of this user; so this end is made to think that it is another's."""
-    a, _ = ends
+    a, b = ends
     a.alive()
-    other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1})
+    b.alive()
+    other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1, "getpid": lambda: -1})
     monkeypatch.setattr(local, "os", other)
     with socket.socket(socket.AF_UNIX) as rogue:
         rogue.settimeout(SOON)
@@ -180,7 +183,15 @@ def test_another_user_is_not_let_in(ends: list[Any], monkeypatch: pytest.MonkeyP
         near, far = socket.socketpair(socket.AF_UNIX)
         with near, far:
             local._check_same_user(near)
-    assert a.alive() == {0}
+    assert a._link_to(1) is None and a.alive() == {0}
+    monkeypatch.undo()
+
+
+def test_an_end_of_this_process_is_never_reached_by_a_socket(ends: list[Any]) -> None:
+    a, b = ends
+    a.alive()
+    b.alive()  # as if it had come after a looked for it
+    assert a._link_to(1) is None and not a._links
 
 
 @pytest.mark.parametrize("n", [0, -1, True, 2.0])
@@ -203,6 +214,16 @@ def test_who_has_not_come_yet_is_sent_to_without_waiting(ends: list[Any]) -> Non
         a.isend(1, 3, [b"given up"]).wait(0.01)
     assert bytes(b.recv(timeout=SOON)[2]) == b"later"
     eventually(handle.is_complete)
+
+
+def test_who_came_and_went_without_a_word_may_still_come(ends: list[Any]) -> None:
+    a, b = ends
+    a.alive()
+    b.alive()
+    b.close()
+    a.send(1, 3, [b"later"], 0.0)
+    with pickle.loads(pickle.dumps(b)) as again:
+        assert bytes(again.recv(timeout=SOON)[2]) == b"later"
 
 
 def test_between_threads_too_much_waits_at_its_sender(
@@ -236,7 +257,8 @@ def test_a_pickled_end_keeps_its_place_and_its_frames() -> None:
     assert (again.rank, again.size, again.max_frame, again.group_id) == (2, 3, 5000, end.group_id)
 
 
-def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any]) -> None:
+@pytest.mark.parametrize("how", ["it speaks", "it is awaited", "it is looked for"])
+def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[Any], how: str) -> None:
     a, b = ends
     b.send(0, 0, [b"here"], SOON)
     a.recv(1, timeout=SOON)
@@ -244,11 +266,16 @@ def test_an_end_that_is_taken_again_in_this_process_is_alive_again(ends: list[An
     assert 1 not in a.alive()
     again = pickle.loads(pickle.dumps(b))
     again.alive()
-    with pytest.raises(DeadlineError):  # it is there, and has not spoken
-        a.recv(1, timeout=0.0)
-    again.send(0, 0, [b"back"], SOON)
-    assert 1 in a.alive() and bytes(a.recv(1, timeout=SOON)[2]) == b"back"
-    assert again.max_frame == b.max_frame
+    if how == "it speaks":
+        again.send(0, 0, [b"back"], SOON)
+    elif how == "it is awaited":
+        with pytest.raises(DeadlineError):  # it is there, and has not spoken
+            a.recv(1, timeout=0.0)
+    else:
+        a.reconnect(1, SOON)
+    assert 1 in a.alive()
+    again.send(0, 0, [b"last"], SOON)
+    assert bytes(a.recv(1, timeout=SOON)[2]) == (b"back" if how == "it speaks" else b"last")
     again.close()
 
 
@@ -347,3 +374,71 @@ def test_torch_must_be_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "_distributed", lambda: made)
     with pytest.raises(RuntimeError, match="init_process_group"):
         TorchCarrier()
+
+
+class Threads(Distributed):
+    """torch.distributed of a group whose ranks are threads of this process."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(socket.gethostname())
+        self.n, self.mine, self.round = n, threading.local(), threading.Barrier(n)
+        self.said: list[Any] = [None] * n
+
+    def get_rank(self, group: Any) -> int:
+        return int(self.mine.rank)
+
+    def get_world_size(self, group: Any) -> int:
+        return self.n
+
+    def all_gather_object(self, out: list[Any], mine: Any, group: Any = None) -> None:
+        self.said[self.mine.rank] = mine
+        self.round.wait(10)
+        out[:] = self.said
+        self.round.wait(10)
+
+    def barrier(self, group: Any = None) -> None:
+        self.round.wait(10)
+
+    def carriers(self, has_made: Callable[[int], None] = lambda rank: None) -> list[Any]:
+        """What each rank made, by rank; `has_made` hears of each at once."""
+
+        def make(rank: int) -> Any:
+            self.mine.rank = rank
+            carrier = TorchCarrier()
+            has_made(rank)
+            return carrier
+
+        with ThreadPoolExecutor(self.n) as pool:
+            return list(pool.map(make, range(self.n)))
+
+
+def test_every_rank_of_a_torch_group_speaks_to_every_other_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    group = Threads(3)
+    monkeypatch.setattr(torch, "_distributed", lambda: group)
+    carriers = group.carriers()
+    for a, b in permutations(carriers, 2):
+        a.send(b.rank, 0, [bytes([a.rank])])
+    for b in carriers:
+        others = [rank for rank in range(3) if rank != b.rank]
+        assert [b.recv(rank, timeout=10.0)[2][0] for rank in others] == others
+        assert b.alive() == {0, 1, 2} and b.token == carriers[0].token
+    for carrier in carriers:
+        carrier.close()
+
+
+def test_no_rank_of_a_torch_group_has_its_carrier_before_all_are_connected(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    group, has_made = Threads(2), threading.Event()
+    monkeypatch.setattr(torch, "_distributed", lambda: group)
+    link, before = torch.TcpCarrier.link, []
+
+    def late(self: Any, addresses: Any) -> None:
+        if self.rank == 1:
+            before.append(has_made.wait(0.2))
+        link(self, addresses)
+
+    monkeypatch.setattr(torch.TcpCarrier, "link", late)
+    for carrier in group.carriers(lambda rank: has_made.set()):
+        carrier.close()
+    assert before == [False] and has_made.is_set()

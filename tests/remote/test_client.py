@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
 from collections.abc import Iterator
-from contextlib import suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext, suppress
+from itertools import count
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +17,9 @@ import numpy as np
 import pytest
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
+from recollect import _core
 from recollect.errors import (
+    AuthError,
     ClosedError,
     DeadlineError,
     EmptyError,
@@ -34,16 +39,19 @@ from recollect.remote.messages import (
     Data,
     Exit,
     GetMetadata,
+    Hello,
     Items,
     Metadata,
     Sample,
     Scores,
 )
+from recollect.remote.ranks import HOST
 from recollect.remote.requests import get_metadata
 from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
 TOKEN = b"a token of the tests"
+NOBODY = _core.process_word(os.getpid()) + (1 << 40)  # a process that started at another time
 
 
 @pytest.fixture
@@ -276,21 +284,24 @@ def test_no_more_than_a_window_is_outstanding(ends: list[LocalCarrier], silent: 
     assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3]
 
 
-def test_an_add_that_is_given_back_leaves_those_before_it(ends: list[LocalCarrier], silent: Silent) -> None:
+@pytest.mark.parametrize("last", [[3], []])
+def test_an_add_that_is_given_back_leaves_those_before_it(
+    ends: list[LocalCarrier], silent: Silent, last: list[int]
+) -> None:
     replay = client(ends[0], mode="async_comm", window=1, send_every=2, retry_s=5.0, deadline=0.3)
     assert [replay.add(samples([i])) for i in range(3)] == [None] * 3
     with pytest.raises(DeadlineError) as caught:
-        replay.add(samples([3]))
+        replay.add(samples(last))
     assert caught.value.accepted is False and replay.stats().pending == 3
     assert_doors(replay.stats())
     silent.answers = 99
     replay._line._next_retry = 0.0
     replay.deadline = replay._line.deadline = 10.0
     assert (
-        replay.add(samples([3])) is not None and replay.stats().sent == 2
+        replay.add(samples(last)) is not None and replay.stats().sent == 2
     )  # it completes the container again
     replay.close()
-    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, 3]
+    assert silent.fake.buffer[:]["id"].tolist() == [0, 1, 2, *last]
 
 
 def test_a_sync_add_past_its_deadline_waits_here(ends: list[LocalCarrier], silent: Silent) -> None:
@@ -556,7 +567,6 @@ class Blind:
 @pytest.mark.process
 def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
     import multiprocessing
-    import os
     import signal
 
     def manage(end: Any, ready: Any) -> None:
@@ -579,6 +589,52 @@ def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
     assert monotonic() - start < 5.0
     ends[0].close()
     child.close()
+
+
+@pytest.mark.parametrize(
+    ("manager", "is_gone"),
+    [((HOST, NOBODY), True), (("elsewhere", NOBODY), False), ((HOST, 0), False), (None, False)],
+)
+def test_only_a_known_process_of_this_machine_is_looked_at(manager: Any, is_gone: bool) -> None:
+    end = LocalCarrier.group(2)[0]
+    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line.open(Blind(end))
+    line.session.manager = manager
+    with pytest.raises(PeerDiedError, match="rank 1") if is_gone else nullcontext():
+        line.receive(0.0)
+    end.close()
+
+
+@pytest.mark.parametrize("sees_death", [True, False])
+def test_a_wait_is_cut_short_only_to_look_at_a_process(sees_death: bool) -> None:
+    waits: list[float] = []
+
+    def recv(source: int, tag: int, timeout: float) -> Any:
+        waits.append(timeout)
+        raise DeadlineError("nothing")
+
+    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line.open(SimpleNamespace(rank=0, max_frame=1 << 14, sees_death=sees_death, recv=recv))
+    for timeout in (60.0, 0.01):
+        line.receive(timeout)
+    assert waits == [60.0, 0.01] if sees_death else (0.05 < waits[0] < 0.5 and waits[1] == 0.01)
+
+
+def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_pause() -> None:
+    knocks: list[float] = []
+
+    def refuse(dest: int, timeout: float) -> None:
+        knocks.append(monotonic())
+        raise AuthError("this rank was shut out")
+
+    def gone(*args: Any) -> Any:
+        raise PeerDiedError("rank 1: is gone")
+
+    line = Line(None, 1, deadline=10.0, retry_s=1.0, reconnect_s=0.2, gives_up=False)
+    line.open(SimpleNamespace(rank=0, max_frame=1 << 14, send=gone, recv=gone, reconnect=refuse))
+    with pytest.raises(PeerDiedError, match="the manager is gone"):
+        line.greet()
+    assert 1 <= len(knocks) < 50
 
 
 def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:
@@ -737,6 +793,28 @@ def test_sends_bytes_and_seconds_are_counted(ends: list[LocalCarrier], manager: 
     assert (stats.sent, stats.retried, stats.pending) == (2, 0, 0)
 
 
+def test_seconds_to_encode_are_those_of_packing_and_of_framing(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a clock that goes on by a second whenever somebody looks at it."""
+    monkeypatch.setattr("recollect.remote.client.perf_counter", count(0.0).__next__)
+    with client(ends[0], send_every=2) as replay:
+        replay.add(samples([1]))
+        assert replay.stats().encode_s == 1.0
+        replay.add(samples([2]))
+        assert replay.stats().encode_s == 3.0
+
+
+def test_stats_wait_for_a_thread_that_adds(ends: list[LocalCarrier]) -> None:
+    replay = client(ends[0])
+    with ThreadPoolExecutor(1) as beside:
+        with replay._lock:
+            waiting = beside.submit(replay.stats)
+            with pytest.raises(TimeoutError):
+                waiting.result(0.05)
+        assert waiting.result(10.0).offered == 0
+
+
 def test_reasons_of_the_manager_reach_the_worker(ends: list[LocalCarrier]) -> None:
     with ReplayBufferManager(SAMPLE, 1, None, capacity=1, communication_backend=ends[1]) as manager:
         manager.start()
@@ -764,6 +842,21 @@ def test_a_container_that_was_refused_says_which_and_is_lost(
     assert manager.buffer[:]["id"].tolist() == [1, 3]
 
 
+def test_who_became_another_writer_while_closing_leaves_as_that_one(
+    ends: list[LocalCarrier], silent: Silent
+) -> None:
+    silent.answers = 99
+    replay = client(ends[0], send_every=2)
+    assert [replay.add(samples([i])) is None for i in range(3)] == [True, False, True]
+    forgetful, silent.fake = silent.fake, ReplayBufferManager(PLAIN, 1, None)
+    with pytest.warns(RuntimeWarning, match="came back without 2 items"):
+        assert len(replay.close()) == 1
+    forgetful.close()
+    said = {type(message): message for message in silent.seen}
+    assert said[Exit].writer == said[Hello].writer != silent.seen[0].writer
+    assert silent.fake.buffer[:]["id"].tolist() == [2]
+
+
 # -- windows that the manager sets
 
 
@@ -775,6 +868,21 @@ def test_a_window_is_never_beyond_the_managers(ends: list[LocalCarrier]) -> None
         replay.add(samples([2]))
     with pytest.raises(DeadlineError):
         replay.close()
+    silent.close()
+
+
+def test_nor_is_it_when_what_waits_is_flushed(ends: list[LocalCarrier]) -> None:
+    silent = Silent(ends[1], limits=Limits(max_window=1))
+    replay = client(ends[0], mode="async_comm", send_every=2, retry_s=5.0, deadline=0.2)
+    assert [replay.add(samples([i])) for i in range(3)] == [None] * 3
+    with pytest.raises(DeadlineError, match="room"):
+        replay.flush()
+    assert [message.seq for message in silent.seen if isinstance(message, Data)] in ([], [1])
+    silent.answers = 99
+    replay._line._next_retry = 0.0
+    replay.deadline = replay._line.deadline = 10.0
+    assert len(replay.flush()) == 2 and silent.fake.buffer[:]["id"].tolist() == [0, 1, 2]
+    replay.close()
     silent.close()
 
 

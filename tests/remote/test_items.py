@@ -17,7 +17,9 @@ from recollect.errors import SchemaError
 from recollect.remote import ReplayBufferManager, Trajectories
 from recollect.remote.described import space_of_text, text_difference
 from recollect.remote.items import item_space
-from recollect.remote.packed import Packed
+from recollect.remote.packed import Packed, storable
+
+INF = float("inf")
 
 
 def test_an_environment_is_its_transitions() -> None:
@@ -108,6 +110,38 @@ def test_indices_and_takes_choose_whole_trajectories(given_: list[int], data: An
         all_of[n]
 
 
+def test_no_trajectories_are_some_too() -> None:
+    none = Trajectories({"x": np.zeros((0, 3))}, [])
+    steps, mask = none.to_padded()
+    assert len(none) == 0 and steps["x"].shape == (0, 0, 3) and mask.shape == (0, 0)
+    assert len(Trajectories.from_padded({"x": np.zeros((0, 4, 3))}, [])) == 0
+    assert len(Trajectories.concat([none, none])) == len(none[:]) == 0
+
+
+def test_leaves_may_be_tuples_and_texts() -> None:
+    """A tuple of strings is one leaf, a string for each trajectory."""
+    two = Trajectories({"x": (np.arange(3), np.arange(3) * 2)}, [1, 2], name=("a", "b"), goal=(np.arange(2),))
+    assert two[1]["name"] == "b" and two[1]["goal"] == (1,) and two[1]["steps"]["x"][1].tolist() == [2, 4]
+    turned = Trajectories.concat([two[[1]], two[[0]]])
+    assert turned.fields["name"] == ("b", "a") and turned.fields["goal"][0].tolist() == [1, 0]
+    assert [leaf.tolist() for leaf in turned.steps["x"]] == [[1, 2, 0], [2, 4, 0]]
+    assert two.to_padded()[0]["x"][0].tolist() == [[0, 0], [1, 2]]
+    with pytest.raises(SchemaError, match="name: must have 2 rows, got 1"):
+        Trajectories({"x": np.zeros(2)}, [1, 1], name=("a",))
+
+
+@pytest.mark.parametrize("index", [1, slice(1, 2), [1]])
+def test_what_is_chosen_is_the_callers_own(index: Any) -> None:
+    two = paths([1, 2], [0.0, 1.0], [2, 3])
+    kept = Trajectories.concat([two])
+    found = two[index]
+    for part in (found["steps"], found) if isinstance(found, dict) else (found.steps, found.fields):
+        for leaf in part.values():
+            if isinstance(leaf, np.ndarray):
+                leaf[...] = 0
+    assert_equal(two, kept)
+
+
 @given(lengths.filter(bool), st.integers(0, 3), st.booleans())
 def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool) -> None:
     n = len(given_)
@@ -135,6 +169,11 @@ def test_padding_goes_on_and_off(given_: list[int], more: int, time_major: bool)
         (lambda: Trajectories({"x": np.zeros(2)}, [[1], [1]]), "1-D"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], goal=np.zeros(3)), "goal"),
         (lambda: Trajectories({"x": np.zeros(2)}, [1, 1], [1, 2]), "floats"),
+        (lambda: Trajectories({"x": (np.zeros(2), np.zeros(3))}, [1, 1]), "x/1: must have 2 rows, got 3"),
+        (lambda: Trajectories({"x": np.zeros(0)}, [2**31, 1]), "^lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros(2)}, [1, 1]), "room for lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros((3, 2))}, [1, 1]), "room for lengths"),
+        (lambda: Trajectories.from_padded({"x": np.zeros((2, 2))}, [1, 3]), "room for lengths"),
     ],
 )
 def test_trajectories_that_do_not_fit_are_refused(wrong: Any, text: str) -> None:
@@ -153,6 +192,20 @@ def test_a_stored_packed_block_is_a_container() -> None:
         other.add(np.zeros((2, 5), np.uint8))
     with pytest.raises(SchemaError, match="packed rows"):
         ReplayBufferManager(SAMPLE, 1, None).add(np.zeros((2, 5), np.uint8))
+
+
+@pytest.mark.parametrize(
+    ("env", "length", "given_"),
+    [(SAMPLE, None, samples([1, 2], [0.5, 2.0])), (grid(), MAX_LENGTH, paths([1, 2], [0.5, 2.0]))],
+)
+def test_a_packed_block_is_copied(env: Any, length: int | None, given_: Any) -> None:
+    m = ReplayBufferManager(env, 1, None, max_length=length)
+    m.add(given_)
+    block = m.buffer.get_packed_at([0, 1]).copy()
+    packed = item_space(env, length).encode(block)
+    before = [part.tobytes() for part in packed.blocks()]
+    block[:] = 0
+    assert [part.tobytes() for part in packed.blocks()] == before
 
 
 def test_containers_of_another_kind_are_refused() -> None:
@@ -188,11 +241,47 @@ def test_a_block_of_trajectories_that_does_not_fit_is_refused() -> None:
         bare.encode(Trajectories(two.steps, two.lengths, goal=np.zeros(2)))
 
 
+def test_parts_that_do_not_fit_are_refused() -> None:
+    with_rewards = paths([1], [0.0], [2])
+    without = Trajectories(with_rewards.steps, with_rewards.lengths, **with_rewards.fields)
+    for parts, text in (([], "got none"), ([with_rewards, without], "all have log_rewards or none")):
+        with pytest.raises(ValueError, match=text):
+            Trajectories.concat(parts)
+    assert Trajectories.concat([without, without]).log_rewards is None
+
+
 def test_parts_join_to_one_container() -> None:
     items = item_space(grid(), MAX_LENGTH)
     parts = [paths([1, 2], [0.0, 1.0], [2, 3]), paths([3], [2.0], [1])]
     whole = items.decode(Packed.concat([items.encode(part) for part in parts]))
     assert_equal(whole, Trajectories.concat(parts))
+
+
+@pytest.mark.parametrize(
+    ("env", "length", "given_"),
+    [(SAMPLE, None, samples([1, 2, 3], [0.5, -INF, 2.0])), (grid(), 5, paths([1, 2, 3], [0.5, -INF, 2.0]))],
+)
+def test_items_keep_their_rewards_and_their_purpose(env: Any, length: int | None, given_: Any) -> None:
+    whole = item_space(env, length).encode(given_)
+    for packed, scoring_only in ((whole, False), (whole.without_steps(), True)):
+        some = packed.take(np.array([2, 0]))
+        both = Packed.concat([some, packed])
+        for one, rewards in (
+            (packed, [0.5, -INF, 2.0]), (some, [2.0, 0.5]), (both, [2.0, 0.5, 0.5, -INF, 2.0])
+        ):  # fmt: skip
+            assert one.log_rewards is not None and one.log_rewards.tolist() == rewards
+            assert one.scoring_only is scoring_only and one.n == len(rewards) == len(one.item_nbytes())
+            assert one.item_nbytes().sum() == one.nbytes
+    only = whole.without_steps()
+    assert len(only.rows) == (0 if length else 3) and only.rows_crc is None is not whole.rows_crc
+
+
+def test_an_item_that_may_not_be_stored_has_one_reason() -> None:
+    packed = item_space(grid(), 5).encode(paths(range(5), [0.0, np.nan, 0.0, INF, -INF], [2, 2, 6, 6, 5]))
+    reasons: list[tuple[str, int]] = []
+    allowed = storable(packed, 5, lambda reason, n: reasons.append((reason, n)))
+    assert allowed is not None and allowed.tolist() == [True, False, False, False, True]
+    assert reasons == [("bad_value", 2), ("too_long", 1)]
 
 
 # -- spaces that a peer described

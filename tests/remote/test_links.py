@@ -18,7 +18,7 @@ from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.carriers.turns import Turns
 from recollect.testing.carrier_contract import SOON, eventually
 
-CARRIER = SimpleNamespace(max_frame=1 << 20, _glance=lambda: None)
+CARRIER = SimpleNamespace(max_frame=1 << 20)
 
 
 def framed(data: bytes, tag: int = 3) -> bytes:
@@ -51,6 +51,48 @@ def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> N
         link.read()
 
 
+def test_a_long_frame_is_given_out_with_its_last_byte(far: tuple[Link, socket.socket]) -> None:
+    link, other = far
+    data = bytes(range(256)) * 400
+    other.sendall(framed(data)[:-1])
+    assert link.read() == []
+    other.sendall(data[-1:])
+    assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, data)]
+
+
+class Plenty:
+    """A socket on which 16 MB of frames lie ready."""
+
+    def __init__(self) -> None:
+        self.data = framed(bytes(40_000)) * 400
+        self.at = 0
+
+    def setblocking(self, flag: bool) -> None:
+        assert not flag
+
+    def fileno(self) -> int:
+        return -1
+
+    def recv_into(self, into: memoryview) -> int:
+        part = self.data[self.at : self.at + into.nbytes]
+        if not part:
+            raise BlockingIOError
+        into[: len(part)] = part
+        self.at += len(part)
+        return len(part)
+
+
+def test_who_brings_much_lets_the_others_have_their_turn() -> None:
+    link = Link(Plenty(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    assert [50 < len(link.read()) < 200 for _ in range(2)] == [True, True]
+
+
+def test_what_is_decrypted_already_is_read_whole_for_no_poll_tells_of_it() -> None:
+    link = Link(Plenty(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link._is_ssl = True
+    assert len(link.read()) == 400
+
+
 @pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
 def test_what_waits_when_a_connection_ends_says_why(
     far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]
@@ -65,6 +107,19 @@ def test_what_waits_when_a_connection_ends_says_why(
     for outgoing in waiting:
         with pytest.raises(kind, match="rank 1"):
             outgoing.is_complete()
+
+
+def test_what_will_never_be_sent_borrows_nothing_any_more(far: tuple[Link, socket.socket]) -> None:
+    link, _ = far
+    block = bytearray(1 << 20)
+    outgoing = Outgoing(CARRIER, 1, 0, [block])
+    link.put(outgoing)
+    with pytest.raises(BufferError):
+        block.clear()
+    link.close()
+    with pytest.raises(PeerDiedError):
+        outgoing.is_complete()
+    block.clear()
 
 
 def test_nothing_is_put_where_nobody_would_send_it(far: tuple[Link, socket.socket]) -> None:
@@ -276,6 +331,7 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
         a._turns.is_led = False
         a._cond.notify_all()
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
+    eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
     a.close()
     b.close()
 

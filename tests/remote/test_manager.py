@@ -487,6 +487,7 @@ def test_a_client_may_take_the_managers_space(rig: Any) -> None:
     with r.client(env=None) as replay:
         replay.add(paths([1, 2], [0.0, 0.0], lengths=[5, 6]))
         assert replay.stats().reasons == {"too_long": 1}
+        assert r.manager.stats().offered == 1  # the other was not sent
         assert replay.sample(1).fields["id"].tolist() == [1]
 
 

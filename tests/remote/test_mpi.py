@@ -8,6 +8,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from itertools import count
 from types import ModuleType
 from typing import Any
 
@@ -18,6 +19,7 @@ from recollect.remote import MpiCarrier
 from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import mpi
 from recollect.testing import CarrierContract
+from recollect.testing.carrier_contract import eventually
 
 
 class Request:
@@ -55,10 +57,13 @@ class Status:
 
 
 class Comm:
-    """One rank's end of a world of lists; a long message leaves when it is received, as MPI's do."""
+    """One rank's end of a world of lists; a long message leaves when it is received, as MPI's do.
 
-    def __init__(self, world: list[list[tuple[int, int, bytes]]], rank: int) -> None:
-        self.world, self.rank = world, rank
+    `own` is the world of its duplicate.
+    """
+
+    def __init__(self, world: list[Any], rank: int, own: list[Any] | None = None) -> None:
+        self.world, self.rank, self.own = world, rank, own
         self.all_came = True
 
     def Get_rank(self) -> int:
@@ -68,7 +73,7 @@ class Comm:
         return len(self.world)
 
     def Idup(self) -> tuple[Comm, Request]:
-        return self, Request(lambda: self.all_came)
+        return Comm(self.own or [[] for _ in self.world], self.rank), Request(lambda: self.all_came)
 
     def Isend(self, message: Any, dest: int, tag: int) -> Request:
         entry = (self.rank, tag, bytes(message[0]))
@@ -110,8 +115,9 @@ def module(monkeypatch: pytest.MonkeyPatch) -> Mpi:
 
 
 def ends(n: int) -> list[MpiCarrier]:
-    world: list[Any] = [[] for _ in range(n)]
-    return [MpiCarrier(Comm(world, rank), max_frame=2 << 20) for rank in range(n)]
+    world, own = ([[] for _ in range(n)] for _ in range(2))
+    world[0].append((0, 0, b"a message of the job"))
+    return [MpiCarrier(Comm(world, rank, own), max_frame=2 << 20) for rank in range(n)]
 
 
 class TestContract(CarrierContract):
@@ -121,26 +127,48 @@ class TestContract(CarrierContract):
         return ends(n)
 
 
+class Clock:
+    """A clock that only waiting moves."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now, self.naps, self.yields = 0.0, [], []
+        monkeypatch.setattr(mpi, "monotonic", lambda: self.now)
+        monkeypatch.setattr(mpi, "sleep", self._nap)
+        monkeypatch.setattr(mpi.os, "sched_yield", self._give_way)
+
+    def _nap(self, seconds: float) -> None:
+        self.naps.append(seconds)
+        self.now += seconds
+
+    def _give_way(self) -> None:
+        self.yields.append(self.now)
+        self.now += 0.0001
+
+
 def test_a_wait_yields_for_two_milliseconds_and_then_naps(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a clock that only waiting moves."""
-    now, naps, yields = [0.0], [], []
-
-    def nap(seconds: float) -> None:
-        naps.append(seconds)
-        now[0] += seconds
-
-    def give_way() -> None:
-        yields.append(now[0])
-        now[0] += 0.0001
-
     (end,) = ends(1)
-    monkeypatch.setattr(mpi, "monotonic", lambda: now[0])
-    monkeypatch.setattr(mpi, "sleep", nap)
-    monkeypatch.setattr(mpi.os, "sched_yield", give_way)
-    with pytest.raises(DeadlineError, match=r"tag 3.*rank 0.*0\.1 s"):
-        end.recv(0, 3, 0.1)
-    assert yields and max(yields) < 0.002
-    assert naps and max(naps) <= 0.001 and sum(naps) == pytest.approx(0.098, abs=0.001)
+    clock = Clock(monkeypatch)
+    with pytest.raises(DeadlineError, match=r"tag 3.*rank 0.*0\.1005 s"):
+        end.recv(0, 3, 0.1005)
+    assert clock.yields and max(clock.yields) < 0.002
+    assert max(clock.naps) <= 0.001 and sum(clock.naps) == pytest.approx(0.0985, abs=0.001)
+    assert clock.now == pytest.approx(0.1005)  # the last nap ends with the time
+
+
+@pytest.mark.parametrize(("n_looks", "is_done"), [(20, True), (10**9, False)])
+def test_frames_on_their_way_have_a_moment_when_a_carrier_is_closed(
+    monkeypatch: pytest.MonkeyPatch, n_looks: int, is_done: bool
+) -> None:
+    a, _ = ends(2)
+    monkeypatch.setattr(a, "_ensure_flusher", lambda: None)  # so that nobody else looks
+    handle = a.isend(1, 0, [bytes(8192)])
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)  # it was to move on, and did not
+    looks = count()
+    handle._request = Request(lambda: next(looks) > n_looks)
+    clock = Clock(monkeypatch)
+    a.close()
+    assert handle.is_done is is_done and max(clock.naps) <= 0.001 and clock.now <= 2.001
 
 
 def test_a_send_that_nobody_takes_ends_in_a_deadline_that_names_the_rank() -> None:
@@ -153,6 +181,39 @@ def test_a_send_that_nobody_takes_ends_in_a_deadline_that_names_the_rank() -> No
     for _ in range(2):
         b.recv(0, timeout=1.0)
     handle.wait(1.0)
+    assert handle.frame is None  # its memory is free
+    a.close()
+    b.close()
+
+
+def test_messages_of_the_job_are_never_seen() -> None:
+    a, b = ends(2)
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)
+    b.send(0, 0, [b"a frame"])
+    assert bytes(a.recv(timeout=1.0)[2]) == b"a frame"
+    a.close()
+    b.close()
+
+
+def test_a_frame_moves_on_though_nobody_calls() -> None:
+    a, b = ends(2)
+    handle = a.isend(1, 0, [bytes(8192)])
+    b.recv(0, timeout=1.0)
+    eventually(lambda: handle.is_done and a._flusher is None)
+    a.close()
+    b.close()
+
+
+def test_who_receives_lets_what_it_sends_move_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = ends(2)
+    monkeypatch.setattr(a, "_ensure_flusher", lambda: None)
+    handle = a.isend(1, 0, [bytes(8192)])
+    b.recv(0, timeout=1.0)
+    assert not handle.is_done
+    with pytest.raises(DeadlineError):
+        a.recv(timeout=0.0)
+    assert handle.is_done
     a.close()
     b.close()
 
@@ -211,6 +272,15 @@ def test_after_finalize_nothing_touches_mpi(module: Mpi) -> None:
     assert not flusher.is_alive() and not handle.is_done
     a._sending.clear()
     a.close()
+
+
+def test_who_was_about_to_look_when_it_was_closed_leaves_mpi_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    (end,) = ends(1)
+    looked: list[Any] = []
+    monkeypatch.setattr(end._comm, "Improbe", lambda *args: looked.append(args))
+    assert end._probe(0, 0) is None and len(looked) == 1
+    end.close()
+    assert end._probe(0, 0) is None and len(looked) == 1
 
 
 def test_a_missing_mpi_library_is_named_with_its_remedy(monkeypatch: pytest.MonkeyPatch) -> None:

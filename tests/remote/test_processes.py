@@ -8,6 +8,7 @@ import signal
 import socket
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -27,6 +28,7 @@ from recollect.remote import (
     TcpCarrier,
     launch,
     launching,
+    rank_layout,
 )
 from recollect.testing import FaultyCarrier
 from recollect.testing.carrier_contract import eventually
@@ -382,6 +384,26 @@ def test_launch_needs_a_carrier_it_knows_and_a_world_that_fits(monkeypatch: pyte
     monkeypatch.setattr("recollect.remote.launching.carrier_of", lambda name: end)
     with pytest.raises(ValueError, match="must be the 1 ranks there are, got 3"):
         launch(count, plain_manager, carrier="mpi")
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_manager_is_closed_when_its_rank_has_done_its_work(fails: bool) -> None:
+    said: list[str] = []
+
+    class Manager:
+        def run(self) -> str:
+            said.append("run")
+            if fails:
+                raise KeyError("it fails")
+            return "its stats"
+
+        def close(self) -> None:
+            said.append("close")
+
+    (_, end), layout = LocalCarrier.group(2), rank_layout(2)
+    with pytest.raises(KeyError) if fails else nullcontext():
+        assert launching.run_rank(count, lambda ctx: Manager(), layout, end, 0) == ("stats", "its stats")
+    assert said == ["run", "close"]
 
 
 def draw_elsewhere(buffer: Any, stop: Any, out: Any) -> None:

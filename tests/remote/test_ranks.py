@@ -59,6 +59,39 @@ def test_places_that_nobody_took_count_as_left() -> None:
     assert b.n_left == 2
 
 
+@pytest.mark.parametrize("ranks", [None, [0, 1, 2]])
+def test_who_comes_late_is_taken_in_while_others_are_at_work(ranks: list[int] | None) -> None:
+    b = book(3, ranks)
+    b.admit(0, HOST, ME, 1.0)
+    b.tick(10.0, ALL, True)
+    assert b.admit(1, HOST, ME, 11.0) is None
+    assert (b.n_present, b.n_left) == (2, 1)
+    b.tick(12.0, ALL, True)
+    assert (b.n_present, b.n_left) == (2, 1)
+    assert b.admit(2, HOST, ME, 13.0) is None and b.admit(3, HOST, ME, 13.0) is not None
+    for rank in range(3):
+        assert not b.is_over
+        b.leave(rank)
+    assert b.is_over
+
+
+def test_one_who_never_came_and_leaves_late_is_counted_once() -> None:
+    b = book(3)
+    b.admit(0, HOST, ME, 1.0)
+    b.tick(10.0, ALL, True)
+    b.leave(1)
+    assert b.n_left == 2 and not b.is_over
+
+
+def test_a_manager_that_begins_again_waits_again() -> None:
+    b = book(1, [0])
+    b.begin(8.0)
+    b.tick(17.9, ALL, True)
+    assert b.states() == {0: "expected"}
+    b.tick(18.0, ALL, True)
+    assert b.is_over
+
+
 def test_who_leaves_without_a_place_is_not_counted() -> None:
     b = book(2)
     b.admit(0, HOST, ME, 1.0)

@@ -142,6 +142,28 @@ def test_a_manager_that_died_is_started_again_and_a_worker_as_often_as_told(
     assert sorted(ray.started) == [0, 1, 2, 2] and ray.killed == 4
 
 
+def test_ray_is_begun_unless_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray, began = ray_that(monkeypatch, lambda rank, life: ("result", rank)), []
+    ray.init = lambda **kw: began.append(True)  # type: ignore[attr-defined]
+    launch(count, manager, carrier="ray")
+    assert not began
+    monkeypatch.setattr(ray, "is_initialized", lambda: False)
+    launch(count, manager, carrier="ray")
+    assert began == [True]
+
+
+def test_a_manager_that_dies_again_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def work(rank: int, life: int) -> Any:
+        if rank == 2:
+            raise Died("its process is gone") if life < 5 else KeyError("started too often")
+        return "result", rank
+
+    ray = ray_that(monkeypatch, work)
+    with pytest.raises(WorkerError, match="rank 2: its process is gone"):
+        launch(count, manager, carrier="ray")
+    assert ray.started.count(2) == 2
+
+
 def test_what_raises_in_an_actor_is_not_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def work(rank: int, life: int) -> Any:
         if rank < 2:
@@ -174,6 +196,40 @@ def test_a_manager_started_again_on_its_node_listens_where_it_did(monkeypatch: p
     with RayCarrier.serve("job", 3) as again, RayCarrier.serve("job", 4) as other:
         assert again.address == first.address != other.address and again.token == other.token == first.token
     assert Registry().token() != Registry().token()
+
+
+def test_who_joins_speaks_to_all_managers_and_holds_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_that(monkeypatch, None)
+    own, other = (RayCarrier.serve("job", rank) for rank in (3, 4))
+    with own, other, RayCarrier.join("job", 1, n_managers=2, own=3, timeout=20.0) as worker:
+        for server in (own, other):
+            worker.send(server.rank, 0, [b"hello"])
+            assert bytes(server.recv(timeout=10.0)[2]) == b"hello"
+        assert worker._registry is own._registry is not None
+
+
+def test_a_manager_whose_place_is_taken_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    ray_that(monkeypatch, None)
+    with RayCarrier.serve("job", 3) as first, RayCarrier.serve("job", 3) as again:
+        assert again.address != first.address
+        with RayCarrier.join("job", 1, timeout=20.0) as worker:
+            worker.send(3, 0, [b"hello"])
+            assert bytes(again.recv(timeout=10.0)[2]) == b"hello"
+
+
+def test_a_job_is_forgotten_once_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    named, killed = {"recollect-job": "its registry"}, []
+
+    def get_actor(name: str) -> str:
+        if name not in named:
+            raise ValueError("no actor of that name")
+        return named.pop(name)
+
+    ray = SimpleNamespace(get_actor=get_actor, kill=killed.append)
+    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: ray)
+    for _ in range(2):
+        RayCarrier.forget("job")
+    assert killed == ["its registry"]
 
 
 @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])

@@ -92,14 +92,15 @@ def test_the_pages_hooks_receive_answer_and_prune() -> None:
         m._recv_object()
 
 
-def test_an_answer_that_can_never_be_sent_is_forgotten() -> None:
+@pytest.mark.parametrize("error", [PeerDiedError, ClosedError, DeadlineError])
+def test_an_answer_that_can_never_be_sent_is_forgotten(error: type[Exception]) -> None:
     carrier = Lazy()
     m = manager(n=None, communication_backend=carrier)
     m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async=True)
     assert len(m._pending_sends) == 2
 
     def gone() -> bool:
-        raise PeerDiedError("rank 4: is gone")
+        raise error("rank 4: is gone")
 
     carrier.handles[0].is_complete = gone  # type: ignore[method-assign]
     m._prune_completed_sends()
@@ -164,6 +165,32 @@ def test_where_no_death_is_seen_nobody_is_answered_after_the_end() -> None:
     m = manager(n=0, communication_backend=carrier)
     m.run()
     assert m._serving._undertaker is None
+    m.close()
+
+
+@pytest.mark.parametrize("next_step", ["run", "close"])
+def test_who_answers_late_has_ended_before_the_manager_goes_on(
+    next_step: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    carrier, at_work, goes_on = Lazy(), threading.Event(), threading.Event()
+    seen: list[bool] = []
+
+    def recv(*args: Any, **kw: Any) -> Any:
+        at_work.set()
+        seen.append(goes_on.wait(0.2))
+        raise ClosedError("closed")
+
+    m = manager(n=None, communication_backend=carrier)
+    m._book.admit(0, "elsewhere", 0, 0.0)
+    m.stop()
+    m.run()
+    monkeypatch.setattr(carrier, "recv", recv)
+    assert at_work.wait(10)
+    monkeypatch.setattr(m._book, "begin", lambda now: goes_on.set())
+    monkeypatch.setattr(m._desk, "close", goes_on.set)
+    getattr(m, next_step)()
+    assert goes_on.is_set() and seen == [False]
+    monkeypatch.undo()
     m.close()
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hmac
+import multiprocessing
 import os
 import pickle
 import random
@@ -138,6 +139,30 @@ def test_ranks_are_given_or_asked_for_and_never_shared(server: TcpCarrier) -> No
         carrier.close()
 
 
+def test_who_is_gone_before_it_hears_that_it_joined_has_not(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(link: Any) -> None:
+        raise BrokenPipeError
+
+    with monkeypatch.context() as lost:
+        lost.setattr(server, "_flush", broken)
+        with pytest.raises(DeadlineError, match="closed before it answered"):
+            TcpCarrier.join([server.address], token=TOKEN, rank=1, timeout=0.1)
+    eventually(lambda: server.refused > 0 and not server._links)
+    assert server.alive() == {0}
+
+
+def test_two_that_join_at_once_are_given_two_ranks(server: TcpCarrier) -> None:
+    given = [server._given(-1, os.urandom(16)) for _ in range(2)]
+    assert len(set(given)) == 2 and server.alive() == {0}  # until they are let in
+
+
+def test_the_rank_of_one_who_left_is_free_at_once(server: TcpCarrier) -> None:
+    for _ in range(3):
+        TcpCarrier.join([server.address], token=TOKEN, rank=1).close()
+
+
 def test_who_has_joined_is_known(server: TcpCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
     """However late the serving end takes the connection: it does so before the other hears that it joined."""
     add = TcpCarrier._add
@@ -175,6 +200,7 @@ def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(serve
     worker._join(server.address, SOON)
     worker.send(0, 0, [b"again"], SOON)
     assert bytes(server.recv(timeout=SOON)[2]) == b"again"
+    assert len(worker._links) == len(server._links) == 1  # in place of the old ones
     worker.close()
 
 
@@ -244,10 +270,65 @@ def test_nobody_listens() -> None:
         TcpCarrier.join([f"127.0.0.1:{port}"], token=TOKEN, timeout=0.3)
 
 
+def test_a_host_that_cannot_be_found_is_looked_for_as_long_as_told(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def not_found(*args: Any, **kw: Any) -> Any:
+        raise socket.gaierror("name or service not known")
+
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.refuse(worker.rank)
+    eventually(lambda: 0 not in worker.alive())
+    monkeypatch.setattr("socket.create_connection", not_found)
+    with pytest.raises(DeadlineError, match="not known"):
+        TcpCarrier.join(["somewhere:7077"], token=TOKEN, timeout=0.1)
+    with pytest.raises(PeerDiedError, match="not known"):
+        worker.reconnect(0, 0.1)
+    monkeypatch.undo()
+    worker.reconnect(0, SOON)
+    worker.close()
+
+
+def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
+    n = len(os.listdir("/proc/self/fd"))
+    for _ in range(3):
+        with pytest.raises(AuthError):
+            TcpCarrier.join([server.address], token=b"x" * 16)
+    eventually(lambda: len(os.listdir("/proc/self/fd")) <= n)
+
+
+def test_others_are_linked_once_and_remembered_for_later(server: TcpCarrier) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    with TcpCarrier.join([server.address], token=TOKEN) as worker:
+        link = worker._outward[0]
+        worker.link_others({0: server.address, 5: address}, 0.1)
+        worker.reconnect(0, SOON)  # it is connected
+        assert worker._outward == {0: link}
+        with TcpCarrier.serve(5, address, token=TOKEN) as later:
+            worker.reconnect(5, SOON)
+            worker.send(5, 0, [b"hello"])
+            assert bytes(later.recv(timeout=SOON)[2]) == b"hello"
+
+
+@pytest.mark.parametrize("rank", [-1, True, 2**31])
+def test_ranks_are_numbers_that_may_be(server: TcpCarrier, rank: Any) -> None:
+    with pytest.raises(ValueError, match="rank"):
+        TcpCarrier.serve(rank)
+    with pytest.raises(ValueError, match="rank"):
+        TcpCarrier.join([server.address], token=TOKEN, rank=rank)
+
+
 @pytest.mark.parametrize("address", ["here", "host:", "host:99999", "127.0.0.1:x"])
 def test_addresses_have_a_port(address: str) -> None:
     with pytest.raises(ValueError, match="address"):
         TcpCarrier.join([address], token=TOKEN, timeout=0.1)
+
+
+@pytest.mark.parametrize("addresses", [[], (), "127.0.0.1:7077"])
+def test_who_joins_is_told_where(addresses: Any) -> None:
+    with pytest.raises(ValueError, match="must be a list of 'host:port'"):
+        TcpCarrier.join(addresses, token=TOKEN, timeout=0.1)
 
 
 @pytest.fixture(scope="module")
@@ -422,7 +503,14 @@ def hello(magic: bytes = b"RCTC", version: int = 1, nonce: bytes = bytes(32)) ->
 
 
 @pytest.mark.parametrize(
-    "data", [bytes(1 << 16), hello() + bytes(1 << 16), hello(version=2) + bytes(99), hello()[:9]]
+    "data",
+    [
+        bytes(1 << 16),
+        hello() + bytes(1 << 16),
+        hello(version=2) + bytes(99),
+        hello(magic=b"HTTP") + bytes(99),
+        hello()[:9],
+    ],
 )
 def test_of_a_stranger_little_is_read(server: TcpCarrier, data: bytes) -> None:
     stranger = Stranger(data)
@@ -496,6 +584,30 @@ def test_a_stranger_that_trickles_has_no_more_time(
 def test_a_carrier_belongs_to_its_process(server: TcpCarrier) -> None:
     with pytest.raises(TypeError, match="one process"):
         pickle.dumps(server)
+
+
+def test_a_forked_child_has_no_part_in_its_parents_carrier() -> None:
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+    server = TcpCarrier.serve(0, token=TOKEN)
+
+    def be_child() -> None:
+        try:
+            server.alive()
+        except ClosedError:
+            theirs.send(server._listener.fileno())
+        theirs.recv()
+
+    child = fork.Process(target=be_child, daemon=True)
+    child.start()
+    assert ours.poll(SOON) and ours.recv() == -1  # it would hold the port when its parent is killed
+    assert server.alive() == {0}
+    server.close()
+    ours.send("end")
+    child.join(SOON)
+    child.close()
+    ours.close()
+    theirs.close()
 
 
 def test_who_has_to_join_by_itself_is_not_called(server: TcpCarrier) -> None:

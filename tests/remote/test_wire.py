@@ -243,8 +243,8 @@ def test_a_deep_head_is_a_frame_error() -> None:
         msgspec.msgpack.encode([12, 1, "x" * 256, ""]),  # too long a name
         msgspec.msgpack.encode([9, 1, ID, 0, "x" * 65_537]),  # too long a reason
         msgspec.msgpack.encode([1, 1, "worker", ID, 0, "host", 0, 1, "x" * ((4 << 20) + 1)]),  # and space
-        msgspec.msgpack.encode([1, 1, "worker", ID, -2, "host", 0, 1, ""]),  # no such rank
-        msgspec.msgpack.encode([1, 1, "worker", ID, 2**31 + 1, "host", 0, 1, ""]),
+        msgspec.msgpack.encode([1, 1, "worker", ID, -1, "host", 0, 1, ""]),  # no such rank
+        msgspec.msgpack.encode([1, 1, "worker", ID, 2**31, "host", 0, 1, ""]),
         msgspec.msgpack.encode([6, 1, ID, 0, 0, 0, 0]),  # part 0 of none
         msgspec.msgpack.encode([11, 0, 1, "guess", None, 0, False, None, 0]),
         b"\x95\x09\x01\xc4\x10" + ID + b"\x00\xa2\xff\xfe",  # a reason that is no UTF-8

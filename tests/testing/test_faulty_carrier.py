@@ -41,6 +41,14 @@ def test_drop() -> None:
     assert received(("drop",))[0] == []
 
 
+def test_the_handle_of_a_dropped_frame_is_complete_and_waits_no_longer_than_others() -> None:
+    handle = FaultyCarrier(Kept(), 0, rate=1.0, faults=("drop",)).isend(1, 0, [b"x"])
+    assert handle.is_complete()
+    handle.wait(0.0)
+    with pytest.raises(ValueError, match="timeout"):
+        handle.wait(float("inf"))
+
+
 def test_repeat() -> None:
     assert received(("repeat",))[0] == [frame for frame in FRAMES for _ in range(2)]
 

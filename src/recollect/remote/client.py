@@ -133,7 +133,7 @@ class RemoteReplay:
                 self._waiting.append(packed)
             if self._n_adds % self.send_every:
                 return None
-            return self._send_waiting()
+            return self._send_waiting(packed.n)
 
     def _not_taken(self, container: Any, error: RecollectError) -> dict[str, float] | None:
         error.accepted = False  # type: ignore[attr-defined]
@@ -201,14 +201,14 @@ class RemoteReplay:
         self._session.doors.filtered += int(allowed.sum() - high.sum())
         return high
 
-    def _send_waiting(self) -> dict[str, float] | None:
-        """Make one container of what waits, and send it as the mode says."""
+    def _send_waiting(self, n_last: int) -> dict[str, float] | None:
+        """Make one container of what waits, `n_last` items of the last add, and send it as the mode says."""
         if not self._waiting:
             return None
         try:
             oldest = self._room()
         except (PeerDiedError, DeadlineError) as failure:
-            return self._down(failure, accepted=False)
+            return self._down(failure, accepted=False, n_last=n_last)
         entry, answer, error = self._put(), None, None
         if oldest is not None:
             try:
@@ -245,14 +245,15 @@ class RemoteReplay:
         self._counts["sent"] += 1
         return entry
 
-    def _down(self, error: RecollectError, accepted: bool) -> dict[str, float] | None:
+    def _down(self, error: RecollectError, accepted: bool, n_last: int = 0) -> dict[str, float] | None:
         """The manager is not to be had: raise, or drop what has no answer."""
         error.accepted = accepted  # type: ignore[attr-defined]
         if self.when_down == "drop":
             self._drop_all()
             return None
         if not accepted:  # this one is given back; those before it were taken, and wait
-            self._session.doors.offered -= self._waiting.pop().n
+            if n_last:
+                self._session.doors.offered -= self._waiting.pop().n
             self._n_adds -= 1
         raise error
 
@@ -332,7 +333,7 @@ class RemoteReplay:
                 return []
             known_as = self._session.writer  # giving up makes a new writer, of whom the manager never heard
             try:
-                return self._flush_all() if self._line.carrier is not None or self._waiting else []
+                return self._flush_all() if self._line.carrier is not None else []
             except Exception as error:
                 error.undelivered = self._lose()  # type: ignore[attr-defined]
                 raise

@@ -123,7 +123,7 @@ class Desk:
 
     def _why_not(self, sender: int, hello: Hello, writer: Writer | None) -> tuple[str, str] | None:
         """The error that refuses one who says Hello, and its text; None if it is welcome."""
-        if hello.protocol != PROTOCOL or hello.rank not in (-1, sender):
+        if hello.protocol != PROTOCOL or hello.rank != sender:
             why = f"protocol {PROTOCOL} and your own rank {sender}"
             return "RemoteError", f"hello: must give {why}, got others"
         difference = text_difference(self.items.text, hello.space) if hello.space else None

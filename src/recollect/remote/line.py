@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from time import monotonic, perf_counter
+from time import monotonic, perf_counter, sleep
 from typing import Any
 
 from recollect import _core
@@ -16,6 +16,7 @@ from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode, encode
 
 _LOOK_S = 0.25  # how often a manager's process is looked at where the carrier does not see it die
+_PAUSE_S = 0.02  # between two tries to connect again
 Drawn = list[tuple[Items, memoryview]]
 
 
@@ -137,6 +138,7 @@ class Line:
         try:
             reconnect(self.manager_rank, min(max(left, 0.0), 0.5))
         except (PeerDiedError, DeadlineError, OSError):
+            sleep(_PAUSE_S)  # one who is refused hears that at once
             return
         self._next_retry = 0.0
 

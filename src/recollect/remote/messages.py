@@ -36,7 +36,7 @@ class Hello(Message, tag=1):
 
     role: Literal["worker", "manager", "reader"]
     writer: Id
-    rank: Annotated[int, Meta(ge=-1, le=2**31)]
+    rank: Annotated[int, Meta(ge=0, lt=2**31)]
     host: Name
     process: Count  # pid and start time in one word, as the core has it
     protocol: Count

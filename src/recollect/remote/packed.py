@@ -28,7 +28,7 @@ class Packed:
     fields: Array | None = None
     log_rewards: Array | None = None  # float64, the finite ones and -inf
     scoring_only: bool = False
-    rows_crc: int | None = None  # crc32c of the rows, if it is known
+    rows_crc: int | None = None  # crc32c of the rows, the first block, if it is known
 
     def take(self, index: Array) -> Packed:
         """The items at these places, as a copy."""
@@ -53,11 +53,6 @@ class Packed:
         if self.fields is None:
             return [self.rows]
         return [self.rows, self.lengths, self.fields] if self.lengths is not None else [self.fields]
-
-    @property
-    def first_crc(self) -> int | None:
-        """The crc32c of the first block, None if it is not known."""
-        return self.rows_crc if self.fields is None or self.lengths is not None else None
 
     @property
     def nbytes(self) -> int:
@@ -137,13 +132,13 @@ def _strides(f: Field) -> tuple[int, ...]:
 def storable(packed: Packed, max_length: int, refuse: Callable[[str, int], None]) -> Array | None:
     """Which items may be stored (bools), None if all; `refuse` hears why and how many others may not.
 
-    A log reward must not be NaN or +inf; a trajectory not longer than `max_length` (0: not known).
+    A log reward must not be NaN or +inf; a trajectory not longer than `max_length`.
     """
     rewards, lengths = packed.log_rewards, packed.lengths
     if not packed.n:
         return None
     fine_rewards = rewards is None or bool(rewards.max() < np.inf)  # NaN is the maximum of any that has one
-    fine_lengths = lengths is None or not max_length or bool(lengths.max() <= max_length)
+    fine_lengths = lengths is None or bool(lengths.max() <= max_length)
     if fine_rewards and fine_lengths:
         return None
     allowed = np.ones(packed.n, bool) if rewards is None else rewards_ok(rewards)

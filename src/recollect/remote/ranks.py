@@ -57,13 +57,20 @@ class RankBook:
         self.n_expected, self.limits = n_expected, limits
         self.fixed = None if worker_ranks is None else frozenset(worker_ranks)
         self.workers: dict[int, _Worker] = {rank: _Worker("expected") for rank in sorted(self.fixed or ())}
-        self.n_missing = 0  # places that nobody took in time
         self.anybody = False
         self._began: float | None = None
+        self._is_late = False  # `join_s` is over
 
     def begin(self, now: float) -> None:
         """Start to wait for workers."""
-        self._began = now if self._began is None else self._began
+        self._began = now
+
+    @property
+    def n_missing(self) -> int:
+        """Places that nobody took in time; one who comes late takes such a place."""
+        if not self._is_late or self.fixed is not None or self.n_expected is None:
+            return 0
+        return max(0, self.n_expected - len(self.workers))
 
     @property
     def n_left(self) -> int:
@@ -83,7 +90,7 @@ class RankBook:
         if worker is None:
             if self.fixed is not None:
                 return f"this manager serves the ranks {sorted(self.fixed)}"
-            if self.n_expected is not None and len(self.workers) + self.n_missing >= self.n_expected:
+            if self.n_expected is not None and len(self.workers) >= self.n_expected:
                 return f"this manager serves {self.n_expected} workers, and has them"
             worker = self.workers[rank] = _Worker("expected")
         worker.state, worker.host, worker.process = "present", host, process
@@ -120,11 +127,10 @@ class RankBook:
                 worker.state = "left"
         if self._began is None or now - self._began < self.limits.join_s:
             return
+        self._is_late = True
         for worker in self.workers.values():
             if worker.state == "expected":
                 worker.state = "left"
-        if self.fixed is None and self.n_expected is not None:
-            self.n_missing = max(0, self.n_expected - len(self.workers))
 
     def _is_gone(
         self, rank: int, worker: _Worker, now: float, alive: frozenset[int], sees_death: bool

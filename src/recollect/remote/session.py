@@ -180,7 +180,7 @@ class Session:
             raise RemoteError("session: no space is known yet; wait for the manager")
         seq, request = self.next_seq, self.new_request()
         head = Data(request, self.writer, seq, self.items.id, packed.n, len(packed.rows), packed.scoring_only)
-        parts = encode(head, packed.blocks(), max_frame=self.max_frame, first_crc=packed.first_crc)
+        parts = encode(head, packed.blocks(), max_frame=self.max_frame, first_crc=packed.rows_crc)
         if entry is None:
             entry = Entry(seq, request, packed, parts, packed.n)
         else:

@@ -62,7 +62,7 @@ class Trajectories:
             one = {"steps": mapped(self.steps, lambda leaf: leaf[span].copy())}
             if self.log_rewards is not None:
                 one[LOG_REWARD] = self.log_rewards[found]
-            return one | {k: mapped(v, lambda leaf: leaf[found]) for k, v in self.fields.items()}
+            return one | {k: mapped(v, lambda leaf: _one_of(leaf, found)) for k, v in self.fields.items()}
         rows = ranges(self._starts[found], self.lengths[found])
         return Trajectories(
             mapped(self.steps, lambda leaf: leaf[rows]),
@@ -151,6 +151,10 @@ def joined(blocks: Sequence[Any]) -> Any:
             return tuple(item for block in blocks for item in block)
         return tuple(joined([block[i] for block in blocks]) for i in range(len(first)))
     return np.concatenate([as_numpy(block) for block in blocks])
+
+
+def _one_of(leaf: Any, i: int) -> Any:
+    return leaf[i].copy() if isinstance(leaf[i], np.ndarray) else leaf[i]
 
 
 def _taken(leaf: Any, index: Array) -> Any:

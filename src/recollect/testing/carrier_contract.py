@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
 from typing import Any
@@ -32,7 +33,7 @@ class CarrierContract:
     """
 
     sees_close = True
-    tags = (0, 1, 7)
+    tags = (0, 7, 0xFFFF)
 
     def make(self, n: int) -> list[Any]:
         """Return n connected ends."""
@@ -138,8 +139,9 @@ class CarrierContract:
         a, b = pair
         with pytest.raises(FrameError, match=str(a.max_frame)):
             a.send(b.rank, 0, [np.zeros(a.max_frame + 1, np.uint8)], SOON)
-        a.send(b.rank, 0, [b"after"], SOON)
-        assert bytes(b.recv(timeout=SOON)[2]) == b"after"
+        handle = a.isend(b.rank, 0, [np.ones(a.max_frame, np.uint8)])
+        assert b.recv(timeout=SOON)[2].nbytes == a.max_frame
+        handle.wait(SOON)
 
     def test_one_thread_sends_while_another_receives(self, pair: Any) -> None:
         a, b = pair
@@ -184,19 +186,23 @@ class CarrierContract:
             a.recv(timeout=0.1)
         a.close()
 
-    def test_who_spoke_is_alive(self, pair: Any) -> None:
+    def test_who_spoke_and_who_heard_it_are_alive(self, pair: Any) -> None:
         a, b = pair
         a.send(b.rank, 0, [b"hello"], SOON)
         b.recv(timeout=SOON)
-        eventually(lambda: {a.rank, b.rank} <= b.alive())
+        eventually(lambda: {a.rank, b.rank} <= a.alive() & b.alive())
 
     def test_a_peer_that_closes_is_gone(self, pair: Any) -> None:
         if not self.sees_close:
             pytest.skip("this carrier does not see a peer that closes")
         a, b = pair
         a.send(b.rank, 0, [b"last"], SOON)
-        eventually(lambda: a.rank in b.alive())
-        a.close()
+        with ThreadPoolExecutor(1) as beside:
+            waits = beside.submit(b.recv, a.rank, 7, 2 * SOON)
+            eventually(lambda: a.rank in b.alive())
+            a.close()
+            with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
+                waits.result(SOON)
         eventually(lambda: a.rank not in b.alive(), 1.0)
         assert bytes(b.recv(a.rank, timeout=SOON)[2]) == b"last"
         with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):

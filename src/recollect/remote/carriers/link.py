@@ -54,10 +54,6 @@ class Outgoing:
         """Whether the buffers are free again; raises if the frame cannot arrive any more."""
         if self.error is not None:
             raise self.error
-        if not self.is_done:
-            self._carrier._glance()
-        if self.error is not None:
-            raise self.error
         return self.is_done
 
     def wait(self, timeout: float = 30.0) -> None:

@@ -208,7 +208,6 @@ class LocalCarrier(StreamCarrier):
             self._listener.close()
         if self._acceptor is not None:
             self._acceptor.join(5.0)
-        _ends.pop((self.group_id, self.rank, os.getpid()), None)
         for rank in range(self.n_ranks):
             other = self._neighbour(rank)
             if other is not None and other is not self:
@@ -217,10 +216,6 @@ class LocalCarrier(StreamCarrier):
                         other._gone.add(self.rank)
                     other._cond.notify_all()
                 other._wake()
-
-    def _forget_in_child(self) -> None:
-        super()._forget_in_child()
-        _ends.pop((self.group_id, self.rank, os.getppid()), None)
 
 
 def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:

@@ -209,7 +209,7 @@ class MpiCarrier:
                 return None
             frame = np.empty(n, np.uint8)
             message.Recv([frame, mpi.BYTE])
-        return found, its_tag, frame.data if n else memoryview(bytearray())
+        return found, its_tag, frame.data
 
     def _discard(self, message: Any, source: int) -> None:
         """Let a frame that is too large go, and take no memory for it. With the lock."""
