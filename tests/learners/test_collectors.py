@@ -12,6 +12,8 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tests.learners.test_sac_learner import spec
 
+import recollect as rc
+from recollect import _core
 from recollect.errors import DeadlineError, EnvContractError
 from recollect.learners import collectors
 from recollect.learners.config import APPOConfig, SACConfig
@@ -80,7 +82,7 @@ def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
     done: list[str] = []
     steps = SimpleNamespace(write=lambda *args: None)
     work = SimpleNamespace(
-        begin=lambda *args: True, step=lambda actions: done.append("step"),
+        begin=lambda *args: True, step=lambda actions: done.append("step") or SimpleNamespace(valid=np.ones(1)),
         driver=SimpleNamespace(acting_obs=lambda: None, close=lambda: done.append("closed")),
         policy=SimpleNamespace(transition_actions=lambda obs: None, rollout_actions=lambda obs: (None, None)),
         tally=SimpleNamespace(lap=lambda phase: None),
@@ -88,12 +90,36 @@ def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
     monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
     monkeypatch.setattr(collectors, "_add", lambda replay, step: None)
     monkeypatch.setattr(collectors, "RolloutWriter", lambda slot: steps)
-    plan, kind = SimpleNamespace(steps=100), "replay" if collect == "collect_transitions" else "ring"
+    plan = SimpleNamespace(steps=100, limiter=None)
+    kind = "replay" if collect == "collect_transitions" else "ring"
     looks = 2 if kind == "replay" else 3  # a rollout looks once more, for its slot
     getattr(collectors, collect)(
         Context(looks), weights=None, board=None, plan=plan, **{kind: SimpleNamespace(write_buffer="slot")}
     )
     assert done == ["step", "step", "closed"]
+
+
+def test_who_waits_for_leave_to_add_hears_that_all_stop(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Full:
+        def attach_limiter(self, limiter: Any) -> None:
+            limiter.attach(_core.Mapping(-1, 0, 4096, True), 0, lambda: (100, 50))
+
+    def look() -> None:
+        raise rc.ClosedError("runner: is stopping")
+
+    limiter = {"samples_per_insert": 1.0, "min_size": 1, "band": 4.0, "deadline": 0.01}
+    work = SimpleNamespace(
+        begin=lambda *args: True, step=lambda actions: SimpleNamespace(valid=np.ones(1)),
+        driver=SimpleNamespace(acting_obs=lambda: None, close=lambda: None),
+        policy=SimpleNamespace(transition_actions=lambda obs: None),
+    )  # fmt: skip
+    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    ctx: Any = Context(1000)
+    ctx.look = look
+    with pytest.raises(rc.ClosedError, match="is stopping"):
+        collectors.collect_transitions(
+            ctx, replay=Full(), weights=None, board=None, plan=SimpleNamespace(steps=100, limiter=limiter)
+        )  # type: ignore[arg-type]
 
 
 def beginner(sync: bool, looks: int = 1000) -> tuple[Any, list[str]]:

@@ -246,8 +246,28 @@ def test_waiting_ends_when_the_other_side_moves(tmp_path: Path) -> None:
     assert (len(drawn), limiter.inserts, limiter.samples, limiter.stats().waiting) == (3, 6, 12, 0)
 
 
+def test_who_watches_is_asked_in_waits(tmp_path: Path) -> None:
+    buffer = limited(tmp_path, deadline=30)
+    assert buffer.limiter is not None
+    looks: list[int] = []
+
+    def look() -> None:
+        looks.append(1)
+        if len(looks) == 3:
+            add(buffer, 4)
+        elif len(looks) > 3:
+            raise LookupError
+
+    buffer.limiter.watch(look)
+    rc.StepSampler(buffer, 4).sample()
+    assert len(looks) == 3
+    with pytest.raises(LookupError):
+        rc.StepSampler(buffer, 13).sample()  # 4 × 2 + 8 is the most: one too many
+    assert len(looks) == 4
+
+
 def test_close_wakes_who_waits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.replay.limiter._LOOK_S", 30.0)  # nobody looks by himself
+    monkeypatch.setattr("recollect.replay.limiter._QUIET_S", 30.0)  # nobody looks by himself
     buffer = limited(tmp_path, deadline=30)
     caught: list[BaseException] = []
 

@@ -21,7 +21,7 @@ from recollect.errors import AttachError, ClosedError, EmptyError, FormatError, 
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
-from recollect.memory.geometry import Geometry, check_same
+from recollect.memory.geometry import LIMITER_AT, Geometry, check_same
 from recollect.memory.rows import Rows, packed_codec
 from recollect.memory.segment import Handle, Segment
 from recollect.sampling.stream import IndexStream
@@ -151,6 +151,14 @@ class ReplayBuffer(SharedBufferBase):
     def size(self) -> int:
         """Rows held now, all lanes."""
         return int(self._native().count())
+
+    def attach_limiter(self, limiter: replay.RateLimiter) -> None:
+        """Let a limiter count this buffer's rows, in words beside them that all processes with the buffer share.
+
+        Whoever adds or draws asks it, with `limiter.inserting(n)` or `limiter.drawing(n)`; this buffer itself does not.
+        """
+        self._native()
+        limiter.attach(self._rows.header, LIMITER_AT, lambda: (self.ptr, self.size))
 
     @property
     def row_nbytes(self) -> int:

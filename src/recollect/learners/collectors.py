@@ -7,6 +7,7 @@ read the weights and statistics of one version, make the steps, publish the repo
 from __future__ import annotations
 
 import pickle
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ from recollect.learners.episodes import EpisodeBoard, Tally
 from recollect.learners.normalization import normalize
 from recollect.learners.rollout import RolloutWriter
 from recollect.observe.phases import Phases
+from recollect.replay import RateLimiter
 
 _WAIT_S = 1.0  # between looks at the word that says stop
 
@@ -27,7 +29,7 @@ class Plan:
     """What a collector must know: small, picklable, the same for all lanes.
 
     `network` is the pickled policy module. With `sync` it waits for permits. While it acts on version
-    `random_version`, actions are drawn uniformly; 0 is never.
+    `random_version`, actions are drawn uniformly; 0 is never. `limiter` is the configuration of a RateLimiter.
     """
 
     spec: EnvSpaces
@@ -37,6 +39,7 @@ class Plan:
     nan_policy: str
     salt: int
     random_version: int = 0
+    limiter: dict[str, Any] | None = None
 
 
 def pack_network(network: Any) -> bytes:
@@ -182,6 +185,10 @@ def collect_transitions(
             request, ready, slots = pack
             serve_pack_requests(replay, request, ready, slots, timeout=timeout, trace_recorder=trace)
 
+    limiter = None if plan.limiter is None else RateLimiter(**plan.limiter)
+    if limiter is not None:
+        replay.attach_limiter(limiter)
+        limiter.watch(ctx.look)
     work = _Worker(ctx, weights, stats, board, plan, trace)
     try:
         while work.begin(serve):
@@ -191,11 +198,24 @@ def collect_transitions(
                 if ctx.stopping():
                     return
                 step = work.step(work.policy.transition_actions(work.driver.acting_obs()))
-                _add(replay, step)
+                with _leave_to_add(limiter, int(step.valid.sum())):
+                    if limiter is not None:
+                        work.tally.lap("wait")
+                    _add(replay, step)
                 work.tally.lap("replay")
             work.end()
     finally:
         work.driver.close()
+
+
+def _leave_to_add(limiter: RateLimiter | None, n: int) -> ExitStack:
+    """Wait until the learner has drawn enough for n rows more, as long as it lives; they are added within."""
+    leave = ExitStack()
+    while limiter is not None:
+        with suppress(DeadlineError):
+            leave.enter_context(limiter.inserting(n))
+            break
+    return leave
 
 
 def _add(replay: Any, step: Step) -> None:

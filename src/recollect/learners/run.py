@@ -98,6 +98,10 @@ class ReferenceRunner(AsyncRunner):
         """Return what writes the replay into a checkpoint, None if it is not wanted."""
         return None
 
+    def _own_state(self) -> dict[str, Any]:
+        """Return what else of the algorithm's belongs into a checkpoint."""
+        return {}
+
     def _load_replay(self, checkpoint: Path) -> bool:
         """Take over a checkpoint's replay; whether it had one."""
         return False
@@ -247,7 +251,7 @@ class ReferenceRunner(AsyncRunner):
         state = {
             "algorithm": self.algorithm, "iteration": iteration, "env_steps": steps, "weight_version": self.version,
             "config": config_json(self.rl_cfg), "spaces": {k: _plain(v) for k, v in asdict(self._spaces).items()},
-            "seed": self.seed, "learner": self._learner.get_state_dict(),
+            "seed": self.seed, "learner": self._learner.get_state_dict(), **self._own_state(),
         }  # fmt: skip
         return save_checkpoint(log_dir / f"model_{iteration}", state, dump_replay=self._dump_replay())
 

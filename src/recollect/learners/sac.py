@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar
@@ -22,6 +23,7 @@ from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
 from recollect.learners.run import ReferenceRunner
+from recollect.replay import RateLimiter
 
 __all__ = ["OffPolicyRunner", "SACConfig", "SACRunner"]
 TOTAL_ROWS = 10**6
@@ -35,6 +37,9 @@ class OffPolicyRunner(ReferenceRunner):
     batch)` and `.update_actor(batch)` returning losses, `.soft_update_target()`, `.update_count`, `.get_state_dict()`,
     `.load_state_dict(d)`, and `.obs_normalizer` if the configuration asks for normalisation.
 
+    With `sync_collection=False`, a RateLimiter as `limiter` holds rows drawn for each row added in its band: whoever is
+    ahead waits. Its counts are in the checkpoints.
+
     Ownership: replay, weights, statistics and collectors are this runner's and end with it.
     """
 
@@ -42,7 +47,9 @@ class OffPolicyRunner(ReferenceRunner):
     config_type: ClassVar[Any] = SACConfig
     rl_cfg: SACConfig
 
-    def __init__(self, *args: Any, learner: LearnerFactory, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, learner: LearnerFactory, limiter: RateLimiter | None = None, **kwargs: Any
+    ) -> None:
         """As AsyncRunner; ValueError for a configuration that these environments and collectors cannot have."""
         super().__init__(*args, **kwargs)
         self._factory = learner
@@ -62,9 +69,26 @@ class OffPolicyRunner(ReferenceRunner):
                 "learning_starts and batch_size"
             )
         self._n_samples = config.batch_size * config.updates_per_step
+        self._limiter = limiter
+        if limiter is not None:
+            self._check_limiter(limiter)
         self._replay: Any = None
         self._pipe: Any = None
         self._stats: Any = None
+
+    def _check_limiter(self, limiter: RateLimiter) -> None:
+        if not isinstance(limiter, RateLimiter):
+            raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
+        if self.rl_cfg.sync_collection:
+            raise ValueError("limiter: is for collectors that run free, got one with sync_collection=True")
+        limiter.check_free()
+        if not self._fill <= limiter.min_size <= self._capacity:
+            raise ValueError(
+                f"limiter: min_size must be in [{self._fill}, {self._capacity}], from the rows that learning starts "
+                f"with to those that fit, got {limiter.min_size}"
+            )
+        limiter.check_possible(self.envs_per_collector, "insert")
+        limiter.check_possible(self._n_samples, "draw")
 
     # -- setting up
 
@@ -84,6 +108,9 @@ class OffPolicyRunner(ReferenceRunner):
         memory_budget.raise_if_shared_memory_over_budget(estimate, type(self).__name__)
         memory_budget.warn_if_over_budget(estimate, type(self).__name__)
         self._replay = self.own(self._new_replay())
+        if self._limiter is not None:
+            self._replay.attach_limiter(self._limiter)
+            self._limiter.watch(self._look)
         self._weights = self.own(SharedWeightSync.from_state_dict(state))
         self._stats = self.own(SharedObsNormStats(None)) if config.obs_normalization else None
         self._board = self.own(EpisodeBoard(self.num_collectors))
@@ -120,6 +147,7 @@ class OffPolicyRunner(ReferenceRunner):
         plan = Plan(
             self._spaces, pack_network(self._learner.actor), config.env_steps_per_sync, config.sync_collection,
             config.nan_policy, first, random_version,
+            None if self._limiter is None else self._limiter.configuration(),
         )  # fmt: skip
         self.start_collectors(
             collect_transitions,
@@ -145,16 +173,21 @@ class OffPolicyRunner(ReferenceRunner):
         # Running free: the first tick waits for the rows on their cursor.
         while True:
             kept = self._replay.ptr
-            self._pipe.start_prepare(
-                first, self._n_samples, min_snapshot_ptr=self._fill, headroom=self._chunk
-            )
             try:
-                while not self._pipe.wait_until_ready(first, self._n_samples, timeout=0.5):
-                    self.check_collectors()
+                with self._drawing():
+                    self._pipe.start_prepare(
+                        first, self._n_samples, min_snapshot_ptr=self._fill, headroom=self._chunk
+                    )
+                    while not self._pipe.wait_until_ready(first, self._n_samples, timeout=0.5):
+                        self.check_collectors()
                 return
             except DeadlineError:
                 if self._replay.ptr == kept:
                     raise _nothing_kept(self.deadline) from None
+
+    def _drawing(self) -> AbstractContextManager[None]:
+        """The limiter's leave to draw a batch, waited for if there is one."""
+        return nullcontext() if self._limiter is None else self._limiter.drawing(self._n_samples)
 
     def _permit(self) -> None:
         self.grant_permits(int(self._weights.version), self.rl_cfg.env_steps_per_sync)
@@ -170,7 +203,8 @@ class OffPolicyRunner(ReferenceRunner):
         watch.lap("wait")
         batch = self._pipe.sample_large_batch(iteration, self._n_samples)
         if not is_last:
-            self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
+            with self._drawing():
+                self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
             if sync:
                 self._pipe.wait_asked()  # else a packing collector might go on first and pack later rows too
                 self._permit()
@@ -227,11 +261,16 @@ class OffPolicyRunner(ReferenceRunner):
         dump: Callable[[Path], None] = self._replay.dumps
         return dump
 
-    def _restore(self, state: Any, path: Path) -> None:
+    def _own_state(self) -> dict[str, Any]:
+        return {} if self._limiter is None else {"limiter": self._limiter.state_dict()}
+
+    def _restore(self, state: Mapping[str, Any], path: Path) -> None:
         super()._restore(state, path)
         saved = replay_path(path)
         if saved is not None:
             self._restore_replay(saved)
+        if self._limiter is not None and "limiter" in state:
+            self._limiter.load_state_dict(dict(state["limiter"]))
 
     def _restore_replay(self, path: Path) -> None:
         """Add the saved rows, lane by lane if there are as many lanes, else spread over those there are."""

@@ -20,9 +20,10 @@ from typing import Any
 from recollect import _core
 from recollect.errors import DeadlineError
 from recollect.memory.rows import Closed
+from recollect.memory.watching import LOOK_S, Watch
 
 _SAMPLES, _ADMITTED, _BEFORE, _CHANGES, _WAITERS, _READY = range(0, 48, 8)
-_LOOK_S = 1.0  # how long nothing may change before a waiter asks whether a writer died half way
+_QUIET_S = 1.0  # how long nothing may change before a waiter asks whether a writer died half way
 _WORD = 1 << 64
 
 
@@ -81,6 +82,7 @@ class RateLimiter:
             )
         self._attach(_core.Mapping(-1, 0, 4096, True), 0, lambda: (0, 0))
         self._is_taken = False
+        self._watch: Watch | None = None
 
     # What a buffer does
 
@@ -105,6 +107,10 @@ class RateLimiter:
         if not isinstance(words, Closed):
             words.add(self._at + _CHANGES, 1)
             words.wake(self._at + _CHANGES)
+
+    def watch(self, look: Callable[[], object] | None) -> None:
+        """Have `look()` called in waits, every 100 ms; it may raise."""
+        self._watch = None if look is None else Watch(look)
 
     def begin(self) -> None:
         """Take the words as they are for counts: those of a new buffer are zeros."""
@@ -285,9 +291,10 @@ class RateLimiter:
     def _let_in(self, n: int, verb: str, attempt: Callable[[int], bool]) -> None:
         if attempt(n):
             return
-        self._check_possible(n, verb)
-        end = monotonic() + self.deadline
-        words = self._words
+        self.check_possible(n, verb)
+        words, watch = self._words, self._watch
+        now = monotonic()
+        end, quiet_until = now + self.deadline, now + _QUIET_S
         words.add(self._at + _WAITERS, 1)
         try:
             while True:
@@ -299,8 +306,13 @@ class RateLimiter:
                     raise DeadlineError(
                         f"limiter: to {verb} {n} must be possible within {self.deadline:g} s; {self._why(verb, n)}"
                     )
-                if not words.wait(self._at + _CHANGES, seen % (1 << 32), min(left, _LOOK_S)):
+                slice_s = _QUIET_S if watch is None else LOOK_S
+                if words.wait(self._at + _CHANGES, seen % (1 << 32), min(left, slice_s)):
+                    quiet_until = monotonic() + _QUIET_S
+                elif monotonic() >= quiet_until:
                     self._take_back()
+                if watch is not None:
+                    watch.look()
         finally:
             words.add(self._at + _WAITERS, _WORD - 1)
 
@@ -310,8 +322,11 @@ class RateLimiter:
         if word > inserts and self._words.swap_if(self._at + _ADMITTED, word, inserts):
             self._changed()
 
-    def _check_possible(self, n: int, verb: str) -> None:
-        """Raise for a call that is too large for the band, whatever the other side does one row at a time."""
+    def check_possible(self, n: int, verb: str) -> None:
+        """Raise ValueError for a call that is too large for the band, whatever the other side does row by row.
+
+        `verb` is "insert" or "draw".
+        """
         need = (n * self._ratio + 1) / 2 if verb == "insert" else (n + self._ratio) / 2
         if need > self._band:
             rows = "rows at once" if verb == "insert" else "samples at once"
