@@ -101,6 +101,16 @@ def test_before_anybody_packs_the_live_writers_are_waited_for(setting: Setting) 
         assert pack[2].packer_is_gone() is None and not pipe._packer._collector_is_gone()
 
 
+def test_without_a_floor_the_collector_is_asked_for_all_that_was_there(setting: Setting) -> None:
+    buf, pack = setting
+    with packed_by(buf, pack) as pipe:
+        pipe.start_prepare(0, N)
+        wait_until(lambda: pack[2].request() is not None, 20.0)
+        request = pack[2].request()
+        assert request is not None and request.floor == buf.ptr
+        assert serve_pack_requests(buf, *pack) == 1
+
+
 def test_a_request_that_nobody_took_in_time_is_withdrawn(setting: Setting) -> None:
     buf, pack = setting
     with packed_by(buf, pack, deadline=0.02) as pipe:
