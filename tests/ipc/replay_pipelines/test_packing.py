@@ -180,6 +180,19 @@ def test_an_open_request_is_replaced_unless_it_is_taken_meanwhile(
     assert shared.claim() == (2, slots.TAKEN)
 
 
+def test_what_a_collector_has_taken_holds_up_the_next_request_until_it_is_done_or_dead(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = setting[1][2]
+    shared.enlist()
+    assert shared.ask(1, 0, 0, 0) == 1 and shared.take(1)
+    assert shared.ask(2, 0, 0, 0) is None  # it may still write the slot
+    assert shared.claim() == (1, slots.TAKEN)
+    monkeypatch.setattr(shared, "packer_is_gone", lambda: True)
+    assert shared.ask(2, 0, 0, 0) == 2
+    assert not shared.take(1) and shared.take(2)
+
+
 def test_a_fork_of_the_packing_process_is_another_process(setting: Setting) -> None:
     shared = setting[1][2]
     shared._enlisted = (os.getpid() + 1, 12345)  # as the fork sees what its parent was
