@@ -517,10 +517,12 @@ class TestCores:
     ) -> None:
         told: list[int] = []
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
+        monkeypatch.setattr(torch, "get_num_threads", lambda: 6)
         monkeypatch.setattr(torch, "set_num_threads", told.append)
         with runner(num_collectors=2, collector_threads=3) as it:
             it.start_collectors(crews.raise_at_once, {})
             assert told == [1]
+        assert told == [1, 6]  # as before
 
     @pytest.mark.parametrize("first", ["cuda", "xpu", "mps", "cpu"])
     def test_the_first_device_that_exists(self, first: str, monkeypatch: pytest.MonkeyPatch) -> None:

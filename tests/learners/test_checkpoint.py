@@ -58,6 +58,12 @@ def test_every_kind_of_state_comes_back(tmp_path: Path) -> None:
     assert replay_path(path) is None
 
 
+def test_numbers_that_do_not_lie_side_by_side_come_back(tmp_path: Path) -> None:
+    """Of one dimension too, where flattening copies nothing."""
+    given = {"tensor": torch.arange(6)[::2], "array": np.arange(6)[::2]}
+    assert equal(load_checkpoint(save_checkpoint(tmp_path / "model_1", given)), given)
+
+
 def test_loading_unpickles_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = save_checkpoint(tmp_path / "model_1", state())
     for name in ("load", "loads", "Unpickler"):

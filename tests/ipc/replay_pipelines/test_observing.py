@@ -134,7 +134,8 @@ def test_a_trace_of_a_pipeline_opens(tmp_path: Path) -> None:
 @pytest.mark.parametrize("on_device", [True, False])
 def test_one_csv_row_for_each_tick(tmp_path: Path, on_device: bool) -> None:
     device: dict[str, Any] = {"device": "fake", "transfer": FakeDevice(0)} if on_device else {}
-    with buffer(40) as buf, pipeline(buf, base_seed=3, verbose_output_dir=tmp_path / "new", **device) as pipe:
+    folder = tmp_path / "new" / "deep"
+    with buffer(40) as buf, pipeline(buf, base_seed=3, verbose_output_dir=folder, **device) as pipe:
         metas = []
         for t in range(5):
             pipe.sample_large_batch(t, N)
@@ -142,7 +143,7 @@ def test_one_csv_row_for_each_tick(tmp_path: Path, on_device: bool) -> None:
             add(buf, 1)
             pipe.after_tick()
         stats = pipe.stats()
-    with open(tmp_path / "new" / "pack_fields.csv", newline="") as file:
+    with open(folder / "pack_fields.csv", newline="") as file:
         header, *rows = csv.reader(file)
     assert header == COLUMNS and len(rows) == 5
     for row, meta in zip(rows, metas):

@@ -148,6 +148,16 @@ def test_before_anybody_packs_the_live_writers_are_waited_for(setting: Setting) 
         assert pack[2].packer_is_gone() is None and not pipe._packer._collector_is_gone()
 
 
+def test_without_a_floor_the_collector_is_asked_for_all_that_was_there(setting: Setting) -> None:
+    buf, pack = setting
+    with packed_by(buf, pack) as pipe:
+        pipe.start_prepare(0, N)
+        wait_until(lambda: pack[2].request() is not None, 20.0)
+        request = pack[2].request()
+        assert request is not None and request.floor == buf.ptr
+        assert serve_pack_requests(buf, *pack) == 1
+
+
 def test_a_request_that_nobody_took_in_time_is_withdrawn(setting: Setting) -> None:
     buf, pack = setting
     with packed_by(buf, pack, deadline=0.02) as pipe:
@@ -215,6 +225,19 @@ def test_an_open_request_is_replaced_unless_it_is_taken_meanwhile(
     assert shared.ask(3, 0, 0, 0) is None
     monkeypatch.undo()
     assert shared.claim() == (2, slots.TAKEN)
+
+
+def test_what_a_collector_has_taken_holds_up_the_next_request_until_it_is_done_or_dead(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shared = setting[1][2]
+    shared.enlist()
+    assert shared.ask(1, 0, 0, 0) == 1 and shared.take(1)
+    assert shared.ask(2, 0, 0, 0) is None  # it may still write the slot
+    assert shared.claim() == (1, slots.TAKEN)
+    monkeypatch.setattr(shared, "packer_is_gone", lambda: True)
+    assert shared.ask(2, 0, 0, 0) == 2
+    assert not shared.take(1) and shared.take(2)
 
 
 def test_a_fork_of_the_packing_process_is_another_process(setting: Setting) -> None:

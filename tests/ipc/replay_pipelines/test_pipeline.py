@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import inspect
+import itertools
 import threading
 import time
 from pathlib import Path
@@ -238,6 +239,15 @@ def test_two_slots_alternate_and_the_hot_one_does_not_change_while_the_next_is_p
         assert stats.wait_us == waited > 0 and stats.pack_us > 0 and stats.copy_us == 0
 
 
+def test_what_a_learner_does_with_the_dict_of_a_batch_is_its_own_affair() -> None:
+    with buffer(40) as buf, pipeline(buf) as pipe:
+        for t in range(4):  # each slot twice
+            for batch in (pipe.sample_large_batch(t, N), pipe.sample_large_batch(t, N)):
+                ids(batch)
+                batch.clear()
+            pipe.after_tick()
+
+
 def test_a_tick_is_started_once() -> None:
     with buffer(40) as buf, pipeline(buf) as pipe:
         pipe.sample_large_batch(0, N)
@@ -265,15 +275,16 @@ def test_a_tick_that_nobody_started_is_packed_by_who_asks_for_it(monkeypatch: py
     assert threads == [threading.get_ident(), pipe._packer._thread.ident]
 
 
-def test_whoever_packs_waits_for_a_copy_as_long_as_the_deadline_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits: list[float] = []
+def test_whoever_packs_waits_for_a_copy_until_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    waits, times = list[float](), itertools.count(100, 3)
     with buffer(40) as buf, pipeline(buf) as pipe, monkeypatch.context() as patch:
+        patch.setattr(packer, "monotonic", lambda: next(times))
         patch.setattr(pipe._transfer, "synchronize_ready", lambda slot, timeout: waits.append(timeout))
         pipe.sample_large_batch(0, N)
         pipe.start_prepare(1, N)
         assert pipe._cold is not None
         pipe._cold.done.get(timeout=20)
-    assert len(waits) == 2 and all(10 < s <= 20 for s in waits)
+    assert waits == [17.0, 17.0]  # of the 20 seconds, 3 after each tick began
 
 
 # -- seeds and snapshots
