@@ -146,7 +146,7 @@ def silent(ends: list[LocalCarrier]) -> Iterator[Silent]:
     [
         {"mode": "fast"}, {"window": 0}, {"window": True}, {"send_every": 0}, {"refresh_after": 1.5},
         {"deadline": -1.0}, {"retry_s": 0.0}, {"reconnect_s": float("inf")}, {"deadline": float("nan")},
-        {"when_down": "cry"},
+        {"when_down": "cry"}, {"retry_s": -1.0}, {"reconnect_s": "30"},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
