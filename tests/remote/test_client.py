@@ -641,7 +641,7 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
 
 
 class Scripted:
-    """A manager's answers by a fake clock: `answer(message)` says what a frame brings; a wait in vain takes its time."""
+    """A manager by a fake clock: `answer(message)` says what a frame brings; a wait in vain takes its time."""
 
     rank, max_frame = 0, 1 << 14
 
@@ -667,6 +667,7 @@ class Scripted:
         self.inbox += self.answer(message)
 
     def recv(self, source: int, tag: int, timeout: float) -> Any:
+        assert timeout > 0  # nobody asks without a pause
         if not self.inbox:
             self.now += timeout + 1e-6
             raise DeadlineError("nothing")
@@ -715,6 +716,8 @@ def test_a_draw_is_asked_for_every_retry_s_and_nothing_of_it_stays(monkeypatch: 
     assert not line.session.expected
     carrier.answer = lambda message: [drawn(message.request)]
     assert [message.n for message, _ in line.ask(draw)] == [1] and not line.session.expected
+    with pytest.raises(DeadlineError, match="the end"):
+        line.until(lambda: None, "the end")
 
 
 def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_first(
