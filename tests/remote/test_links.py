@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,42 @@ def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, s
     assert not sender.is_alive() and not link.is_paused
 
 
+def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
+    piped: tuple[Piped, socket.socket],
+) -> None:
+    carrier, _ = piped
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(carrier.recv, 1, 0, 3 * SOON) for _ in range(2)]
+        eventually(lambda: carrier._turns.is_led and len(carrier._cond._waiters) == 1)  # type: ignore[attr-defined]
+        carrier.refuse(1)
+        for wait in waits:
+            assert isinstance(wait.exception(SOON), PeerDiedError)
+
+
+def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    (old,) = carrier._links.values()
+    near, other = socket.socketpair()
+    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    carrier._drop(old)
+    assert 1 in carrier.alive()
+    carrier.send(1, 0, [b"x"], SOON)
+    assert read(other, len(framed(b"x", 0))) == framed(b"x", 0)
+    other.close()
+
+
+def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    near, other = socket.socketpair()
+    link = Link(near, 1, CARRIER.max_frame)
+    carrier.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        carrier._add(link, outward=True)
+    other.settimeout(SOON)
+    assert not link.is_open and other.recv(1) == b""
+    other.close()
+
+
 def test_who_sends_the_rest_looks_again_before_it_ends(
     piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -286,6 +323,26 @@ def test_who_leads_wakes_the_others() -> None:
     for thread in (leader, other):
         thread.join(SOON)
         assert not thread.is_alive()
+
+
+def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
+    closed: list[str] = []
+
+    def check(what: Callable[[], str]) -> None:
+        if closed:
+            raise ClosedError(what())
+
+    turns = Turns(lambda timeout: closed.append("by the last poll"), check)
+    with pytest.raises(ClosedError, match="a frame"):
+        turns.wait(lambda: None, 0.0, lambda: "a frame")
+
+
+def test_work_that_raises_leaves_the_lead_to_others() -> None:
+    work = Work()
+    work.turns = Turns(lambda timeout: 1 / 0, lambda what: None)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            work.wait(0.0)
 
 
 # -- frames for peers that have not come
