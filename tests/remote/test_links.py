@@ -235,6 +235,28 @@ def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
             assert isinstance(wait.exception(SOON), PeerDiedError)
 
 
+def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    sent = carrier.isend(1, 0, [bytes(1 << 20)])
+    read(other, len(framed(bytes(1 << 20), 0)))
+    eventually(lambda: sent.is_complete() and carrier._flusher is None)
+    carrier.alive()
+    assert carrier._epoll is not None and carrier._epoll.poll(0) == []
+
+
+def test_a_peer_that_takes_nothing_any_more_is_gone(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(link: Link, outgoing: Outgoing) -> None:
+        raise BrokenPipeError(32, "broken pipe")
+
+    carrier, _ = piped
+    monkeypatch.setattr(Link, "put", broken)
+    with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+        carrier.send(1, 0, [b"x"], SOON)
+    assert 1 not in carrier.alive()
+
+
 def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     (old,) = carrier._links.values()
@@ -390,6 +412,18 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
     eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
     a.close()
+    b.close()
+
+
+def test_what_waits_for_one_who_has_not_come_is_looked_after_by_who_leads() -> None:
+    a, b = LocalCarrier.group(2)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(a.recv, 1, 5, 3 * SOON)
+        eventually(lambda: a._turns.is_led)
+        a.isend(1, 0, [b"x"])
+        assert bytes(b.recv(0, timeout=SOON)[2]) == b"x"
+        a.close()
+        assert isinstance(wait.exception(SOON), ClosedError)
     b.close()
 
 
