@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext, suppress
 from itertools import count
@@ -31,6 +31,8 @@ from recollect.errors import (
     ScoringError,
 )
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote import line as line_module
+from recollect.remote import requests as requests_module
 from recollect.remote.backends import carrier_of
 from recollect.remote.items import item_space
 from recollect.remote.line import Line
@@ -44,6 +46,7 @@ from recollect.remote.messages import (
     Metadata,
     Sample,
     Scores,
+    Welcome,
 )
 from recollect.remote.ranks import HOST
 from recollect.remote.requests import get_metadata
@@ -146,7 +149,7 @@ def silent(ends: list[LocalCarrier]) -> Iterator[Silent]:
     [
         {"mode": "fast"}, {"window": 0}, {"window": True}, {"send_every": 0}, {"refresh_after": 1.5},
         {"deadline": -1.0}, {"retry_s": 0.0}, {"reconnect_s": float("inf")}, {"deadline": float("nan")},
-        {"when_down": "cry"},
+        {"when_down": "cry"}, {"retry_s": -1.0}, {"reconnect_s": "30"},
     ],
 )  # fmt: skip
 def test_wrong_arguments_are_named(wrong: dict[str, Any]) -> None:
@@ -635,6 +638,136 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
     with pytest.raises(PeerDiedError, match="the manager is gone"):
         line.greet()
     assert 1 <= len(knocks) < 50
+
+
+class Scripted:
+    """A manager by a fake clock: `answer(message)` says what a frame brings; a wait in vain takes its time."""
+
+    rank, max_frame = 0, 1 << 14
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, answer: Callable[[Any], list[Any]] = lambda m: []
+    ) -> None:
+        self.now, self.answer = 0.0, answer
+        self.sent: list[tuple[float, Any]] = []
+        self.inbox: list[Any] = []
+        for module in (line_module, requests_module):
+            monkeypatch.setattr(module, "monotonic", lambda: self.now)
+        monkeypatch.setattr(line_module, "perf_counter", lambda: self.now)
+
+    def line(self, **kw: Any) -> Line:
+        kw = {"deadline": 35.0, "retry_s": 10.0, "reconnect_s": 60.0, "gives_up": False, **kw}
+        made = Line(item_space(PLAIN), 1, **kw)
+        made.open(self)  # type: ignore[arg-type]
+        return made
+
+    def send(self, dest: int, tag: int, parts: Any, timeout: float) -> None:
+        message = decode(b"".join(parts))[0]
+        self.sent.append((self.now, message))
+        self.inbox += self.answer(message)
+
+    def recv(self, source: int, tag: int, timeout: float) -> Any:
+        assert timeout > 0  # nobody asks without a pause
+        if not self.inbox:
+            self.now += timeout + 1e-6
+            raise DeadlineError("nothing")
+        self.now += 0.5
+        message = self.inbox.pop(0)
+        if isinstance(message, Exception):
+            raise message
+        return 1, tag, memoryview(b"".join(message))
+
+    def reconnect(self, dest: int, timeout: float) -> None:
+        self.now += 20.0
+
+    def times_of(self, kind: type) -> list[float]:
+        return [round(now, 3) for now, message in self.sent if isinstance(message, kind)]
+
+
+def welcome(hello: Hello) -> list[Any]:
+    return encode(Welcome(hello.request, bytes(16), 0, 8, None, hello.space, 0, HOST, 0))
+
+
+def draw(request: int) -> list[Any]:
+    return encode(Sample(request, 1, "uniform", True))
+
+
+def drawn(request: int) -> list[Any]:
+    return encode(Items(request, item_space(PLAIN).id, 1, 1, 0, 1), [np.zeros((1, 8), np.uint8)])
+
+
+def test_who_has_connected_again_says_hello_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(message: Any) -> list[Any]:
+        return [welcome(message)] if len(carrier.sent) == 2 else [PeerDiedError("rank 1: is gone")]
+
+    carrier = Scripted(monkeypatch, answer)
+    line = carrier.line(retry_s=30.0)
+    line.greet()
+    assert carrier.times_of(Hello) == [0.0, 20.5] and line.session.is_ready
+
+
+def test_a_draw_is_asked_for_every_retry_s_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = Scripted(monkeypatch)
+    line = carrier.line()
+    line.session.is_ready, line._next_retry = True, 5.0
+    with pytest.raises(DeadlineError, match="drawn items"):
+        line.ask(draw)
+    assert carrier.times_of(Sample) == [0.0, 10.0, 20.0, 30.0]
+    assert not line.session.expected
+    carrier.answer = lambda message: [drawn(message.request)]
+    assert [message.n for message, _ in line.ask(draw)] == [1] and not line.session.expected
+    with pytest.raises(DeadlineError, match="the end"):
+        line.until(lambda: None, "the end")
+
+
+def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_first(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    stray = encode(Scores(1, {}, 1, 0, {}))
+
+    def answer(message: Any) -> list[Any]:
+        if isinstance(message, Hello):
+            return [stray, welcome(message)]
+        is_first = len(carrier.times_of(Sample)) == 1
+        return [PeerDiedError("rank 1: is gone")] if is_first else [drawn(message.request)]
+
+    carrier = Scripted(monkeypatch, answer)
+    line = carrier.line()
+    line.session.is_ready = True
+    assert [message.n for message, _ in line.ask(draw)] == [1]
+    assert len(carrier.times_of(Hello)) == 1 and line.session.stray == 1
+
+
+def test_sends_that_are_complete_are_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = Scripted(monkeypatch)
+    handles = [SimpleNamespace(is_complete=lambda n=n: n != 1) for n in range(4)]
+    left = iter(handles)
+    carrier.isend = lambda *args: next(left)  # type: ignore[attr-defined]
+    line = carrier.line()
+    for _ in handles:
+        line.send([b""], wait=False)
+    assert line._handles == [handles[1], handles[3]]
+
+
+@pytest.mark.parametrize(
+    "error",
+    [PeerDiedError("gone"), DeadlineError("late"), ClosedError("closed"), OSError("cut"), ValueError("odd")],
+)
+def test_who_leaves_raises_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    carrier = Scripted(monkeypatch, lambda message: [error])
+    line = carrier.line()
+    line.leave(3, line.session.writer, 5.0)
+    assert not carrier.sent  # nobody welcomed it
+    line.session.manager = (HOST, 0)
+    line.leave(3, line.session.writer, 5.0)
+    assert [message.undelivered for _, message in carrier.sent][:1] == [3]
+
+
+def test_metadata_is_asked_for_until_its_time_is_up_and_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    carrier = Scripted(monkeypatch)
+    with pytest.raises(DeadlineError, match="12 s"):
+        get_metadata(carrier, 1, 12.0, retry_s=5.0)  # type: ignore[arg-type]
+    assert carrier.times_of(GetMetadata) == [0.0, 5.0, 10.0] and carrier.now == pytest.approx(12.0)
 
 
 def test_answers_by_send_are_dropped_after_a_while_and_fetched_again() -> None:

@@ -56,6 +56,28 @@ def test_a_length_must_be_one(wrong: Any) -> None:
         item_space(grid(), wrong)
     with pytest.raises(ValueError, match="is for trajectories"):
         item_space(PLAIN, 5)
+    with pytest.raises(ValueError, match="trajectories need the most steps"):
+        item_space(grid())
+
+
+def test_steps_have_a_fixed_size() -> None:
+    step = spaces.Dict({"state": spaces.Discrete(3), "name": spaces.Text(5)})
+    with pytest.raises(TypeError, match="steps: leaves must have a fixed size"):
+        item_space(spaces.Dict({"steps": spaces.Sequence(step)}), 4)
+
+
+def test_steps_may_be_given_one_by_one() -> None:
+    step = spaces.Dict({"state": spaces.Box(0, 8, (2,), np.int32), "action": spaces.Discrete(3)})
+    items = item_space(spaces.Dict({"steps": spaces.Sequence(step)}), 4)
+    one, other = ({"state": np.array([i, i], np.int32), "action": i} for i in (1, 2))
+    back = items.decode(items.encode({"steps": [[one, other], (other,)]}))
+    assert back.lengths.tolist() == [2, 1] and back.steps["action"].tolist() == [1, 2, 2]
+    assert back.steps["state"].tolist() == [[1, 1], [2, 2], [2, 2]]
+    with pytest.raises(SchemaError, match="at least 1 step"):
+        items.encode({"steps": [[one], []]})
+    bare = item_space(spaces.Dict({"steps": spaces.Sequence(spaces.Discrete(9))}), 4)
+    numbers = bare.decode(bare.encode({"steps": [[3, 4], (5,)]}))
+    assert numbers.lengths.tolist() == [2, 1] and numbers.steps.tolist() == [3, 4, 5]
 
 
 def test_a_log_reward_is_a_scalar_float() -> None:
@@ -190,6 +212,10 @@ def test_a_stored_packed_block_is_a_container() -> None:
     assert sorted(other.buffer[:]["id"].tolist()) == [0, 1, 1, 2, 3, 3]
     with pytest.raises(SchemaError, match="packed rows"):
         other.add(np.zeros((2, 5), np.uint8))
+    block = m.buffer.get_packed_at([1, 3])
+    for odd in (np.zeros_like(block), np.ones_like(block)):  # no step, and more than there is room for
+        with pytest.raises(SchemaError, match=r"lengths must be in \[1, 12\]"):
+            other.add(odd)
     with pytest.raises(SchemaError, match="packed rows"):
         ReplayBufferManager(SAMPLE, 1, None).add(np.zeros((2, 5), np.uint8))
 

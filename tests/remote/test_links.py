@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -222,6 +223,64 @@ def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, s
     assert not sender.is_alive() and not link.is_paused
 
 
+def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
+    piped: tuple[Piped, socket.socket],
+) -> None:
+    carrier, _ = piped
+    with ThreadPoolExecutor(2) as pool:
+        waits = [pool.submit(carrier.recv, 1, 0, 3 * SOON) for _ in range(2)]
+        eventually(lambda: carrier._turns.is_led and len(carrier._cond._waiters) == 1)  # type: ignore[attr-defined]
+        carrier.refuse(1)
+        for wait in waits:
+            assert isinstance(wait.exception(SOON), PeerDiedError)
+
+
+def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, other = piped
+    sent = carrier.isend(1, 0, [bytes(1 << 20)])
+    read(other, len(framed(bytes(1 << 20), 0)))
+    eventually(lambda: sent.is_complete() and carrier._flusher is None)
+    carrier.alive()
+    assert carrier._epoll is not None and carrier._epoll.poll(0) == []
+
+
+def test_a_peer_that_takes_nothing_any_more_is_gone(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken(link: Link, outgoing: Outgoing) -> None:
+        raise BrokenPipeError(32, "broken pipe")
+
+    carrier, _ = piped
+    monkeypatch.setattr(Link, "put", broken)
+    with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+        carrier.send(1, 0, [b"x"], SOON)
+    assert 1 not in carrier.alive()
+
+
+def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    (old,) = carrier._links.values()
+    near, other = socket.socketpair()
+    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    carrier._drop(old)
+    assert 1 in carrier.alive()
+    carrier.send(1, 0, [b"x"], SOON)
+    assert read(other, len(framed(b"x", 0))) == framed(b"x", 0)
+    other.close()
+
+
+def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    near, other = socket.socketpair()
+    link = Link(near, 1, CARRIER.max_frame)
+    carrier.close()
+    with pytest.raises(ClosedError, match="was closed"):
+        carrier._add(link, outward=True)
+    other.settimeout(SOON)
+    assert not link.is_open and other.recv(1) == b""
+    other.close()
+
+
 def test_who_sends_the_rest_looks_again_before_it_ends(
     piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,6 +347,26 @@ def test_who_leads_wakes_the_others() -> None:
         assert not thread.is_alive()
 
 
+def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
+    closed: list[str] = []
+
+    def check(what: Callable[[], str]) -> None:
+        if closed:
+            raise ClosedError(what())
+
+    turns = Turns(lambda timeout: closed.append("by the last poll"), check)
+    with pytest.raises(ClosedError, match="a frame"):
+        turns.wait(lambda: None, 0.0, lambda: "a frame")
+
+
+def test_work_that_raises_leaves_the_lead_to_others() -> None:
+    work = Work()
+    work.turns = Turns(lambda timeout: 1 / 0, lambda what: None)
+    for _ in range(2):
+        with pytest.raises(ZeroDivisionError):
+            work.wait(0.0)
+
+
 # -- frames for peers that have not come
 
 
@@ -333,6 +412,18 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
     eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
     a.close()
+    b.close()
+
+
+def test_what_waits_for_one_who_has_not_come_is_looked_after_by_who_leads() -> None:
+    a, b = LocalCarrier.group(2)
+    with ThreadPoolExecutor(1) as pool:
+        wait = pool.submit(a.recv, 1, 5, 3 * SOON)
+        eventually(lambda: a._turns.is_led)
+        a.isend(1, 0, [b"x"])
+        assert bytes(b.recv(0, timeout=SOON)[2]) == b"x"
+        a.close()
+        assert isinstance(wait.exception(SOON), ClosedError)
     b.close()
 
 

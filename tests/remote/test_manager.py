@@ -56,15 +56,21 @@ def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferMana
         {"baseline_strategy": "median"},
         {"baseline_percentile": 1.5},
         {"baseline_percentile": float("nan")},
+        {"baseline_percentile": "0.1"},
         {"baseline_ema_alpha": 0.0},
         {"baseline_ema_alpha": 1.5},
+        {"baseline_ema_alpha": "0.1"},
         {"capacity": 0},
         {"capacity": True},
+        {"capacity": "10"},
         {"communication_backend": "carrier pigeon"},
         {"communication_backend": 7},
         {"remote_manager_rank": 1},
+        {"remote_manager_rank": -1},
+        {"remote_manager_rank": 2.5},
         {"worker_ranks": [1]},
         {"worker_ranks": [2, 2]},
+        {"worker_ranks": [-1, 2]},
         {"storage": "memmap"},
         {"evict": "newest"},
         {"shards": Shards((2, 3))},
@@ -99,7 +105,9 @@ def test_defaults_are_those_of_the_page() -> None:
     ("wrong", "name"),
     [
         (lambda: ReplayBufferManager(SAMPLE, -1, 1), "rank"),
+        (lambda: ReplayBufferManager(SAMPLE, True, 1), "rank"),
         (lambda: ReplayBufferManager(SAMPLE, 1, -1), "num_training_ranks"),
+        (lambda: manager(n=True), "num_training_ranks"),
         (lambda: manager(n=3, worker_ranks=[2, 3]), "num_training_ranks"),
         (lambda: manager(PLAIN, evict="lowest"), "evict"),
         (lambda: manager(diverse_replay_buffer=True), "diversity"),
@@ -107,9 +115,11 @@ def test_defaults_are_those_of_the_page() -> None:
         (lambda: Diversity(p=float("nan")), "p"),
         (lambda: Diversity(cutoff=float("nan")), "cutoff"),
         (lambda: Shards((2, 2)), "manager_ranks"),
+        (lambda: Shards(()), "manager_ranks"),
         (lambda: Shards((2, 3), sync_s=0.0), "sync_s"),
         (lambda: Checkpoint("x", every_s=-1.0), "every_s"),
-        (lambda: Limits(max_window=0), "max_window"),
+        (lambda: Checkpoint("x", every_s=0.0), "every_s"),
+        *[(lambda n=n: Limits(max_window=n), "max_window") for n in (0, 4097, True, 1.5, "4")],
         *[(lambda n=n: Limits(**{n: float("nan")}), n)
           for n in ("join_s", "rejoin_s", "silence_s", "send_s", "drain_s")],
     ],
@@ -119,8 +129,22 @@ def test_what_cannot_be_is_a_value_error(wrong: Callable[[], Any], name: str) ->
         wrong()
 
 
+def test_records_have_the_defaults_of_the_contract() -> None:
+    assert Diversity() == Diversity("final_state", 0.0, 1.0)
+    assert Shards([2, np.int64(3)]) == Shards((2, 3), 1.0)  # any sequence of ranks
+    assert Checkpoint("runs") == Checkpoint("runs", 300.0, False, False)
+    assert Limits() == Limits(64, 300.0, 10.0, 300.0, 30.0, 5.0)
+
+
 @pytest.mark.parametrize(
-    "fine", [{"baseline_percentile": 0}, {"baseline_percentile": 1}, {"baseline_ema_alpha": 1}]
+    "fine",
+    [
+        {"baseline_percentile": 0},
+        {"baseline_percentile": 1},
+        {"baseline_ema_alpha": 1},
+        {"worker_ranks": [2]},
+        {"limits": Limits(max_window=4096)},
+    ],
 )
 def test_the_ends_of_a_range_belong_to_it(fine: dict[str, Any]) -> None:
     manager(**fine).close()

@@ -59,6 +59,16 @@ def test_places_that_nobody_took_count_as_left() -> None:
     assert b.n_left == 2
 
 
+def test_of_named_ranks_each_counts_once_though_fewer_have_to_leave() -> None:
+    b = book(2, [0, 1, 2])
+    b.admit(0, HOST, ME, 1.0)
+    b.admit(1, HOST, ME, 1.0)
+    b.tick(10.0, ALL, True)
+    assert b.n_left == 1 and not b.is_over
+    b.leave(0)
+    assert b.n_left == 2 and b.is_over
+
+
 @pytest.mark.parametrize("ranks", [None, [0, 1, 2]])
 def test_who_comes_late_is_taken_in_while_others_are_at_work(ranks: list[int] | None) -> None:
     b = book(3, ranks)

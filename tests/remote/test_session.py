@@ -116,3 +116,63 @@ def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Sessi
     while (oldest := session.oldest()) is not None:
         handed.append(session.hand_out(oldest)["score"])
     assert handed == [1.0, 2.0, 7.0, 7.0] and session.doors.kept == 4
+
+
+def heard(session: Session, last_seq: int) -> list[Any]:
+    """Greet again; the manager says which seq it has last."""
+    session.greet()
+    message = Welcome(session._hello, bytes(16), last_seq, 8, None, "", 0, "host", 1)
+    return session.hear(message, memoryview(b""))
+
+
+def put(session: Session, n: int) -> Any:
+    assert session.items is not None
+    return session.put(session.items.encode(samples(range(n))))
+
+
+def test_only_what_a_manager_has_no_more_is_forgotten_and_told_once(session: Session) -> None:
+    for n in (1, 2, 4):
+        session.hear(Scores(put(session, n).request, {}, n, 0, {}), memoryview(b""))
+    with pytest.warns(RuntimeWarning, match="without 6 items"):
+        heard(session, 1)
+    assert session.forgotten == 6
+    heard(session, 0)
+    session.hear(Scores(put(session, 8).request, {}, 8, 0, {}), memoryview(b""))
+    heard(session, 0)  # a second warning would be an error here
+    assert session.forgotten == 14
+
+
+def test_answers_out_of_order_leave_nothing_forgotten(session: Session) -> None:
+    entries = [put(session, 1), put(session, 1)]
+    for entry in reversed(entries):
+        session.hear(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
+    with pytest.warns(RuntimeWarning, match="without 1 items"):
+        heard(session, 1)
+
+
+def test_who_gave_up_greets_as_another_before_it_sends(session: Session) -> None:
+    old = session.writer
+    put(session, 3)
+    assert session.give_up("dropped") == 3 == session.doors.dropped
+    assert not session.is_ready and session.writer != old and not session.entries
+
+
+def test_a_manager_that_does_not_know_a_writer_is_greeted_once(session: Session) -> None:
+    requests = [put(session, 1).request for _ in range(2)]
+    unknown = [session.hear(Failed(r, "UnknownWriter", ""), memoryview(b"")) for r in requests]
+    assert [len(frames) for frames in unknown] == [1, 0]
+    gap = Failed(requests[1], "Gap", "", expected=1)
+    assert session.hear(gap, memoryview(b"")) == [] and session.stray == 1  # the Welcome brings them
+    welcome = Welcome(session._hello, bytes(16), 0, 8, None, "", 0, "host", 1)
+    assert len(session.hear(welcome, memoryview(b""))) == 2
+
+
+def test_a_container_that_was_refused_makes_another_writer_of_those_after_it(session: Session) -> None:
+    old = session.writer
+    refused, after = put(session, 2), put(session, 1)
+    (hello,) = session.hear(Failed(refused.request, "RemoteError", "no", kept=1), memoryview(b""))
+    assert session.doors.lost == 2 and decode(b"".join(hello))[0].writer == session.writer != old
+    with pytest.raises(errors.RemoteError) as raised:
+        session.hand_out(refused)
+    assert (raised.value.seq, raised.value.kept) == (1, 1)
+    assert (after.seq, decode(b"".join(after.parts))[0].writer) == (1, session.writer)

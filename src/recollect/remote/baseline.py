@@ -21,7 +21,7 @@ def next_ema(ema: float | None, log_rewards: Any, alpha: float) -> float | None:
     if not len(rewards):
         return ema
     lowest = float(rewards.min())
-    if not isfinite(lowest) or not isfinite(rewards.max()):
+    if not isfinite(lowest):
         finite = rewards[np.isfinite(rewards)]
         if not len(finite):
             return ema

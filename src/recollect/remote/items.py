@@ -113,7 +113,7 @@ class ItemSpace:
         layout = self.rows.layout
         if isinstance(one, list | tuple) and layout.template[0] != "leaf":
             samples = [layout.encode_one(sample) for sample in one]
-            return len(samples), [np.stack(c) for c in zip(*samples)] if samples else self._no_steps()
+            return len(samples), [np.stack(c) for c in zip(*samples)]
         return layout.encode_batch(one)
 
     def _no_steps(self) -> list[Array]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
@@ -37,6 +38,7 @@ class Line:
         self._handles: list[Any] = []
         self._down_since: float | None = None
         self._next_retry = 0.0
+        self._next_ask = inf  # when a request without an answer is made again
 
     def open(self, carrier: Carrier) -> None:
         """Use a carrier from now on."""
@@ -63,7 +65,7 @@ class Line:
                     now = monotonic()
                     self._check(now, end, what)
                     self._say_what_is_due(now)
-                    self.receive(max(0.0, min(end, self._next_retry) - now))
+                    self.receive(max(0.0, min(end, self._next_retry, self._next_ask) - now))
                 except PeerDiedError as error:
                     self._reconnect(error)
         finally:
@@ -177,13 +179,14 @@ class Line:
                 request, again = session.new_request(), now + self.retry_s
                 session.expected[request] = []
                 self._send(make(request))
-            self._next_retry = min(self._next_retry, again)
+            self._next_ask = again if session.is_ready else inf
             return _all_parts(session.expected.get(request, []))
 
         try:
             found: Drawn = self.until(whole, "drawn items")
             return found
         finally:
+            self._next_ask = inf
             session.expected.pop(request, None)
 
     def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:

@@ -68,7 +68,7 @@ class RankBook:
     @property
     def n_missing(self) -> int:
         """Places that nobody took in time; one who comes late takes such a place."""
-        if not self._is_late or self.fixed is not None or self.n_expected is None:
+        if not self._is_late or self.n_expected is None:
             return 0
         return max(0, self.n_expected - len(self.workers))
 

@@ -69,8 +69,9 @@ class Limits:
     drain_s: float = 5.0
 
     def __post_init__(self) -> None:
-        if isinstance(self.max_window, bool) or not 1 <= self.max_window <= WINDOW_MOST:
-            raise ValueError(f"max_window: must be in [1, {WINDOW_MOST}], got {self.max_window!r}")
+        most: Any = self.max_window
+        if isinstance(most, bool) or not isinstance(most, int) or not 1 <= most <= WINDOW_MOST:
+            raise ValueError(f"max_window: must be an int in [1, {WINDOW_MOST}], got {most!r}")
         for name in ("join_s", "rejoin_s", "silence_s", "send_s", "drain_s"):
             _check_seconds(name, getattr(self, name))
 

@@ -99,8 +99,8 @@ class StreamCarrier:
                 del self._outward[link.rank]
             if not any(other.rank == link.rank for other in self._links.values()):
                 self._gone.add(link.rank)
-            self._cond.notify_all()
         link.close(self.is_closed)
+        self._wake()  # who leads looks again, and wakes the others
 
     def _wake(self) -> None:
         if self._wakeup >= 0:
@@ -166,7 +166,6 @@ class StreamCarrier:
         link.flush()
         with self._cond:
             self._watch(link)
-            self._cond.notify_all()
 
     # -- sending
 
