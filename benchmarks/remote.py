@@ -181,7 +181,7 @@ def coding(seconds: float) -> dict[str, float]:
 
 def _framed(items, packed: Packed) -> list:
     head = Data(1, bytes(16), 1, items.id, packed.n, len(packed.rows), False)
-    return encode(head, packed.blocks(), max_frame=1 << 28, first_crc=packed.first_crc)
+    return encode(head, packed.blocks(), max_frame=1 << 28, first_crc=packed.rows_crc)
 
 
 def _turn(items, container, n_copies: int = 1):
