@@ -102,10 +102,6 @@ class ReferenceRunner(AsyncRunner):
         """Return what else of the algorithm's belongs into a checkpoint."""
         return {}
 
-    def _load_replay(self, checkpoint: Path) -> bool:
-        """Take over a checkpoint's replay; whether it had one."""
-        return False
-
     def _loss_counts(self) -> tuple[int, int]:
         """Return (dropped rollouts, missed ticks)."""
         return 0, 0
