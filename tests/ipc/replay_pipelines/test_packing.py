@@ -60,7 +60,7 @@ def test_close_wakes_whoever_waits_for_the_collector_to_pack(setting: Setting) -
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        wait_until(lambda: sleeps_in(thread, "_wait"), 10.0)
+        wait_until(lambda: sleeps_in(thread, "_rings"), 10.0)
     finally:
         pipe.close()
         thread.join(20)
@@ -109,9 +109,17 @@ def test_who_waits_until_the_collector_was_asked_goes_on_when_it_was_or_never_wi
     monkeypatch.setattr(pack[2], "ask", late)
     with packed_by(buf, pack, deadline=60.0) as pipe:
         pipe.start_prepare(0, N)
-        waiter, closer = threading.Thread(target=pipe.wait_asked), threading.Thread(target=pipe.close)
+        errors: list[Exception] = []
+
+        def run() -> None:
+            try:
+                pipe.wait_asked()
+            except Exception as error:
+                errors.append(error)
+
+        waiter, closer = threading.Thread(target=run), threading.Thread(target=pipe.close)
         waiter.start()
-        wait_until(lambda: sleeps_in(waiter, "wait_asked"), 10.0)
+        wait_until(lambda: sleeps_in(waiter, "_rings"), 10.0)
         if end == "closed":
             closer.start()
             waiter.join(9)  # the packer itself has ten seconds
@@ -119,6 +127,7 @@ def test_who_waits_until_the_collector_was_asked_goes_on_when_it_was_or_never_wi
         gate.set()
         waiter.join(20)
         assert not waiter.is_alive()
+        assert [type(error) for error in errors] == ([ClosedError] if end == "closed" else [])
         if end == "asked":
             assert serve_pack_requests(buf, *pack) == 1  # at once, so before what comes next is added
         elif end == "failed":
@@ -128,6 +137,21 @@ def test_who_waits_until_the_collector_was_asked_goes_on_when_it_was_or_never_wi
             closer.join(20)
             with pytest.raises(ClosedError):
                 pipe.wait_asked()
+
+
+def test_who_waits_until_the_collector_was_asked_looks_after_others(
+    setting: Setting, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    buf, pack = setting
+    ask, gate = pack[2].ask, threading.Event()
+    monkeypatch.setattr(pack[2], "ask", lambda *args: ask(*args) if gate.wait(20) else None)
+    with packed_by(buf, pack, deadline=60.0) as pipe:
+        pipe.start_prepare(0, N)
+        pipe.watch(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            pipe.wait_asked()
+        pipe.watch(gate.set)
+        pipe.wait_asked()
 
 
 def test_nobody_waits_for_a_collector_to_be_asked_where_the_learner_packs() -> None:

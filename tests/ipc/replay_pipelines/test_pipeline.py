@@ -628,7 +628,7 @@ def test_close_wakes_whoever_waits(wait: str) -> None:
 
         thread = threading.Thread(target=run)
         thread.start()
-        wait_until(lambda: sleeps_in(thread, "_wait"), 20.0)
+        wait_until(lambda: sleeps_in(thread, "_rings"), 20.0)
         start = Stopwatch()
         pipe.close()
         assert start.s < 0.09  # the packer was woken too, not joined at the end of its slice
@@ -651,7 +651,7 @@ def test_close_wakes_whoever_waits_for_a_packer_that_hangs() -> None:
 
         waiter, closer = threading.Thread(target=run), threading.Thread(target=pipe.close)
         waiter.start()
-        wait_until(lambda: sleeps_in(waiter, "_wait"), 20.0)
+        wait_until(lambda: sleeps_in(waiter, "_rings"), 20.0)
         closer.start()
         assert woken.wait(9.0)  # the packer itself has ten seconds
         gate.open()
@@ -781,6 +781,7 @@ def test_packing_and_copying_share_one_deadline(packed_s: float, monkeypatch: py
         monkeypatch.setattr(cpu_pinned_double_buffer, "monotonic", lambda: now[0])
         monkeypatch.setattr(pipe, "_wait", wait)
         with monkeypatch.context() as patch:
+            patch.setattr(cpu_pinned_double_buffer, "SLICE_S", 60.0)
             patch.setattr(pipe._transfer, "synchronize_ready", lambda slot, timeout: left.append(timeout))
             pipe.wait_ready()
             pipe.wait_until_ready(0, N)

@@ -8,17 +8,18 @@ import re
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from queue import SimpleQueue
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.ipc.crews import wait_until
+from tests.ipc.crews import sleeps_in, wait_until
 from tests.ipc.replay_pipelines.make import N, Pipeline, add, buffer, drawn_ids, ids, pipeline
 
 from recollect.errors import ClosedError, DeadlineError, PrepareError
-from recollect.ipc.replay_pipelines import TransferBackend, native_h2d, transfer
+from recollect.ipc.replay_pipelines import TransferBackend, cpu_pinned_double_buffer, native_h2d, transfer
 from recollect.ipc.replay_pipelines.transfer import StreamTransfer, make_transfer
 from recollect.testing import FakeDevice
 from recollect.testing.fake_device import FakeEvent, FakeRead, FakeStream, read_all
@@ -338,6 +339,90 @@ def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
             with pytest.raises(DeadlineError, match="slot 0: its copy must finish in .* does fake hang"):
                 pipe.wait_ready()
         assert pipe.wait_until_ready(2, N, timeout=20)
+
+
+WAITS: dict[str, Callable[[Pipeline], object]] = {
+    "wait_ready": lambda pipe: pipe.wait_ready(),
+    "wait_until_ready": lambda pipe: pipe.wait_until_ready(0, N),
+}
+
+
+@contextmanager
+def hanging_tick(monkeypatch: pytest.MonkeyPatch, deadline: float) -> Iterator[Pipeline]:
+    """A pipeline whose tick 0 is packed, while its copy hangs."""
+    device = FakeDevice(0)
+    with buffer(40) as buf, pipeline(buf, device="fake", transfer=device, deadline=deadline) as pipe:
+        with hanging(monkeypatch):
+            pipe.start_prepare(0, N)
+            assert pipe._cold is not None
+            pipe._cold.done.get(timeout=20)
+            yield pipe
+        with suppress(DeadlineError):
+            pipe.close()
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_close_wakes_whoever_waits_for_a_copy_that_hangs(wait: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with hanging_tick(monkeypatch, 20.0) as pipe:
+        monkeypatch.setattr(cpu_pinned_double_buffer, "SLICE_S", 20.0)  # only waking it can be so fast
+        ended: SimpleQueue[Any] = SimpleQueue()
+
+        def run() -> None:
+            try:
+                ended.put(WAITS[wait](pipe))
+            except Exception as error:
+                ended.put(error)
+
+        waiter, closer = threading.Thread(target=run), threading.Thread(target=pipe.close)
+        waiter.start()
+        wait_until(lambda: sleeps_in(waiter, "wait"), 20.0)
+        closer.start()
+        assert isinstance(ended.get(timeout=10), ClosedError)
+    for thread in (waiter, closer):
+        thread.join(20)
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_a_close_that_whoever_waits_for_a_copy_has_just_missed_is_heard_at_the_next_look(
+    wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hanging_tick(monkeypatch, 20.0) as pipe:
+        calls: list[int] = []
+
+        def closed_meanwhile(slot: int, timeout: float) -> None:
+            calls.append(slot)
+            pipe._closed = True
+            raise DeadlineError("late")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(pipe._transfer, "synchronize_ready", closed_meanwhile)
+            with pytest.raises(ClosedError):
+                WAITS[wait](pipe)
+        assert calls == [0]
+
+
+@pytest.mark.parametrize("wait", WAITS)
+def test_who_waits_for_a_copy_that_hangs_looks_after_others(
+    wait: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with hanging_tick(monkeypatch, 300.0) as pipe:  # longer than a test may take
+        pipe.watch(lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            WAITS[wait](pipe)
+
+
+def test_a_copy_that_outlasts_the_deadline_is_told_with_its_tick_and_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with hanging_tick(monkeypatch, 0.15) as pipe:
+        assert not pipe.wait_until_ready(0, N, timeout=0.0)
+        assert not pipe.wait_until_ready(0, N)
+        with pytest.raises(
+            DeadlineError, match="tick 0: must be copied in 0.15 s, it is not; does fake hang"
+        ):
+            pipe.wait_ready()
+        assert isinstance(pipe._transfer, FakeDevice) and pipe._transfer._waiter is not None
+        assert not pipe._transfer._waiter._waits  # those that gave up are forgotten
 
 
 def test_a_close_that_a_hanging_copy_stopped_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -169,8 +169,10 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._check_open()
             job = None if self._packs_here else self._cold
         if job is not None:
-            with suppress(queue.Empty):  # whoever takes the tick hears that it is late
-                job.asked.get(timeout=self.deadline)
+            end = monotonic() + self.deadline  # then whoever takes the tick hears that it is late
+            while (left := end - monotonic()) > 0 and not self._rings(job.asked, left):
+                pass
+            self._check_open()
 
     def batch_ready(self, tick_id: int, sample_count: int) -> bool:
         """Whether the data of this tick is there, hot or cold, its copy finished. Never waits."""
@@ -183,17 +185,20 @@ class CPUPinnedDoubleBufferReplayPipeline:
         """Wait for whatever is pending; DeadlineError when that takes longer than the deadline."""
         with self._lock:
             self._check_open()
-            job, start = self._cold, monotonic()
+            job, end = self._cold, monotonic() + self.deadline
             if job is None:
                 return
             if not self._wait(job, None):
                 raise _late(job, self.deadline)
             self._bring(job)
-        self._transfer.synchronize_ready(job.slot, max(0.0, self.deadline - (monotonic() - start)))
+        if not self._wait_copied(job, end):
+            hung = f"does {self._manifest['device']} hang?"
+            raise DeadlineError(f"tick {job.tick}: must be copied in {self.deadline:g} s, it is not; {hung}")
 
     def wait_until_ready(self, tick_id: int, sample_count: int, *, timeout: float | None = None) -> bool:
         """Wait for this tick, starting it if nothing is cold; False on timeout, and it stays pending."""
-        seconds, start = checked_timeout(timeout, self.deadline), monotonic()
+        seconds = checked_timeout(timeout, self.deadline)
+        end = monotonic() + seconds
         with self._lock:
             tick = self._check(tick_id, sample_count)
             job = self._hot if self._hot is not None and self._hot.tick == tick else self._cold
@@ -205,9 +210,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 return False
             self._bring(job)
         begun = monotonic_ns()
-        try:
-            self._transfer.synchronize_ready(job.slot, max(0.0, seconds - (monotonic() - start)))
-        except DeadlineError:
+        if not self._wait_copied(job, end):
             return False
         self._trace.slice("batch_h2d_wait", begun, tick=tick)
         return True
@@ -248,10 +251,12 @@ class CPUPinnedDoubleBufferReplayPipeline:
         DeadlineError when the packer or a copy hangs: what they use is left to them, and the next call tries again.
         """
         with self._lock:
-            self._closed = True
+            was_open, self._closed = not self._closed, True
             if self._cold is not None:
                 self._cold.asked.put(None)
                 self._cold.done.put(None)
+        if was_open:  # else whoever waits for a copy is another `close()`
+            self._transfer.wake()
         with self._closing:
             if not self._is_ended:
                 self._end_all()
@@ -329,15 +334,37 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 return False
             self._lock.release()
             try:
-                with suppress(queue.Empty):
-                    job.done.get(timeout=left if self._watch is None else min(left, SLICE_S))
-                if self._watch is not None and job.state == PENDING:
-                    self._watch.look()
+                self._rings(job.done, left)
             finally:
                 self._lock.acquire()
             self._check_open()
         self._raise_failed()
         return True
+
+    # -- not under the lock: `close()` must get on meanwhile
+
+    def _rings(self, bell: queue.SimpleQueue[None], left: float) -> bool:
+        """Sleep until something is put there; False after `left` seconds, or when it was time to look after others."""
+        with suppress(queue.Empty):
+            bell.get(timeout=left if self._watch is None else min(left, SLICE_S))
+            return True
+        if self._watch is not None:
+            self._watch.look()
+        return False
+
+    def _wait_copied(self, job: Job, end: float) -> bool:
+        """Wait until the copy of a packed tick has finished; False if it has not by `end`."""
+        while True:
+            left = max(0.0, end - monotonic())
+            try:
+                self._transfer.synchronize_ready(job.slot, min(left, SLICE_S))
+                return True
+            except DeadlineError:
+                self._check_open()
+            if self._watch is not None:
+                self._watch.look()
+            if left <= SLICE_S:
+                return False
 
     def _check(self, tick_id: Any, sample_count: Any) -> int:
         self._check_open()

@@ -57,6 +57,10 @@ class TransferBackend(Protocol):
         """Wait on the host until the copy is finished; DeadlineError when that takes too long."""
         ...
 
+    def wake(self) -> None:
+        """End every `synchronize_ready` under way with DeadlineError at once: the pipeline is about to close."""
+        ...
+
     def wait_current_stream_for_ready(self, slot: int) -> None:
         """Make the learner's stream wait for the copy; the host does not wait."""
         ...
@@ -87,6 +91,8 @@ class UnqueuedTransfer:
         return True
 
     def synchronize_ready(self, slot: int, timeout: float) -> None: ...
+
+    def wake(self) -> None: ...
 
     def wait_current_stream_for_ready(self, slot: int) -> None: ...
 
@@ -131,6 +137,7 @@ class EventWaiter:
 
     def __init__(self) -> None:
         self._asked: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._waits: set[queue.SimpleQueue[bool | BaseException]] = set()
         self.close = weakref.finalize(self, self._asked.put, None)
         self.thread = threading.Thread(
             target=_wait_for_events, args=(self._asked,), name="recollect-events", daemon=True
@@ -138,16 +145,24 @@ class EventWaiter:
         self.thread.start()
 
     def wait(self, event: Any, timeout: float) -> bool:
-        """Sleep until `event` has passed; False if that takes longer. What its own wait raises is raised here."""
-        done: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
+        """Sleep until `event` has passed; False if that takes longer, or at `wake()`. What it raises is raised here."""
+        done: queue.SimpleQueue[bool | BaseException] = queue.SimpleQueue()
+        self._waits.add(done)
         self._asked.put((event, done))
         try:
-            error = done.get(timeout=timeout)
+            passed = done.get(timeout=timeout)
         except queue.Empty:
             return False
-        if error is not None:
-            raise error
-        return True
+        finally:
+            self._waits.discard(done)
+        if isinstance(passed, BaseException):
+            raise passed
+        return passed
+
+    def wake(self) -> None:
+        """End every wait under way; those that come later wait."""
+        for done in tuple(self._waits):
+            done.put(False)
 
 
 def _wait_for_events(asked: queue.SimpleQueue[Any]) -> None:
@@ -155,7 +170,7 @@ def _wait_for_events(asked: queue.SimpleQueue[Any]) -> None:
         event, done = request
         try:
             event.synchronize()
-            done.put(None)
+            done.put(True)
         except BaseException as error:
             done.put(error)
         del request, event, done  # or they would keep their device until the next wait
@@ -240,6 +255,10 @@ class StreamTransfer(ABC):
                     f"slot {slot}: its copy must finish in {timeout:g} s, it did not; does {self.device} hang?"
                 )
         self._copy_us[slot] = 1e3 * self._started[slot].elapsed_time(self._copied[slot])
+
+    def wake(self) -> None:
+        if self._waiter is not None:
+            self._waiter.wake()
 
     def wait_current_stream_for_ready(self, slot: int) -> None:
         self.current_stream().wait_event(self._copied[slot])
