@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import pickle
 import subprocess
@@ -127,23 +128,110 @@ def test_any_mapping_will_do() -> None:
         assert sync.read_weights_into(UserDict(out)) == 1 and same(out, written)
 
 
-def test_exact_arrays_and_tensors_are_copied_as_they_are() -> None:
-    wanted = [("w", (2,), np.dtype("float32"), "float32"), ("t", (2,), np.dtype("float32"), "float32")]
-    names = {torch.float32: "float32", torch.float64: "float64"}
-    w, t = np.zeros(2, "float32"), torch.zeros(2)
-    assert exact_parts({"w": w, "t": t}, wanted, names) == [w, t.data_ptr()]
+class Unlisted(torch.Tensor):
+    """A tensor of a library without a table of C functions."""
+
+    __dlpack_c_exchange_api__ = None
+
+
+WANTED = [("w", (2,), np.dtype("float32"), "float32"), ("t", (2, 3), np.dtype("float32"), "float32")]
+NAMES = {torch.float32: "float32", torch.float64: "float64"}
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, torch.nn.Parameter, Unlisted])
+def test_exact_arrays_and_tensors_are_copied_as_they_are(kind: type) -> None:
+    w, t = np.zeros(2, "float32"), torch.zeros(2, 3)
+    mine = t.as_subclass(kind)
+    assert type(mine) is kind and hasattr(torch.Tensor, "__dlpack_c_exchange_api__")
+    assert exact_parts({"w": w, "t": mine}, WANTED, NAMES) == [w, t.data_ptr()]
     for other in (
         t[:1],
+        t[0],
+        t[None],
+        torch.zeros(2, 4),
+        torch.zeros(3, 3),
+        torch.zeros(3, 2),
         t.double(),
         t.half(),
-        torch.zeros(4)[::2],
+        torch.zeros(2, 6)[:, ::2],
+        torch.zeros(3, 2).T,
+        torch.zeros(4, 3)[::2],
+        torch.zeros(9).as_strided((2, 3), (3, 2)),
         t.to("meta"),
-        w.astype("float64"),
-        [0, 0],
+        torch._neg_view(t),
     ):
-        assert exact_parts({"w": w, "t": other}, wanted, names) is None
-    assert exact_parts({"w": w}, wanted, names) is None
-    assert exact_parts(UserDict(w=w, t=t), wanted, names) is None
+        assert exact_parts({"w": w, "t": other.as_subclass(kind)}, WANTED, NAMES) is None, other
+    assert exact_parts({"w": w, "t": t.to_sparse()}, WANTED, NAMES) is None
+    assert exact_parts({"w": w, "t": np.zeros((2, 3))}, WANTED, NAMES) is None
+    assert exact_parts({"w": w, "t": [0, 0]}, WANTED, NAMES) is None
+    assert exact_parts({"w": w}, WANTED, NAMES) is None
+    assert exact_parts(UserDict(w=w, t=mine), WANTED, NAMES) is None
+
+
+@pytest.mark.parametrize("kind", [torch.Tensor, Unlisted])
+def test_steps_that_are_never_taken_are_no_stride(kind: type) -> None:
+    for t in (torch.zeros(9)[::9], torch.zeros(5, 1).T, torch.zeros(3, 4)[:, :0], torch.tensor(3.0)):
+        wanted = [("t", tuple(t.shape), np.dtype("float32"), "float32")]
+        assert exact_parts({"t": t.as_subclass(kind)}, wanted, NAMES) == [t.data_ptr()]
+
+
+class Table(ctypes.Structure):
+    """A table of C functions as DLPack lays it out, of which one is used."""
+
+    _fields_ = [
+        ("major", ctypes.c_uint32), ("minor", ctypes.c_uint32), ("older", ctypes.c_void_p),
+        ("others", ctypes.c_void_p * 3), ("look", ctypes.c_void_p), ("stream", ctypes.c_void_p),
+    ]  # fmt: skip
+
+
+class Told(ctypes.Structure):
+    """What such a table tells of a tensor."""
+
+    _fields_ = [
+        ("data", ctypes.c_void_p), ("device", ctypes.c_int32 * 2), ("ndim", ctypes.c_int32),
+        ("dtype", ctypes.c_uint32), ("shape", ctypes.c_void_p), ("strides", ctypes.c_void_p),
+        ("offset", ctypes.c_uint64),
+    ]  # fmt: skip
+
+
+CPU, CUDA, PINNED, METAL = 1, 2, 3, 8
+
+
+@pytest.mark.parametrize(
+    ("device", "major", "name", "ready"),
+    [
+        (CPU, 1, b"dlpack_exchange_api", "told"),
+        (PINNED, 1, b"dlpack_exchange_api", "told"),
+        (CUDA, 1, b"dlpack_exchange_api", None),
+        (METAL, 1, b"dlpack_exchange_api", None),
+        (CPU, 2, b"dlpack_exchange_api", "asked"),
+        (CPU, 1, b"another", "asked"),
+        (CPU, 0, b"dlpack_exchange_api", "asked"),
+        (0, 1, b"dlpack_exchange_api", None),
+    ],
+)
+def test_a_table_says_where_a_tensor_is_if_it_is_one_that_is_known(
+    device: int, major: int, name: bytes, ready: str | None
+) -> None:
+    numbers = (ctypes.c_int64 * 2)(2, 3), (ctypes.c_int64 * 2)(3, 1)
+
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.POINTER(Told))
+    def look(tensor: int, told: Any) -> int:
+        places = [ctypes.addressof(n) for n in numbers]
+        told[0] = Told(4096, (device or CPU, 0), 2, 0, places[0], places[1], 64)
+        return 0 if device else -1
+
+    table = Table(major, 0, None, (None, None, None), ctypes.cast(look, ctypes.c_void_p), None)
+    new = ctypes.pythonapi.PyCapsule_New
+    new.restype, new.argtypes = ctypes.py_object, [ctypes.c_void_p, ctypes.c_char_p, ctypes.c_void_p]
+    kind = type(
+        "Listed", (torch.Tensor,), {"__dlpack_c_exchange_api__": new(ctypes.addressof(table), name, None)}
+    )
+    t = torch.zeros(2, 3)
+    parts = exact_parts({"t": t.as_subclass(kind)}, WANTED[1:], NAMES)
+    assert parts == {"told": [4096 + 64], "asked": [t.data_ptr()], None: None}[ready]
+    both = exact_parts({"w": t.as_subclass(kind), "t": t}, [("w", *WANTED[1][1:]), WANTED[1]], NAMES)
+    assert both == (parts and [*parts, t.data_ptr()])  # a table is of one type
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@
 #include <string>
 
 #include "latest.hpp"
+#include "tensors.hpp"
 
 using namespace recollect;
 
@@ -75,30 +76,61 @@ bool same(PyObject* a, PyObject* b) { return PyObject_RichCompareBool(a, b, Py_E
 nb::object attribute(PyObject* x, PyObject* name) { return nb::steal(PyObject_GetAttr(x, name)); }
 nb::object called(PyObject* x, PyObject* method) { return nb::steal(PyObject_CallMethodNoArgs(x, method)); }
 
-// An exact array as it is, or the address of an exact tensor that the host can read; nothing valid for anything else.
-nb::object part_of(PyObject* x, PyObject* shape, PyObject* array_dtype, PyObject* tensor_dtype, PyObject* names) {
-    static PyObject* const array = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
-    static PyObject *const dtype_ = word("dtype"), *const shape_ = word("shape"), *const is_cpu_ = word("is_cpu"),
-                    *const is_contiguous_ = word("is_contiguous"), *const is_neg_ = word("is_neg"), *const data_ptr_ = word("data_ptr");
-    const nb::object dtype = attribute(x, dtype_), found = attribute(x, shape_);
-    if (!dtype.is_valid() || !found.is_valid() || !same(found.ptr(), shape)) return {};
-    if (reinterpret_cast<PyObject*>(Py_TYPE(x)) == array) return same(dtype.ptr(), array_dtype) ? nb::borrow(x) : nb::object();
-    PyObject* name = PyDict_GetItemWithError(names, dtype.ptr());
-    if (!name || !same(name, tensor_dtype)) return {};
-    const bool plain = attribute(x, is_cpu_).ptr() == Py_True && called(x, is_contiguous_).ptr() == Py_True && called(x, is_neg_).ptr() == Py_False;
-    return plain ? called(x, data_ptr_) : nb::object();
-}
+// Asks values what and where they are; neighbours are mostly of one type.
+class Asking {
+  public:
+    explicit Asking(PyObject* names) : names_(names) {}
+
+    // An exact array as it is, or the address of an exact tensor that the host can read; nothing valid for anything else.
+    nb::object part_of(PyObject* x, PyObject* shape, PyObject* array_dtype, PyObject* tensor_dtype) {
+        static PyObject* const array = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
+        static PyObject *const dtype_ = word("dtype"), *const is_neg_ = word("is_neg");
+        const nb::object dtype = attribute(x, dtype_);
+        if (!dtype.is_valid()) return {};
+        if (reinterpret_cast<PyObject*>(Py_TYPE(x)) == array)
+            return has_shape(x, shape) && same(dtype.ptr(), array_dtype) ? nb::borrow(x) : nb::object();
+        PyObject* name = PyDict_GetItemWithError(names_, dtype.ptr());
+        if (!name || !same(name, tensor_dtype)) return {};
+        const nb::object address = address_of(x, shape);
+        return address.is_valid() && called(x, is_neg_).ptr() == Py_False ? address : nb::object();
+    }
+
+  private:
+    nb::object address_of(PyObject* x, PyObject* shape) {
+        if (Py_TYPE(x) != type_) type_ = Py_TYPE(x), table_ = table_of(type_);
+        if (!table_) return asked_address(x, shape);
+        Tensor t;
+        if (table_->look(x, &t) || !is_on_host(t) || !is_plain(t, shape)) return {};
+        return nb::steal(PyLong_FromVoidPtr(static_cast<byte*>(t.data) + t.byte_offset));
+    }
+    // The same of a tensor whose library has no table.
+    static nb::object asked_address(PyObject* x, PyObject* shape) {
+        static PyObject *const is_cpu_ = word("is_cpu"), *const is_contiguous_ = word("is_contiguous"), *const data_ptr_ = word("data_ptr");
+        const bool plain = has_shape(x, shape) && attribute(x, is_cpu_).ptr() == Py_True && called(x, is_contiguous_).ptr() == Py_True;
+        return plain ? called(x, data_ptr_) : nb::object();
+    }
+    static bool has_shape(PyObject* x, PyObject* shape) {
+        static PyObject* const shape_ = word("shape");
+        const nb::object found = attribute(x, shape_);
+        return found.is_valid() && same(found.ptr(), shape);
+    }
+
+    PyObject* names_;
+    PyTypeObject* type_ = nullptr;
+    const TensorTable* table_ = nullptr;
+};
 
 // What a state dict has for each of `wanted` (name, shape, numpy's dtype, a tensor dtype's name), as Pieces takes it; None if
-// one is not exactly that: whoever checks them all says why. `names` has the names of tensors' dtypes. Each question to a
-// tensor is a call. Here at least nothing lies between them: in Python it took as long as copying 200 KB.
+// one is not exactly that: whoever checks them all says why. `names` has the names of tensors' dtypes. In
+// Python these questions took as long as copying 200 KB.
 nb::object exact_parts(nb::handle state, nb::list wanted, nb::dict names) {
     if (!PyDict_Check(state.ptr())) return nb::none();
     nb::list parts;
+    Asking asking(names.ptr());
     for (nb::handle p : wanted) {
         nb::tuple w = nb::cast<nb::tuple>(p);
         PyObject* x = PyDict_GetItemWithError(state.ptr(), nb::handle(w[0]).ptr());
-        nb::object part = x ? part_of(x, nb::handle(w[1]).ptr(), nb::handle(w[2]).ptr(), nb::handle(w[3]).ptr(), names.ptr()) : nb::object();
+        nb::object part = x ? asking.part_of(x, nb::handle(w[1]).ptr(), nb::handle(w[2]).ptr(), nb::handle(w[3]).ptr()) : nb::object();
         if (!part.is_valid()) {
             PyErr_Clear();
             return nb::none();
