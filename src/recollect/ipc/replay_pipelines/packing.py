@@ -41,8 +41,8 @@ def pack(
     """
     memory, start = memory_of(buffer), monotonic_ns()
     found = _core.take_snapshot(memory, headroom) if snapshot is None else snapshot
-    to, n = slots.mapping, slots.sample_count
-    redrawn = _core.pack(memory, found, headroom, _codec(slots.row_bytes), seed, n, to, slots.offset(slot))
+    codec, n = _codec(slots.row_bytes), slots.sample_count
+    redrawn = _core.pack(memory, found, headroom, codec, seed, n, *slots.place(slot))
     if found.size == 0:
         raise EmptyError(f"tick: there are no rows to draw from (headroom {headroom}); add some first")
     return Packed(found.ptr, found.size, redrawn, monotonic_ns() - start)

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any, Self
 
+import msgspec
 import numpy as np
 
 from recollect import _core
@@ -50,8 +51,7 @@ class Request:
     slot: int
 
 
-@dataclass(frozen=True, slots=True)
-class Packed:
+class Packed(msgspec.Struct, frozen=True):
     """What came of it."""
 
     snapshot_ptr: int
@@ -110,16 +110,18 @@ class PackSlots:
 
     @property
     def mapping(self) -> _core.Mapping:
-        """The memory; a slot begins at `offset(i)`."""
+        """The memory: words, and the slots behind them."""
         return self._open().mapping
 
-    def offset(self, slot: int) -> int:
-        """Where a slot begins in the mapping."""
-        return self._open().data_at + slot * self.stride
+    def place(self, slot: int) -> tuple[_core.Mapping, int]:
+        """The memory, and where in it a slot begins."""
+        segment = self._open()
+        return segment.mapping, segment.data_at + slot * self.stride
 
     def slot(self, slot: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
         """The bytes of a slot, `[sample_count, row_bytes]`."""
-        flat = self.mapping.view(self.offset(slot), self.sample_count * self.row_bytes)
+        mapping, at = self.place(slot)
+        flat = mapping.view(at, self.sample_count * self.row_bytes)
         return flat.reshape(self.sample_count, self.row_bytes)
 
     def stats(self) -> SlotStats:
