@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -123,6 +124,29 @@ def test_large_copies_are_shared_out_between_threads_and_no_sample_is_left_out(s
     assert same(rows.read(codec, np.arange(n)), blocks)
     index = some_index(n, n)
     assert same(rows.read(codec, index), blocks, index)
+
+
+@pytest.fixture
+def one_core() -> Iterator[None]:
+    """Threads that are started here begin when the one that starts them has to pause."""
+    usable = os.sched_getaffinity(0)
+    os.sched_setaffinity(0, {min(usable)})
+    yield
+    os.sched_setaffinity(0, usable)
+
+
+@pytest.mark.process
+def test_who_begins_late_is_not_needed_and_changes_nothing(one_core: None) -> None:
+    sizes, n = [300], 5 * MIB // 300
+    rows, codec, blocks = filled(sizes, n)
+    for seed in range(40):
+        index = some_index(n, n, seed)
+        assert same(rows.read(codec, index), blocks, index)
+        assert len(os.listdir("/proc/self/task")) < 40  # nor do they pile up
+    child = os.fork()  # in which nobody is late
+    if not child:
+        os._exit(not same(rows.read(codec, index), blocks, index))
+    assert os.waitpid(child, 0)[1] == 0
 
 
 @pytest.mark.parametrize("row_nbytes", [8, 264, 1032])

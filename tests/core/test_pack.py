@@ -25,8 +25,8 @@ def memory(buf: Any) -> _core.RowMemory:
 
 
 def pack(buf: Any, snapshot: Any, slots: PackSlots, seed: int, headroom: int = 0) -> tuple[list[int], int]:
-    codec, to = packed_codec(buf.row_nbytes), slots.mapping
-    redrawn = _core.pack(memory(buf), snapshot, headroom, codec, seed, N, to, slots.offset(0))
+    codec = packed_codec(buf.row_nbytes)
+    redrawn = _core.pack(memory(buf), snapshot, headroom, codec, seed, N, *slots.place(0))
     return ids(fields_of(slots.slot(0), buf.layout)), redrawn
 
 
@@ -92,11 +92,11 @@ def test_a_pack_that_does_not_fit_is_refused() -> None:
         with pytest.raises(ValueError, match="slot must lie in"):
             _core.pack(memory(buf), taken, 0, codec, 0, N, to, to.nbytes - 8)
         with pytest.raises(ValueError, match="slot must lie in"):
-            _core.pack(memory(buf), taken, 0, codec, 0, 1 << 62, to, slots.offset(0))
+            _core.pack(memory(buf), taken, 0, codec, 0, 1 << 62, *slots.place(0))
         with pytest.raises(ValueError, match="must be of these rows"):
-            _core.pack(memory(other), taken, 0, codec, 0, N, to, slots.offset(0))
+            _core.pack(memory(other), taken, 0, codec, 0, N, *slots.place(0))
         with pytest.raises(ValueError, match="must be of these rows"):
-            _core.pack(memory(buf), taken, 0, packed_codec(buf.row_nbytes + 8), 0, N, to, slots.offset(0))
+            _core.pack(memory(buf), taken, 0, packed_codec(buf.row_nbytes + 8), 0, N, *slots.place(0))
 
 
 # -- waiting

@@ -5,6 +5,7 @@
 
 #include "copy.hpp"
 #include "gil.hpp"
+#include "parallel.hpp"
 
 namespace nb = nanobind;
 

@@ -6,16 +6,11 @@
 // hides most of its cost.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
-#include <atomic>
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
-#include <thread>
 #include <type_traits>
-#include <vector>
 
 namespace recollect {
 
@@ -103,43 +98,6 @@ struct Span { size_t offset; size_t nbytes; };  // a leaf's place in the row
 
 constexpr size_t kAhead = 24;    // rows between asking for memory and copying from it
 constexpr size_t kLong = 1024;   // rows from this size on are copied one by one
-constexpr size_t kThreadNbytes = size_t(3) << 18;  // a thread must have this much to copy to be worth starting
-// And this much to write: one core streams as fast as the memory takes it, and a writer's neighbours are at work.
-constexpr size_t kWriterNbytes = size_t(4) << 20;
-
-// Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
-inline size_t usable_cores() {
-    cpu_set_t set;
-    return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
-}
-
-inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
-    static const size_t cores = usable_cores();
-    return std::clamp<size_t>(nbytes / each_nbytes, 1, std::min<size_t>(cores, 8));
-}
-
-// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth at `each_nbytes`. Each takes the next piece
-// when it is done with one: a core that was asleep takes a while to begin, and whoever is at work meanwhile goes on
-// without it.
-template <typename Work> void in_parallel(size_t n, size_t nbytes, Work work, size_t each_nbytes = kThreadNbytes) {
-    const size_t threads = std::min(thread_count(nbytes, each_nbytes), std::max<size_t>(n, 1));
-    if (threads <= 1) { work(size_t(0), n); return; }
-    const size_t pieces = std::min(n, 4 * threads);
-    std::atomic<size_t> next{0};
-    auto run = [&] {
-        for (size_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < pieces;)
-            work(n * p / pieces, n * (p + 1) / pieces);
-    };
-    std::vector<std::thread> others;
-    others.reserve(threads - 1);
-    for (size_t t = 1; t < threads; ++t) {
-        try { others.emplace_back(run); }
-        catch (const std::system_error&) { break; }  // no thread to be had
-    }
-    run();
-    for (auto& t : others) t.join();
-}
-
 // The part of a row that some leaves lie in.
 struct Extent {
     size_t offset = 0, nbytes = 0;

@@ -3,6 +3,7 @@
 
 #include "codec.hpp"
 #include "lanes.hpp"
+#include "parallel.hpp"
 #include "stream.hpp"
 
 namespace recollect {

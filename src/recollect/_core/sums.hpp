@@ -3,8 +3,8 @@
 
 #include <mutex>
 
-#include "copy.hpp"
 #include "crc32c.hpp"
+#include "parallel.hpp"
 
 namespace recollect {
 

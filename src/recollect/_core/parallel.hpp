@@ -1,0 +1,87 @@
+// Work cut into pieces, which whoever is at hand takes.
+//
+// A thread on a core that was asleep takes a while to begin; on one that is busy, with an environment's steps, it may begin
+// milliseconds later. So nobody waits for a thread, only for pieces that one has taken: who begins late finds none and
+// ends, and the caller has done them all meanwhile.
+#pragma once
+
+#include <sched.h>
+
+#include <algorithm>
+#include <atomic>
+#include <memory>
+#include <system_error>
+#include <thread>
+
+#include "process.hpp"
+
+namespace recollect {
+
+constexpr size_t kThreadNbytes = size_t(3) << 18;  // a thread must have this much to copy to be worth starting
+// And this much to write: one core streams as fast as the memory takes it, and a writer's neighbours are at work.
+constexpr size_t kWriterNbytes = size_t(4) << 20;
+constexpr size_t kMostThreads = 8;
+
+// Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
+inline size_t usable_cores() {
+    cpu_set_t set;
+    return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
+}
+
+inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
+    static const size_t cores = usable_cores();
+    return std::clamp<size_t>(nbytes / each_nbytes, 1, std::min(cores, kMostThreads));
+}
+
+// Threads that were started and have not begun: while there are some, all cores are busy and more would not help.
+class Late {
+  public:
+    // True if one more may be started; it must then call `began`.
+    bool start(uint32_t forks) {
+        uint32_t was = forks_.load(std::memory_order_relaxed);
+        if (was != forks && forks_.compare_exchange_strong(was, forks)) late_.store(0);  // a parent's threads never begin here
+        if (late_.fetch_add(1, std::memory_order_relaxed) < int(kMostThreads)) return true;
+        late_.fetch_sub(1, std::memory_order_relaxed);
+        return false;
+    }
+    void began() { late_.fetch_sub(1, std::memory_order_relaxed); }
+
+  private:
+    std::atomic<uint32_t> forks_{0};
+    std::atomic<int> late_{0};
+};
+inline Late late;
+
+// Where pieces are taken from.
+struct Board {
+    explicit Board(size_t n) : n(n) {}
+    const size_t n;  // pieces
+    std::atomic<size_t> next{0}, done{0};
+
+    // Take pieces while there are any. `work` is there as long as one is not done.
+    template <typename Work> void take(const Work* work, size_t length) {
+        for (size_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+            (*work)(length * p / n, length * (p + 1) / n);
+            if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) done.notify_one();
+        }
+    }
+    void wait() const {
+        for (size_t seen; (seen = done.load(std::memory_order_acquire)) < n;) done.wait(seen, std::memory_order_acquire);
+    }
+};
+
+// Run `work(begin, end)` over [0, n), on as many threads as `nbytes` is worth at `each_nbytes`.
+template <typename Work> void in_parallel(size_t n, size_t nbytes, const Work& work, size_t each_nbytes = kThreadNbytes) {
+    const size_t threads = std::min(thread_count(nbytes, each_nbytes), std::max<size_t>(n, 1));
+    if (threads <= 1) { work(size_t(0), n); return; }
+    watch_forks();
+    auto board = std::make_shared<Board>(std::min(n, 4 * threads));  // outlives this call for those who come late
+    for (size_t t = 1; t < threads && late.start(fork_count.load(std::memory_order_relaxed)); ++t) {
+        try { std::thread([board, &work, n] { late.began(); board->take(&work, n); }).detach(); }
+        catch (const std::system_error&) { late.began(); break; }  // no thread to be had
+    }
+    board->take(&work, n);
+    board->wait();
+}
+
+}  // namespace recollect
