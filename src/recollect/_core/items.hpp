@@ -14,15 +14,19 @@ constexpr size_t kPackNbytes = kCrcChunk;  // packed and summed piece by piece: 
 // Interleave samples [first, last) into rows, the bytes between leaves zero; return the crc32c of those.
 inline uint32_t pack_rows(byte* to, size_t first, size_t last, const Codec& codec, const byte* const* leaves) {
     const size_t nbytes = codec.row_nbytes(), piece = std::max<size_t>(kPackNbytes / std::max<size_t>(nbytes, 1), 1);
-    size_t covered = 0, summed = first * nbytes;
-    for (size_t k = 0; k < codec.size(); ++k) covered += codec.spans()[k].nbytes;
+    size_t covered = 0, summed = first * nbytes, widest = 0;
+    for (size_t k = 0; k < codec.size(); ++k) {
+        covered += codec.spans()[k].nbytes;
+        if (codec.spans()[k].nbytes > codec.spans()[widest].nbytes) widest = k;
+    }
     uint32_t crc = 0;
     for (size_t begin = first; begin < last; begin += piece) {
         const size_t end = std::min(last, begin + piece);
         if (covered != nbytes) std::memset(to + begin * nbytes, 0, (end - begin) * nbytes);
         scatter_leaves(to, nbytes, begin, end, codec.spans(), codec.size(), leaves);
         const size_t ready = end * nbytes - summed, now = end == last ? ready : ready / kCrcChunk * kCrcChunk;
-        crc = crc32c(crc, to + summed, now);
+        const byte* next = codec.size() ? leaves[widest] + end * codec.spans()[widest].nbytes : to;  // the others' streams are seen
+        crc = crc32c(crc, to + summed, now, next);
         summed += now;
     }
     return crc;
