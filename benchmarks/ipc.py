@@ -13,10 +13,13 @@ from __future__ import annotations
 import argparse
 import ctypes
 import json
+import os
 import random
 import statistics
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import pairwise
@@ -194,6 +197,19 @@ def transitions(memcpy: Memcpy, work: Work) -> tuple[dict[str, Turn], list[Calla
     ]
 
 
+@contextmanager
+def busy_cores() -> Iterator[None]:
+    """A process on each core that never pauses, as environments of collectors are."""
+    command = [sys.executable, "-c", "while True: pass"]
+    others = [subprocess.Popen(command) for _ in os.sched_getaffinity(0)]
+    try:
+        yield
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+
+
 def ratio(name: str, ours: str, theirs: str, bound: float, rounds: dict[str, list[float]]) -> Figure:
     return Figure(name, *middle(rounds[ours]), statistics.median(rounds[theirs]), bound)
 
@@ -240,9 +256,14 @@ def main() -> int:
     except ImportError:
         print("torch is not installed: its weights are left out")
     figures = []
+    how = (2, 0.001) if args.quick else (60, 0.01)
     for turns, results in groups:
-        rounds = measure(turns, 2 if args.quick else 60, 0.001 if args.quick else 0.01)
+        rounds = measure(turns, *how)
         figures += [result(rounds) for result in results]
+    turns = {name: groups[-1][0][name] for name in ("sample out", "C gather")}
+    with busy_cores():
+        rounds = measure(turns, *how)
+    figures.append(ratio(f"sample {DRAW}, all cores busy", "sample out", "C gather", 1.3, rounds))
     for figure in figures:
         print(figure.line)
     if args.json:

@@ -33,24 +33,34 @@ inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
     return std::clamp<size_t>(nbytes / each_nbytes, 1, std::min(cores, kMostThreads));
 }
 
-// Threads that were started and have not begun: while there are some, all cores are busy and more would not help.
-class Late {
+// Whether more threads would help. While some were started and have not begun, or after some that began too late, all
+// cores are busy; then it is tried again after a while, which doubles each time it was in vain.
+class Helpers {
   public:
-    // True if one more may be started; it must then call `began`.
+    // True if one may be started; it must then call `began`.
     bool start(uint32_t forks) {
         uint32_t was = forks_.load(std::memory_order_relaxed);
         if (was != forks && forks_.compare_exchange_strong(was, forks)) late_.store(0);  // a parent's threads never begin here
+        if (rest_.load(std::memory_order_relaxed) > 0) {
+            rest_.fetch_sub(1, std::memory_order_relaxed);
+            return false;
+        }
         if (late_.fetch_add(1, std::memory_order_relaxed) < int(kMostThreads)) return true;
         late_.fetch_sub(1, std::memory_order_relaxed);
         return false;
     }
     void began() { late_.fetch_sub(1, std::memory_order_relaxed); }
+    void helped(bool did) {
+        const int pause = did ? 0 : std::clamp(2 * pause_.load(std::memory_order_relaxed), 4, 64);
+        pause_.store(pause, std::memory_order_relaxed);
+        rest_.store(pause, std::memory_order_relaxed);
+    }
 
   private:
     std::atomic<uint32_t> forks_{0};
-    std::atomic<int> late_{0};
+    std::atomic<int> late_{0}, rest_{0}, pause_{0};
 };
-inline Late late;
+inline Helpers helpers;
 
 // Where pieces are taken from.
 struct Board {
@@ -58,12 +68,14 @@ struct Board {
     const size_t n;  // pieces
     std::atomic<size_t> next{0}, done{0};
 
-    // Take pieces while there are any. `work` is there as long as one is not done.
-    template <typename Work> void take(const Work* work, size_t length) {
-        for (size_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < n;) {
+    // Take pieces while there are any; false if there were none. `work` is there as long as one is not done.
+    template <typename Work> bool take(const Work* work, size_t length) {
+        bool any = false;
+        for (size_t p; (p = next.fetch_add(1, std::memory_order_relaxed)) < n; any = true) {
             (*work)(length * p / n, length * (p + 1) / n);
             if (done.fetch_add(1, std::memory_order_acq_rel) + 1 == n) done.notify_one();
         }
+        return any;
     }
     void wait() const {
         for (size_t seen; (seen = done.load(std::memory_order_acquire)) < n;) done.wait(seen, std::memory_order_acquire);
@@ -76,9 +88,9 @@ template <typename Work> void in_parallel(size_t n, size_t nbytes, const Work& w
     if (threads <= 1) { work(size_t(0), n); return; }
     watch_forks();
     auto board = std::make_shared<Board>(std::min(n, 4 * threads));  // outlives this call for those who come late
-    for (size_t t = 1; t < threads && late.start(fork_count.load(std::memory_order_relaxed)); ++t) {
-        try { std::thread([board, &work, n] { late.began(); board->take(&work, n); }).detach(); }
-        catch (const std::system_error&) { late.began(); break; }  // no thread to be had
+    for (size_t t = 1; t < threads && helpers.start(fork_count.load(std::memory_order_relaxed)); ++t) {
+        try { std::thread([board, &work, n] { helpers.began(); helpers.helped(board->take(&work, n)); }).detach(); }
+        catch (const std::system_error&) { helpers.began(); break; }  // no thread to be had
     }
     board->take(&work, n);
     board->wait();
