@@ -376,7 +376,7 @@ class RemoteReplay:
 
     def _abandon(self) -> None:
         """The process ends and nobody closed this: say Exit, with what could not be delivered."""
-        if self._line.carrier is not None and not getattr(self._line.carrier, "is_closed", False):
+        if self._line.carrier is not None:
             known_as = self._session.writer
             self._lose()
             self._exit(known_as, 1.0)
