@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
+from tests.remote.make import PLAIN, SAMPLE, assert_doors, paths, samples
 
 from recollect import _core
 from recollect.errors import (
@@ -442,6 +442,46 @@ def test_a_started_manager_answers_as_it_was_told(
     assert {name for name, _ in told.calls} == {call}
 
 
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda replay: replay.add(samples([1])),
+        lambda replay: replay.flush(),
+        lambda replay: replay.sample(1),
+        lambda replay: replay.metadata(),
+    ],
+    ids=["add", "flush", "sample", "metadata"],
+)
+def test_a_closed_client_says_so(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, call: Callable[[RemoteReplay], Any]
+) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+    with pytest.raises(ClosedError, match="was closed"):
+        call(replay)
+
+
+def test_a_process_that_ends_waits_for_a_moment_only(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Any] = []
+    replay = client(ends[0], send_every=2)
+    replay.add(samples([1, 2, 3]))
+    writer = replay._session.writer
+    monkeypatch.setattr(replay._line, "leave", lambda *args: left.append(args))
+    replay._abandon()
+    assert left == [(3, writer, 1.0)] and replay.stats().lost == 3
+
+
+def test_a_process_may_end_with_its_carrier_closed(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    replay = client(ends[0])
+    replay.add(samples([1]))
+    ends[0].close()
+    replay._abandon()
+
+
 def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
     told = Told(ends[0])
     replay = client(told, mode="async_score")
@@ -810,6 +850,43 @@ def test_a_container_for_a_manager_that_never_came_is_not_taken(ends: list[Local
 
 
 # -- asking
+
+
+@pytest.mark.parametrize(
+    ("container", "n"),
+    [
+        (samples([1, 2, 3]), 3),
+        ({"steps": {"inner": np.zeros((4, 2))}, "id": np.arange(4)}, 4),
+        ({}, 0),
+        (paths([1, 2], [0.0, 0.0], [3, 4]), 2),
+        (object(), 1),
+    ],
+    ids=["block", "nested", "empty", "trajectories", "something"],
+)
+def test_what_is_dropped_before_any_space_is_known_is_counted(
+    ends: list[LocalCarrier], container: Any, n: int
+) -> None:
+    with client(ends[0], None, when_down="drop", deadline=0.0) as replay:
+        assert replay.add(container) is None
+        assert (replay.stats().offered, replay.stats().dropped) == (n, n)
+
+
+def test_a_wrong_container_is_refused_though_nobody_is_there(ends: list[LocalCarrier]) -> None:
+    with client(ends[0], when_down="drop", deadline=0.0) as replay:
+        with pytest.raises(SchemaError):
+            replay.add({"x": np.arange(2)})
+        assert replay.stats().offered == 0
+        assert replay.add(samples([1, 2])) is None and replay.stats().dropped == 2
+
+
+def test_metadata_is_waited_for_and_asked_for_again_as_the_client_was_told(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    with client(ends[0], deadline=7.0, retry_s=0.3) as replay:
+        monkeypatch.setattr(requests_module, "get_metadata", lambda *args: asked.append(args))
+        replay.metadata()
+    assert asked[0][:4] == (ends[0], 1, 7.0, 0.3)
 
 
 def test_metadata_leaves_scores_alone_and_old_answers_aside(ends: list[LocalCarrier], silent: Silent) -> None:
