@@ -333,7 +333,7 @@ class RemoteReplay:
                 return []
             known_as = self._session.writer  # giving up makes a new writer, of whom the manager never heard
             try:
-                return self._flush_all() if self._line.carrier is not None else []
+                return self._flush_all()
             except Exception as error:
                 error.undelivered = self._lose()  # type: ignore[attr-defined]
                 raise
