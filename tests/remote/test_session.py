@@ -11,7 +11,17 @@ from tests.remote.make import PLAIN, grid, samples
 from recollect import _core, errors
 from recollect.errors import FrameError
 from recollect.remote.items import item_space
-from recollect.remote.messages import PROTOCOL, Failed, GetMetadata, Goodbye, Hello, Items, Scores, Welcome
+from recollect.remote.messages import (
+    PROTOCOL,
+    Exit,
+    Failed,
+    GetMetadata,
+    Goodbye,
+    Hello,
+    Items,
+    Scores,
+    Welcome,
+)
 from recollect.remote.ranks import HOST
 from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode
@@ -209,3 +219,28 @@ def test_a_container_that_was_refused_makes_another_writer_of_those_after_it(ses
         session.hand_out(refused)
     assert (raised.value.seq, raised.value.kept) == (1, 1)
     assert (after.seq, decode(b"".join(after.parts))[0].writer) == (1, session.writer)
+
+
+def test_what_a_manager_says_it_has_is_settled(session: Session) -> None:
+    entries = [put(session, n) for n in (1, 2, 4)]
+    assert session.settle(2) == 3 and (session.acked, session.n_pending) == (2, 4)
+    assert list(session._by_request) == [entries[2].request]
+    assert session.settle(99) == 4  # of what it says it has beyond that, nothing is known here
+    assert (session.acked, session.n_pending, session._by_request) == (3, 0, {})
+
+
+@pytest.mark.parametrize("sent", [[], [5, 6]])
+def test_who_goes_on_as_an_earlier_writer_goes_on_counting(session: Session, sent: list[int]) -> None:
+    assert session.items is not None
+    packed = session.items.encode(samples([1]))
+    session.resume(bytes(16), 7, 4, [(seq, packed) for seq in sent])
+    assert list(session.entries) == sent and put(session, 1).seq == 7
+    datas = [decode(b"".join(parts))[0] for parts in session.unanswered()]
+    assert [(data.writer, data.seq) for data in datas] == [(bytes(16), seq) for seq in [*sent, 7]]
+
+
+def test_who_leaves_says_how_much_has_no_answer(session: Session) -> None:
+    put(session, 2)
+    put(session, 3)
+    request, parts = session.leave("it ends")
+    assert decode(b"".join(parts))[0] == Exit(request, session.writer, 5, "it ends")
