@@ -180,6 +180,12 @@ def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socke
     first = carrier.isend(1, 0, [block])
     with pytest.raises(DeadlineError, match="send to rank 1"):
         carrier.send(1, 0, [b"late"], 0.0)
+    borrowed = bytearray(b"later")
+    later = carrier.isend(1, 0, [borrowed])
+    for over in (lambda: later.wait(0.0), later.is_complete):
+        with pytest.raises(DeadlineError, match="send to rank 1"):
+            over()
+    borrowed.clear()  # it is free again
     carrier.isend(1, 0, [b"after"])
     want = framed(block, 0) + framed(b"after", 0)
     assert read(other, len(want)) == want and 1 in carrier.alive()

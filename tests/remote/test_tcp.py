@@ -361,6 +361,16 @@ def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= n)
 
 
+def test_who_joins_several_has_one_rank_with_all(server: TcpCarrier) -> None:
+    with TcpCarrier.serve(9, token=TOKEN) as other, TcpCarrier.join([server.address], token=TOKEN) as first:
+        worker = TcpCarrier.join([server.address, other.address], token=TOKEN)
+        assert worker.alive() == {0, 9, worker.rank} and worker.rank != first.rank
+        for end in (server, other):
+            worker.send(end.rank, 0, [b"hello"], SOON)
+            assert end.recv(timeout=SOON)[0] == worker.rank
+        worker.close()
+
+
 def test_others_are_linked_once_and_remembered_for_later(server: TcpCarrier) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         address = f"127.0.0.1:{free.getsockname()[1]}"
