@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
+from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
 
 from recollect import _core
 from recollect.errors import (
@@ -370,6 +370,7 @@ def test_a_damaged_answer_is_asked_for_again(ends: list[LocalCarrier], silent: S
         ends[1].send(0, 0, [b"not a frame"])
         silent.answers = 9
         assert replay.add(samples([1])) == {"score": np.inf}
+        assert replay._session.malformed == 1
 
 
 # -- ending
@@ -440,6 +441,46 @@ def test_a_started_manager_answers_as_it_was_told(
         with client(ends[0]) as replay:
             replay.add(samples([1]))
     assert {name for name, _ in told.calls} == {call}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda replay: replay.add(samples([1])),
+        lambda replay: replay.flush(),
+        lambda replay: replay.sample(1),
+        lambda replay: replay.metadata(),
+    ],
+    ids=["add", "flush", "sample", "metadata"],
+)
+def test_a_closed_client_says_so(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, call: Callable[[RemoteReplay], Any]
+) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+    with pytest.raises(ClosedError, match="was closed"):
+        call(replay)
+
+
+def test_a_process_that_ends_waits_for_a_moment_only(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left: list[Any] = []
+    replay = client(ends[0], send_every=2)
+    replay.add(samples([1, 2, 3]))
+    writer = replay._session.writer
+    monkeypatch.setattr(replay._line, "leave", lambda *args: left.append(args))
+    replay._abandon()
+    assert left == [(3, writer, 1.0)] and replay.stats().lost == 3
+
+
+def test_a_process_may_end_with_its_carrier_closed(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    replay = client(ends[0])
+    replay.add(samples([1]))
+    ends[0].close()
+    replay._abandon()
 
 
 def test_a_second_close_says_nothing(ends: list[LocalCarrier], manager: ReplayBufferManager) -> None:
@@ -627,7 +668,7 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
     knocks: list[float] = []
 
     def refuse(dest: int, timeout: float) -> None:
-        knocks.append(monotonic())
+        knocks.append(timeout)
         raise AuthError("this rank was shut out")
 
     def gone(*args: Any) -> Any:
@@ -637,7 +678,7 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
     line.open(SimpleNamespace(rank=0, max_frame=1 << 14, send=gone, recv=gone, reconnect=refuse))
     with pytest.raises(PeerDiedError, match="the manager is gone"):
         line.greet()
-    assert 1 <= len(knocks) < 50
+    assert 1 <= len(knocks) < 50 and max(knocks) <= 0.2  # no more than is left of `reconnect_s`
 
 
 class Scripted:
@@ -738,6 +779,59 @@ def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_
     assert len(carrier.times_of(Hello)) == 1 and line.session.stray == 1
 
 
+def test_what_was_sent_with_the_welcome_is_sent_again_after_retry_s(monkeypatch: pytest.MonkeyPatch) -> None:
+    stray = encode(Scores(1, {}, 1, 0, {}))
+    carrier = Scripted(
+        monkeypatch, lambda message: [stray] * 18 + [welcome(message)] if isinstance(message, Hello) else []
+    )
+    line = carrier.line()
+    line.session.put(item_space(PLAIN).encode(samples([1])))
+    with pytest.raises(DeadlineError, match="the end"):
+        line.until(lambda: None, "the end")
+    assert carrier.times_of(Hello) == [0.0] and carrier.times_of(Data) == [9.5, 19.5, 29.5]
+
+
+def test_who_goes_on_sending_does_not_put_off_what_is_to_be_sent_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    carrier = Scripted(monkeypatch)
+    line = carrier.line(deadline=10.0)
+    line.session.is_ready = True
+    for carrier.now in (1.0, 7.0):
+        line.send(line.session.put(item_space(PLAIN).encode(samples([1]))).parts)
+    with pytest.raises(DeadlineError):
+        line.until(lambda: None, "the end")
+    assert carrier.times_of(Data) == [1.0, 7.0, 11.0, 11.0]
+
+
+@pytest.mark.parametrize(
+    ("deadline", "retry_s", "times"),
+    [(0.1, 10.0, [0.0]), (2.5, 10.0, [0.0, 1.0, 2.0]), (60.0, 2.0, [0.0, 1.0, 2.0, 3.0, 4.0]), (1.0, 0.5, [0.0, 0.5])],
+)  # fmt: skip
+def test_exit_is_said_again_for_a_moment(
+    monkeypatch: pytest.MonkeyPatch, deadline: float, retry_s: float, times: list[float]
+) -> None:
+    carrier = Scripted(monkeypatch)
+    line = carrier.line(deadline=deadline, retry_s=retry_s)
+    line.session.manager = HOST, 0
+    line.leave(0, line.session.writer, 5.0)
+    assert carrier.times_of(Exit) == times and carrier.now == pytest.approx(
+        min(5.0, max(deadline, 1.0)), abs=0.01
+    )
+
+
+def test_parts_of_a_draw_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    def answer(sample: Sample) -> list[Any]:
+        rows = np.zeros((1, 8), np.uint8)
+        return [
+            encode(Items(sample.request, item_space(PLAIN).id, 1, 1, part, 3), [rows]) for part in (2, 0, 1)
+        ]
+
+    line = Scripted(monkeypatch, answer).line()
+    line.session.is_ready, line._next_retry = True, 5.0
+    assert [message.part for message, _ in line.ask(draw)] == [0, 1, 2]
+
+
 def test_sends_that_are_complete_are_held_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = Scripted(monkeypatch)
     handles = [SimpleNamespace(is_complete=lambda n=n: n != 1) for n in range(4)]
@@ -812,6 +906,43 @@ def test_a_container_for_a_manager_that_never_came_is_not_taken(ends: list[Local
 # -- asking
 
 
+@pytest.mark.parametrize(
+    ("container", "n"),
+    [
+        (samples([1, 2, 3]), 3),
+        ({"steps": {"inner": np.zeros((4, 2))}, "id": np.arange(4)}, 4),
+        ({}, 0),
+        (paths([1, 2], [0.0, 0.0], [3, 4]), 2),
+        (object(), 1),
+    ],
+    ids=["block", "nested", "empty", "trajectories", "something"],
+)
+def test_what_is_dropped_before_any_space_is_known_is_counted(
+    ends: list[LocalCarrier], container: Any, n: int
+) -> None:
+    with client(ends[0], None, when_down="drop", deadline=0.0) as replay:
+        assert replay.add(container) is None
+        assert (replay.stats().offered, replay.stats().dropped) == (n, n)
+
+
+def test_a_wrong_container_is_refused_though_nobody_is_there(ends: list[LocalCarrier]) -> None:
+    with client(ends[0], when_down="drop", deadline=0.0) as replay:
+        with pytest.raises(SchemaError):
+            replay.add({"x": np.arange(2)})
+        assert replay.stats().offered == 0
+        assert replay.add(samples([1, 2])) is None and replay.stats().dropped == 2
+
+
+def test_metadata_is_waited_for_and_asked_for_again_as_the_client_was_told(
+    ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[Any] = []
+    with client(ends[0], deadline=7.0, retry_s=0.3) as replay:
+        monkeypatch.setattr(requests_module, "get_metadata", lambda *args: asked.append(args))
+        replay.metadata()
+    assert asked[0][:4] == (ends[0], 1, 7.0, 0.3)
+
+
 def test_metadata_leaves_scores_alone_and_old_answers_aside(ends: list[LocalCarrier], silent: Silent) -> None:
     silent.answers = 9
     with client(ends[0], mode="async_comm", retry_s=5.0) as replay:
@@ -883,6 +1014,14 @@ def test_nothing_to_draw_is_told_as_such(ends: list[LocalCarrier], manager: Repl
         replay.sample(1)
 
 
+def test_a_number_of_items_may_be_one_of_numpy(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    with client(ends[0]) as replay:
+        replay.add(samples([1]))
+        assert replay.sample(np.int64(3))["id"].tolist() == [1, 1, 1]
+
+
 def test_drawn_items_of_another_layout_are_refused(
     ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -924,6 +1063,15 @@ def test_sends_bytes_and_seconds_are_counted(ends: list[LocalCarrier], manager: 
     )
     assert stats.encode_s > 0 and stats.send_s > 0 and stats.wait_s > 0
     assert (stats.sent, stats.retried, stats.pending) == (2, 0, 0)
+
+
+def test_a_trajectory_is_one_item_however_many_steps_it_has(ends: list[LocalCarrier]) -> None:
+    with ReplayBufferManager(grid(), 1, None, communication_backend=ends[1], max_length=MAX_LENGTH) as made:
+        made.start()
+        with client(ends[0], grid()) as replay:
+            replay.add(paths([1, 2], [0.0, 1.0], [3, 4]))
+            assert replay.stats().offered == replay.stats().kept == 2
+            assert_doors(replay.stats())
 
 
 def test_seconds_to_encode_are_those_of_packing_and_of_framing(

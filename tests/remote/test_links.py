@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import socket
+import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -177,6 +180,12 @@ def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socke
     first = carrier.isend(1, 0, [block])
     with pytest.raises(DeadlineError, match="send to rank 1"):
         carrier.send(1, 0, [b"late"], 0.0)
+    borrowed = bytearray(b"later")
+    later = carrier.isend(1, 0, [borrowed])
+    for over in (lambda: later.wait(0.0), later.is_complete):
+        with pytest.raises(DeadlineError, match="send to rank 1"):
+            over()
+    borrowed.clear()  # it is free again
     carrier.isend(1, 0, [b"after"])
     want = framed(block, 0) + framed(b"after", 0)
     assert read(other, len(want)) == want and 1 in carrier.alive()
@@ -295,6 +304,43 @@ def test_who_sends_the_rest_looks_again_before_it_ends(
     monkeypatch.setattr(carrier, "_has_unsent", lambda: unsent.pop(0))
     carrier._flush_all()
     assert unsent == []
+
+
+def names(descriptors: list[int]) -> list[str]:
+    """What they are, as the system calls it; empty for one that is closed."""
+    paths = [f"/proc/self/fd/{fd}" for fd in descriptors]
+    return [os.readlink(path) if os.path.lexists(path) else "" for path in paths]
+
+
+@pytest.mark.process
+def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, socket.socket]) -> None:
+    """Though something there still refers to the links, and a thread of the parent was waiting."""
+    carrier, other = piped
+    (link,), epoll = carrier._links.values(), carrier._epoll
+    assert epoll is not None
+    descriptors = [link.fd, epoll.fileno(), carrier._wakeup]
+    held = names(descriptors)
+    fork = multiprocessing.get_context("fork")
+    ours, theirs = fork.Pipe()
+
+    def look() -> None:
+        same = [now for now, before in zip(names(descriptors), held, strict=True) if now == before]
+        alive = carrier.alive()
+        try:
+            carrier.recv(timeout=0.0)
+        except DeadlineError:
+            theirs.send((same, alive, link.sock.fileno(), epoll.closed))
+
+    with ThreadPoolExecutor(1) as pool, ours, theirs:
+        wait = pool.submit(carrier.recv, 1, 0, SOON)
+        eventually(lambda: carrier._turns.is_led)
+        child = fork.Process(target=look, daemon=True)
+        child.start()
+        assert ours.poll(SOON) and ours.recv() == ([], {0}, -1, True)
+        child.join(SOON)
+        child.close()
+        other.sendall(framed(b"to the parent", 0))  # the child said nothing on the wire
+        assert bytes(wait.result(SOON)[2]) == b"to the parent"
 
 
 # -- turns
@@ -452,3 +498,41 @@ def test_what_was_given_up_is_waited_for_no_more(alone: LocalCarrier) -> None:
         alone.isend(1, 0, [b"x"]).wait(0.0)
     assert alone._absent.peers() == []
     eventually(lambda: alone._flusher is None)
+
+
+def assert_fail(handles: list[Any], text: str) -> None:
+    """All of them end with the news that their peer is gone."""
+    for handle in handles:
+        with pytest.raises(PeerDiedError, match=text):
+            handle.wait(SOON)
+
+
+def test_what_waits_for_one_who_came_and_died_before_it_was_reached_fails(alone: LocalCarrier) -> None:
+    handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
+    with socket.socket(socket.AF_UNIX) as peer:
+        peer.connect(alone._address(0))
+        peer.sendall(struct.pack("<16sq", alone.group_id, 1))
+    assert_fail(handles, "rank 1: is gone")
+    eventually(lambda: not alone._absent and alone._flusher is None)
+
+
+def test_what_waits_for_one_who_cannot_be_connected_to_fails_and_says_why(
+    alone: LocalCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def cannot(dest: int) -> None:
+        raise OSError(24, "too many open files")
+
+    handle = alone.isend(1, 0, [b"x"])
+    monkeypatch.setattr(alone, "_link_to", cannot)
+    assert_fail([handle], r"rank 1: is gone \(.*too many open files")
+
+
+def test_what_waited_fails_when_the_connection_ends_as_it_is_made(
+    alone: LocalCarrier, far: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, _ = far
+    handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
+    link.close()
+    monkeypatch.setattr(alone, "_link_to", lambda dest: link)
+    assert_fail(handles, "rank 1: is gone")
+    eventually(lambda: not alone._absent and alone._flusher is None)

@@ -2,15 +2,27 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 import pytest
 from tests.remote.make import PLAIN, grid, samples
 
-from recollect import errors
+from recollect import _core, errors
 from recollect.errors import FrameError
 from recollect.remote.items import item_space
-from recollect.remote.messages import Failed, GetMetadata, Goodbye, Items, Scores, Welcome
+from recollect.remote.messages import (
+    PROTOCOL,
+    Exit,
+    Failed,
+    GetMetadata,
+    Goodbye,
+    Hello,
+    Items,
+    Scores,
+    Welcome,
+)
+from recollect.remote.ranks import HOST
 from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode
 
@@ -40,6 +52,36 @@ def test_answers_that_a_client_does_not_wait_for_are_counted(session: Session) -
     ):
         assert session.hear(message, memoryview(b"")) == [] and session.stray == n
     assert session.baseline is None and session.is_ready
+
+
+def test_hello_says_who_calls_and_from_where(session: Session) -> None:
+    (hello, _, _), (again, _, _) = (decode(b"".join(session.greet())) for _ in range(2))
+    assert session.items is not None and isinstance(hello, Hello)
+    assert (hello.role, hello.writer, hello.rank) == ("worker", session.writer, 0)
+    assert (hello.host, hello.process) == (HOST, _core.process_word(os.getpid()))
+    assert (hello.protocol, hello.space) == (PROTOCOL, session.items.text)
+    assert again.writer == hello.writer and again.request != hello.request
+
+
+def test_no_two_clients_have_a_number_in_common() -> None:
+    """An answer to one that was closed may still be on its way to the next on the same end."""
+    first, second = (Session(item_space(PLAIN), 0) for _ in range(2))
+    numbers = [{session.new_request() for _ in range(1000)} for session in (first, second)]
+    assert numbers[0].isdisjoint(numbers[1]) and first.writer != second.writer
+
+
+def test_a_client_may_always_have_one_container_outstanding(session: Session) -> None:
+    session.greet()
+    session.hear(Welcome(session._hello, bytes(16), 0, 0, None, "", 0, "host", 1), memoryview(b""))
+    assert session.max_window == 1
+
+
+def test_who_greets_again_was_not_refused_yet(session: Session) -> None:
+    session.greet()
+    session.hear(Failed(session._hello, "SchemaError", "another space"), memoryview(b""))
+    assert isinstance(session.failure, errors.SchemaError) and not session.is_ready
+    session.greet()
+    assert session.failure is None
 
 
 def test_a_client_hears_how_long_a_trajectory_may_be() -> None:
@@ -89,7 +131,8 @@ def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() ->
 )  # fmt: skip
 def test_an_error_arrives_as_itself_or_as_one_of_the_manager(name: str, kind: type[Exception]) -> None:
     error = as_error(Failed(1, name, "the text"))
-    assert type(error) is kind and str(error).endswith("the text")
+    assert type(error) is kind
+    assert str(error) == ("manager: the text" if kind is errors.RemoteError else "the text")
 
 
 def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Session) -> None:
@@ -176,3 +219,28 @@ def test_a_container_that_was_refused_makes_another_writer_of_those_after_it(ses
         session.hand_out(refused)
     assert (raised.value.seq, raised.value.kept) == (1, 1)
     assert (after.seq, decode(b"".join(after.parts))[0].writer) == (1, session.writer)
+
+
+def test_what_a_manager_says_it_has_is_settled(session: Session) -> None:
+    entries = [put(session, n) for n in (1, 2, 4)]
+    assert session.settle(2) == 3 and (session.acked, session.n_pending) == (2, 4)
+    assert list(session._by_request) == [entries[2].request]
+    assert session.settle(99) == 4  # of what it says it has beyond that, nothing is known here
+    assert (session.acked, session.n_pending, session._by_request) == (3, 0, {})
+
+
+@pytest.mark.parametrize("sent", [[], [5, 6]])
+def test_who_goes_on_as_an_earlier_writer_goes_on_counting(session: Session, sent: list[int]) -> None:
+    assert session.items is not None
+    packed = session.items.encode(samples([1]))
+    session.resume(bytes(16), 7, 4, [(seq, packed) for seq in sent])
+    assert list(session.entries) == sent and put(session, 1).seq == 7
+    datas = [decode(b"".join(parts))[0] for parts in session.unanswered()]
+    assert [(data.writer, data.seq) for data in datas] == [(bytes(16), seq) for seq in [*sent, 7]]
+
+
+def test_who_leaves_says_how_much_has_no_answer(session: Session) -> None:
+    put(session, 2)
+    put(session, 3)
+    request, parts = session.leave("it ends")
+    assert decode(b"".join(parts))[0] == Exit(request, session.writer, 5, "it ends")

@@ -16,6 +16,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import suppress
 from time import monotonic
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -52,7 +53,7 @@ def server() -> Iterator[TcpCarrier]:
 
 
 def test_a_wrong_token_is_refused(server: TcpCarrier) -> None:
-    with pytest.raises(AuthError, match="token does not match"):
+    with pytest.raises(AuthError, match=f"^{server.address}: the token does not match"):
         TcpCarrier.join([server.address], token=b"not the same token at all", timeout=2.0)
     eventually(lambda: server.refused == 1)
     assert server.alive() == {0}
@@ -266,8 +267,71 @@ def test_back_pressure_ends_in_a_deadline(server: TcpCarrier) -> None:
 def test_nobody_listens() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    with pytest.raises(DeadlineError, match="nobody answered"):
+    with pytest.raises(DeadlineError, match=rf"^127\.0\.0\.1:{port}: nobody answered within 0\.3 s"):
         TcpCarrier.join([f"127.0.0.1:{port}"], token=TOKEN, timeout=0.3)
+
+
+def test_one_who_listens_and_says_nothing_is_waited_for_as_long_as_told(server: TcpCarrier) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"127.0.0.1:{silent.getsockname()[1]}"
+        start = monotonic()
+        with pytest.raises(DeadlineError, match=f"{address}: nobody answered"):
+            TcpCarrier.join([address], token=TOKEN, timeout=0.1)
+        with TcpCarrier.join([server.address], token=TOKEN) as worker:
+            worker.link_others({5: address}, 0.1)  # it may have ended
+            assert worker.alive() == {0, worker.rank}
+        assert monotonic() - start < 4.0
+
+
+@pytest.mark.parametrize("how", ["silent", "byte by byte", "its nonce late, then byte by byte"])
+def test_one_who_joins_gives_the_other_side_no_more_than_its_time(
+    monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    now, connects, waits, others = [0.0], [], [0.0], []
+
+    class Slow(Stranger):
+        def settimeout(self, seconds: float) -> None:
+            waits.append(seconds)
+
+        def recv(self, size: int) -> bytes:
+            is_nonce = "late" in how and not self.read
+            takes_s = 60.0 if how == "silent" else 3.0 if is_nonce else 1.0
+            now[0] += min(waits[-1], takes_s)
+            if waits[-1] < takes_s:
+                raise TimeoutError("timed out")
+            return super().recv(size if is_nonce else 1)
+
+    def connected(address: tuple[str, int], timeout: float | None = None) -> Slow:
+        connects.append(timeout)
+        others.append(Slow(bytes(100)))
+        return others[-1]
+
+    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    monkeypatch.setattr("socket.create_connection", connected)
+    with pytest.raises(DeadlineError, match="nobody answered within 12 s"):
+        TcpCarrier.join(["somewhere:1"], token=TOKEN, timeout=12.0)
+    assert max(waits) <= tcp.PROOF_S + 1e-6 and now[0] < 13.0
+    assert connects[0] == 12.0 and connects == sorted(connects, reverse=True)
+    assert len(others) == 3 and all(other.is_closed for other in others)
+
+
+def test_nobody_knocks_without_a_pause(server: TcpCarrier, monkeypatch: pytest.MonkeyPatch) -> None:
+    knocks: list[Any] = []
+
+    def refused(address: Any, timeout: float) -> Any:
+        knocks.append(address)
+        raise ConnectionRefusedError("nobody there")
+
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.refuse(worker.rank)
+    eventually(lambda: 0 not in worker.alive())
+    monkeypatch.setattr("socket.create_connection", refused)
+    with pytest.raises(PeerDiedError, match="nobody there"):
+        worker.reconnect(0, 0.1)
+    with pytest.raises(DeadlineError, match="nobody there"):
+        worker.link([server.address], 0.1)
+    assert 2 <= len(knocks) < 20
+    worker.close()
 
 
 def test_a_host_that_cannot_be_found_is_looked_for_as_long_as_told(
@@ -295,6 +359,16 @@ def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
         with pytest.raises(AuthError):
             TcpCarrier.join([server.address], token=b"x" * 16)
     eventually(lambda: len(os.listdir("/proc/self/fd")) <= n)
+
+
+def test_who_joins_several_has_one_rank_with_all(server: TcpCarrier) -> None:
+    with TcpCarrier.serve(9, token=TOKEN) as other, TcpCarrier.join([server.address], token=TOKEN) as first:
+        worker = TcpCarrier.join([server.address, other.address], token=TOKEN)
+        assert worker.alive() == {0, 9, worker.rank} and worker.rank != first.rank
+        for end in (server, other):
+            worker.send(end.rank, 0, [b"hello"], SOON)
+            assert end.recv(timeout=SOON)[0] == worker.rank
+        worker.close()
 
 
 def test_others_are_linked_once_and_remembered_for_later(server: TcpCarrier) -> None:
@@ -340,7 +414,7 @@ def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, 
     key, certificate = path / "key.pem", path / "cert.pem"
     subprocess.run(
         ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-days", "2", "-subj", "/CN=localhost", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
+         "-days", "2", "-subj", "/CN=recollect", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
          "-out", str(certificate)],
         check=True, capture_output=True,
     )  # fmt: skip
@@ -362,9 +436,33 @@ def test_frames_may_be_encrypted(contexts: tuple[ssl.SSLContext, ssl.SSLContext]
     with pytest.raises((DeadlineError, OSError)):  # a certificate that this client does not know
         strict = ssl.create_default_context()
         TcpCarrier.join([server.address], token=TOKEN, rank=2, ssl_context=strict, timeout=0.3)
+    with pytest.raises(ssl.SSLCertVerificationError):  # it is for 127.0.0.1, by no other name
+        other = server.address.replace("127.0.0.1", "localhost")
+        TcpCarrier.join([other], token=TOKEN, rank=2, ssl_context=contexts[1], timeout=2.0)
     assert server.alive() == {0, 1}
     a.close()
     server.close()
+
+
+def test_a_stranger_has_no_more_time_where_frames_are_encrypted(
+    monkeypatch: pytest.MonkeyPatch, server: TcpCarrier
+) -> None:
+    now, waits = [0.0], []
+
+    class Noted(Stranger):
+        def settimeout(self, seconds: float) -> None:
+            waits.append(seconds)
+
+    def wrap(sock: Any, server_side: bool) -> Any:
+        assert server_side and waits == [tcp.PROOF_S]
+        now[0] += 4.0
+        return sock
+
+    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    server._context = SimpleNamespace(wrap_socket=wrap)  # type: ignore[assignment]
+    stranger = Noted(hello() + bytes(32))
+    server._greeted(stranger)  # type: ignore[arg-type]
+    assert stranger.is_closed and max(waits[1:]) == 1.0
 
 
 def test_a_hundred_thousand_wrong_frames_cost_a_manager_nothing() -> None:
@@ -463,8 +561,12 @@ def test_tokens_are_given_or_in_the_environment_or_random(monkeypatch: pytest.Mo
     monkeypatch.setenv("RECOLLECT_TOKEN", "of the environment ü")
     made += [TcpCarrier.serve(0), TcpCarrier.serve(0, token=TOKEN.decode())]
     assert [carrier.token for carrier in made[2:]] == ["of the environment ü".encode(), TOKEN]
+    made.append(TcpCarrier.serve(0, token="ü" * 8))  # of 16 bytes
     for carrier in made:
         carrier.close()
+    monkeypatch.setenv("RECOLLECT_TOKEN", "")  # no word that there is none: somebody thinks there is one
+    with pytest.raises(ValueError, match="16 bytes, got 0"):
+        TcpCarrier.serve(0)
 
 
 def test_who_joins_must_be_given_a_token(monkeypatch: pytest.MonkeyPatch, server: TcpCarrier) -> None:
@@ -560,8 +662,9 @@ def test_who_joins_makes_a_new_nonce_each_time() -> None:
     assert len(set(heard)) == 2
 
 
+@pytest.mark.parametrize("n_at_once", [0, len(hello())], ids=["its hello", "its proof"])
 def test_a_stranger_that_trickles_has_no_more_time(
-    monkeypatch: pytest.MonkeyPatch, server: TcpCarrier
+    monkeypatch: pytest.MonkeyPatch, server: TcpCarrier, n_at_once: int
 ) -> None:
     now, waits = [0.0], []
     monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
@@ -571,6 +674,8 @@ def test_a_stranger_that_trickles_has_no_more_time(
             waits.append(seconds)
 
         def recv(self, n: int) -> bytes:
+            if self.read < n_at_once:
+                return super().recv(n)
             now[0] += 1.0
             if waits[-1] < 1.0:
                 raise TimeoutError
@@ -578,7 +683,7 @@ def test_a_stranger_that_trickles_has_no_more_time(
 
     stranger = Slow(hello() + bytes(32))
     server._greeted(stranger)  # type: ignore[arg-type]
-    assert stranger.is_closed and stranger.read == 5
+    assert stranger.is_closed and stranger.read == n_at_once + 5
 
 
 def test_a_carrier_belongs_to_its_process(server: TcpCarrier) -> None:

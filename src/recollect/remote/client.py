@@ -333,7 +333,7 @@ class RemoteReplay:
                 return []
             known_as = self._session.writer  # giving up makes a new writer, of whom the manager never heard
             try:
-                return self._flush_all() if self._line.carrier is not None else []
+                return self._flush_all()
             except Exception as error:
                 error.undelivered = self._lose()  # type: ignore[attr-defined]
                 raise
@@ -376,7 +376,7 @@ class RemoteReplay:
 
     def _abandon(self) -> None:
         """The process ends and nobody closed this: say Exit, with what could not be delivered."""
-        if self._line.carrier is not None and not getattr(self._line.carrier, "is_closed", False):
+        if self._line.carrier is not None:
             known_as = self._session.writer
             self._lose()
             self._exit(known_as, 1.0)

@@ -8,6 +8,7 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
+from time import monotonic
 from typing import Any
 
 from recollect.errors import WorkerError
@@ -19,6 +20,8 @@ from recollect.remote.client import RemoteReplay
 from recollect.remote.ranks import RankLayout, rank_layout
 
 Work = Callable[["Context"], Any]
+_LISTEN_S = 60.0  # until a manager listens
+_END_S = 5.0  # for a child to end by itself, or when it is told to
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,11 +154,15 @@ class _Family:
         self.children[rank] = _Child(rank, process, ours, restarts)
 
     def _await_addresses(self) -> None:
-        for rank in self.layout.managers:
-            child = self.children[rank]
-            if not child.pipe.poll(60.0):
-                raise WorkerError(f"manager rank {rank}: did not begin to listen within 60 s")
-            self._hear(child)
+        """Wait until every manager listens; one that dies before is started again, as ever."""
+        end = monotonic() + _LISTEN_S
+        while silent := [rank for rank in self.layout.managers if rank not in self.addresses]:
+            for rank in silent:
+                if (outcome := self.children[rank].outcome) is not None:
+                    raise WorkerError(f"launch: {outcome[1]}")
+            if monotonic() >= end:
+                raise WorkerError(f"rank {silent[0]}: did not begin to listen within {_LISTEN_S:g} s")
+            self._watch()
 
     def _watch(self) -> None:
         """Wait for a word from a child, or for its end."""
@@ -213,7 +220,7 @@ class _Family:
         for child in self.children.values():
             if child.outcome is None and child.process.is_alive():
                 child.process.terminate()
-            child.process.join(5.0)
+            child.process.join(_END_S)
             if child.process.is_alive():
                 child.process.kill()
                 child.process.join()

@@ -361,7 +361,7 @@ class Session:
     def leave(self, reason: str = "") -> tuple[int, Parts]:
         """Say Exit, with the count of what could not be delivered."""
         request = self.new_request()
-        return request, encode(Exit(request, self.writer, self.n_pending, reason[:1000]))
+        return request, encode(Exit(request, self.writer, self.n_pending, reason))
 
 
 def as_error(failed: Failed) -> Exception:

@@ -416,7 +416,6 @@ class StreamCarrier:
 def _after_fork() -> None:
     for carrier in list(_open):
         carrier._forget_in_child()
-    _open.clear()
 
 
 os.register_at_fork(after_in_child=_after_fork)

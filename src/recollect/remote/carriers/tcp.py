@@ -166,12 +166,12 @@ class TcpCarrier(StreamCarrier):
         try:
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=_split(address)[0])
-            sock.settimeout(min(timeout, PROOF_S))
+            end = monotonic() + min(timeout, PROOF_S)
             nonce = secrets.token_bytes(32)
             sock.sendall(_HELLO.pack(_MAGIC, _VERSION, 0, nonce, self._session, self.rank))
-            theirs = _exactly(sock, 32)
+            theirs = _exactly(sock, 32, end)
             sock.sendall(self._proof(b"join", nonce, theirs))
-            status, mine, server, most, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size))
+            status, mine, server, most, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size, end))
             if status != _OK:
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
@@ -210,18 +210,17 @@ class TcpCarrier(StreamCarrier):
     def _greeted(self, sock: socket.socket) -> None:
         """Listen to a stranger, for a moment and a few bytes; in a thread of its own."""
         try:
+            end = monotonic() + PROOF_S
             sock.settimeout(PROOF_S)
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_side=True)
-            end = monotonic() + PROOF_S
             magic, version, _, nonce, session, asked = _HELLO.unpack(_exactly(sock, _HELLO.size, end))
             if magic != _MAGIC or version != _VERSION:
                 raise PermissionError("another protocol")
             mine = secrets.token_bytes(32)
             sock.sendall(mine)
             if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
-                with suppress(OSError):
-                    sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
+                sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
             status, rank = self._given(asked, session)
             proof = self._proof(b"serve", nonce, mine)
@@ -341,11 +340,10 @@ def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
         del carrier
 
 
-def _exactly(sock: socket.socket, n: int, end: float | None = None) -> bytes:
+def _exactly(sock: socket.socket, n: int, end: float) -> bytes:
     data = b""
     while len(data) < n:
-        if end is not None:
-            sock.settimeout(max(0.001, end - monotonic()))
+        sock.settimeout(max(0.001, end - monotonic()))
         part = sock.recv(n - len(data))
         if not part:
             raise EOFError
