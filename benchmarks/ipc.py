@@ -263,7 +263,7 @@ def main() -> int:
     turns = {name: groups[-1][0][name] for name in ("sample out", "C gather")}
     with busy_cores():
         rounds = measure(turns, *how)
-    figures.append(ratio(f"sample {DRAW}, all cores busy", "sample out", "C gather", 1.3, rounds))
+    figures.append(ratio(f"sample {DRAW}, all cores busy", "sample out", "C gather", 2.0, rounds))
     for figure in figures:
         print(figure.line)
     if args.json:

@@ -226,6 +226,12 @@ def fill_after_death(ctx: Any, ring: Any, flag: str) -> None:
     step_until_stopped(ctx)
 
 
+def fill_once(ctx: Any, ring: Any) -> None:
+    """Write one value and return."""
+    ring.claim()["n"][...] = 1
+    ring.commit(1)
+
+
 def raise_but_linger(ctx: Any) -> None:
     """A thread of its own keeps the process from exiting."""
     threading.Thread(target=signal.pause).start()

@@ -293,6 +293,24 @@ class TestRestart:
             assert int(ring.take(30.0).values["n"]) == 1  # the writer that claimed first is dead
             assert it.stats().restarts == 1
 
+    def test_a_wait_that_ends_while_a_restart_is_due_is_a_timeout(self, tmp_path: Path) -> None:
+        with runner(restart="on_death") as it:
+            ring = it.own(Ring.create(crews.SLOT, 2))
+            it.start_collectors(crews.fill_after_death, {"ring": ring, "flag": str(tmp_path / "died")})
+            n_timeouts = 0
+            while not ring.wait(0.05):  # shorter than any restart; the only one who ever wrote is dead
+                n_timeouts += it.stats().deaths
+            assert n_timeouts > 0 and it.stats().restarts == 1
+
+    def test_collectors_that_have_all_returned_give_nothing_more(self) -> None:
+        with runner() as it:
+            ring = it.own(Ring.create(crews.SLOT, 2))
+            it.start_collectors(crews.fill_once, {"ring": ring})
+            assert int(ring.take(30.0).values["n"]) == 1
+            ring.release()
+            with pytest.raises(rc.PeerDiedError, match="all on the other side have ended; start one again"):
+                ring.take(30.0)
+
     def test_a_resource_that_the_learner_has_closed_tells_of_no_rows(self) -> None:
         with runner() as it:
             it.own(Ring.create(crews.SLOT, 2)).cleanup()

@@ -589,6 +589,19 @@ class TestProcesses:
                 ring.write_buffer
             assert [read(ring), read(ring)] == [1, 2]
 
+    @pytest.mark.parametrize("lanes", [1, 2])
+    def test_who_waits_hears_of_what_a_killed_reader_held(self, lanes: int) -> None:
+        """The only rollout there is: no other wakes who waits for it."""
+        with ring_of(num_slots=2, num_lanes=lanes, lane=lanes - 1) as ring:
+            child = Actor(take=lambda: number_in(ring.read_numpy_views()))
+            write(ring, 1)
+            assert child.do("take") == 1
+            assert not ring.wait_for_data(0.0)  # it is held by a live one
+            child.kill()
+            assert ring.wait_for_data(0.0) and ring.available() == 1
+            assert read(ring) == 1
+            assert not ring.wait_for_data(0.0) and ring.stats().delivered == 1
+
     def test_closing_wakes_a_waiting_writer_and_reader(self) -> None:
         def wait_to_write() -> str:
             try:

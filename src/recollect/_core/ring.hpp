@@ -191,10 +191,11 @@ class Ring {
         return release_in_turn(skips);
     }
 
-    // True when there is something to take; nothing is taken, and no role.
+    // True when there is something to take, also of what a dead reader held; nothing is taken, and no role.
     int64_t wait_ready(int64_t k, double timeout_s) {
         const double end = monotonic_s() + timeout_s;
         if (is_closed()) return kClosedNow;
+        if (any_left(k)) return 0;
         return wait(head_->data, head_->waiting, k < 0 ? 1 : uint32_t(k) + 2, end,
                     [&] { return any_ready(k); }, [&] { return writers_dead(k); });
     }
@@ -461,6 +462,14 @@ class Ring {
         for (size_t i = k < 0 ? 0 : size_t(k); i < (k < 0 ? n_lanes : size_t(k) + 1); ++i)
             if (count(i, kReady)) return true;
         return false;
+    }
+    // Whether a dead reader held a slot that it had not done with: the next one gets it.
+    bool any_left(int64_t k) const {
+        const uint64_t r = reader();
+        if (!r || r == own_word()) return false;
+        size_t n = 0;
+        for (size_t i = k < 0 ? 0 : size_t(k); i < (k < 0 ? n_lanes : size_t(k) + 1); ++i) n += counts(i).available - count(i, kReady);
+        return n && !is_alive(r);
     }
     uint64_t total_written(size_t first, size_t last) const {
         uint64_t n = 0;

@@ -337,8 +337,9 @@ class Ring:
                 return outcome
             if self._segment is None:
                 return CLOSED
-            goes_on = self._watch is not None and self._watch.look()
-            if left <= LOOK_S or (outcome == PEER_DIED and not goes_on):
+            if self._watch is not None and self._watch.look():
+                outcome = TIMEOUT  # somebody works, or will again
+            if left <= LOOK_S or outcome == PEER_DIED:
                 return outcome
 
     def _check(self, outcome: int, awaited: str, timeout: float, reader: int = 0) -> None:
@@ -350,7 +351,7 @@ class Ring:
             raise _busy("reading", reader)
         if outcome == PEER_DIED:
             raise PeerDiedError(
-                f"ring: the other side must live to give {awaited}, got a dead process; start it"
+                f"ring: {awaited} must come from a live process, but all on the other side have ended; start one again"
             )
         raise DeadlineError(f"ring: {awaited} must come within {timeout:g} s, got none; see stats()")
 
