@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import io
 import json
+import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from rich.console import Console
 
 from recollect.cli import run
 from recollect.cli.train_view import report
+from recollect.errors import CollectorDiedError
 from recollect.learners.metrics import RunSummary
 from recollect.learners.sac import SACRunner
 
@@ -86,6 +89,60 @@ def test_ctrl_c_is_reported_with_how_to_go_on(
     out = capsys.readouterr().out
     assert caught.value.code == 130
     assert "interrupted after 70 iterations" in out and "--resume runs/a/model_70" in out
+
+
+def test_sigterm_ends_a_run_as_ctrl_c_does(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def terminate(runner: Any, *args: Any, **kwargs: Any) -> None:
+        runner.last_run_summary = RunSummary("interrupted", 70, last_checkpoint="runs/a/model_70")
+        os.kill(os.getpid(), signal.SIGTERM)
+        pytest.fail("it went on")
+
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(SACRunner, "learn", terminate)
+    with pytest.raises(SystemExit) as caught:
+        run(["train", "sac", "--env", "Pendulum-v1", "--device", "cpu", "--log-dir", str(tmp_path)])
+    out = capsys.readouterr().out
+    assert caught.value.code == 130 and signal.getsignal(signal.SIGTERM) == before
+    assert (
+        "interrupted after 70 iterations" in out and "--resume runs/a/model_70\n" in out
+    )  # no more are needed
+
+
+def test_the_death_of_a_collector_is_told_with_what_was_saved(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def die(runner: Any, *args: Any, **kwargs: Any) -> None:
+        runner.last_run_summary = RunSummary("collector_died", 70, last_checkpoint="runs/a/model_70")
+        raise CollectorDiedError("collector 0: gone")
+
+    monkeypatch.setattr(SACRunner, "learn", die)
+    with pytest.raises(SystemExit) as caught:
+        run(["train", "sac", "--env", "Pendulum-v1", "--device", "cpu", "--log-dir", str(tmp_path)])
+    assert "collector 0: gone" in str(caught.value.code)
+    assert "saved runs/a/model_70; go on from there with --resume runs/a/model_70" in capsys.readouterr().err
+
+
+def test_a_resumed_run_with_nothing_left_to_do_says_so(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def nothing(runner: Any, *args: Any, **kwargs: Any) -> None:
+        runner.last_run_summary = RunSummary("completed", 858)
+
+    monkeypatch.setattr(SACRunner, "learn", nothing)
+    options = [
+        "--iterations",
+        "500",
+        "--resume",
+        "a/model_858",
+        "--device",
+        "cpu",
+        "--log-dir",
+        str(tmp_path),
+    ]
+    run(["train", "sac", "--env", "Pendulum-v1", *options])
+    assert "nothing was left to do: a/model_858 has 858 iterations; pass more" in capsys.readouterr().err
 
 
 @pytest.mark.process

@@ -212,11 +212,15 @@ def test_what_the_algorithms_count_themselves() -> None:
         assert r._more_metrics() == {"replay/size": 9, "replay/redrawn": 5, "pipeline/misses": 2}
         assert r._loss_counts() == (0, 2)
     with test_appo.runner() as r:
-        r._ring, r._stale = SimpleNamespace(stats=lambda: SimpleNamespace(dropped=3)), 4
+        r._ring, r._stale = SimpleNamespace(stats=lambda: SimpleNamespace(dropped=3, skipped=5)), 4
         r._lags, r._ages_ms = [1.0, 3.0], [10.0, 50.0]
         lags = {"lag/weight_versions": 2.0, "lag/rollout_age_ms": 30.0}
-        assert r._more_metrics() == {"ring/dropped": 3, "ring/stale": 4, **lags}
-        assert r._more_metrics() == {"ring/dropped": 3, "ring/stale": 4}  # no rollout since
+        assert r._more_metrics() == {"ring/dropped": 3, "ring/skipped": 5, "ring/stale": 4, **lags}
+        assert r._more_metrics() == {
+            "ring/dropped": 3,
+            "ring/skipped": 5,
+            "ring/stale": 4,
+        }  # no rollout since
         r._ring = None
 
 

@@ -513,6 +513,30 @@ def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, 
         assert summary.last_checkpoint == str(tmp_path / "model_2") and summary.wall_time_s > 0
 
 
+@pytest.mark.parametrize("fails", [False, True])
+def test_the_death_of_a_collector_leaves_a_checkpoint(
+    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 3:
+            raise CollectorDiedError("gone")
+        return {"critic": 1.0}
+
+    def full(*args: Any, **kwargs: Any) -> Path:
+        raise OSError("no space left")
+
+    with without_collectors(runner(), iterate) as r:
+        r._board_totals = lambda: Merged([lane([], env_steps=100.0)])
+        r.stats = lambda: RunnerStats(1, 2, 3, {}, ())
+        if fails:
+            monkeypatch.setattr(r, "_save", full)
+        with pytest.raises(CollectorDiedError, match="gone") as caught:
+            r.learn(1000, 0, tmp_path)
+        assert r.last_run_summary.last_checkpoint == (None if fails else str(tmp_path / "model_2"))
+        notes = ["nor was a checkpoint written: OSError('no space left')"] if fails else []
+        assert getattr(caught.value, "__notes__", []) == notes
+
+
 @pytest.mark.soak
 @pytest.mark.process
 @pytest.mark.timeout(300)

@@ -316,8 +316,8 @@ def test_an_item_that_may_not_be_stored_has_one_reason() -> None:
 @pytest.mark.parametrize(
     ("mine", "theirs", "leaf"),
     [
-        (PLAIN, SAMPLE, "log_reward: only there"),
-        (SAMPLE, PLAIN, "log_reward: only here"),
+        (PLAIN, SAMPLE, "log_reward: only at the worker"),
+        (SAMPLE, PLAIN, "log_reward: only at the manager"),
         ({"a": {"b": ((2,), "int64")}}, {"a": {"b": ((3,), "int64")}}, "a/b"),
         ({"a": ((), "int64"), "b": ((), "int64")}, {"b": ((), "int64"), "a": ((), "int64")}, "order"),
         (grid(), grid(np.float32), "log_reward"),

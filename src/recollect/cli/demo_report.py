@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -111,6 +113,11 @@ def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None, go_on
         ),
     ]
     console.print("\nLook at")
+    if shutil.which("recollect") is None:
+        console.print(
+            f"  (the command recollect is in {Path(sys.executable).parent}: put that on the PATH)",
+            soft_wrap=True,
+        )
     for what, command in steps:
         if command:
             console.print(f"  {what:20} {command}", highlight=False, soft_wrap=True)

@@ -28,7 +28,7 @@ class Serve:
 
     Example: recollect serve --env CartPole-v1 --address 0.0.0.0:7077 --token-file token.txt
 
-    The worker: RemoteReplay(env, 0, TcpCarrier.join(["host:7077"], token=open("token.txt").read()))
+    The worker: RemoteReplay(env, 0, TcpCarrier.join(["host:7077"], token=open("token.txt").read().strip()))
     """
 
     env: str | None = None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -11,7 +14,7 @@ from typing import Annotated, Any, Literal
 import gymnasium
 import tyro
 
-from recollect.errors import RecollectError
+from recollect.errors import CollectorDiedError, RecollectError
 from recollect.learners.config import APPOConfig, SACConfig
 
 
@@ -58,7 +61,7 @@ class Options:
         )  # fmt: skip
 
     def run(self) -> None:
-        """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C, which saves."""
+        """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C or SIGTERM, which save."""
         from recollect.cli.train_view import report
 
         try:
@@ -72,6 +75,12 @@ class Options:
             sys.stdout.write(json.dumps({"env": self.env, **summary.to_json()}, indent=2) + "\n")
         else:
             report(summary, f"{runner.algorithm} {self.env}", self.log_dir)
+        done = summary.completed_iterations
+        if self.resume is not None and done >= self.iterations and not summary.last_checkpoint:
+            sys.stderr.write(
+                f"recollect train: nothing was left to do: {self.resume} has {done:,} iterations; pass more "
+                "--iterations, the total\n"
+            )
         if summary.status == "interrupted":
             sys.exit(130)
 
@@ -79,7 +88,7 @@ class Options:
         """The runner after its run, whole or interrupted."""
         from recollect.cli.job_view import JobView
 
-        with self.runner() as runner, JobView(quiet=self.json) as view:
+        with self.runner() as runner, JobView(quiet=self.json) as view, terminated_as_interrupted():
             try:
                 runner.learn(
                     self.iterations, self.save_interval, self.log_dir, resume=self.resume,
@@ -89,7 +98,24 @@ class Options:
             except KeyboardInterrupt:
                 if runner.last_run_summary is None:
                     raise
+            except CollectorDiedError:
+                saved = runner.last_run_summary.last_checkpoint
+                if saved is not None:
+                    sys.stderr.write(
+                        f"recollect train: saved {saved}; go on from there with --resume {saved}\n"
+                    )
+                raise
         return runner
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM, as schedulers and containers send it, end and save as Ctrl-C does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 @dataclass

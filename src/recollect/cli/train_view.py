@@ -28,7 +28,8 @@ def report(
     console.print(f"Metrics: {log_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
     if summary.last_checkpoint:
         console.print(
-            f"Go on: {go_on} with --resume {summary.last_checkpoint} and more --iterations",
+            f"Go on: {go_on} with --resume {summary.last_checkpoint}"
+            + (" and more --iterations" if summary.status == "completed" else ""),
             highlight=False,
             soft_wrap=True,
         )

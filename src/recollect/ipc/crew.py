@@ -213,7 +213,7 @@ class Crew:
             return
         m.recent = [t for t in m.recent if monotonic() - t < WINDOW_S]
         if not self._restarts_on_death:
-            m.death, m.advice = death, "see its report, or pass restart='on_death'"
+            m.death, m.advice = death, "see its report, or pass restart='on_death' (--restart on_death)"
         elif death.wrapper is not None and not self._has_started(m):
             m.death, m.advice = death, "it raised before its first row and would again; see its report"
         elif len(m.recent) >= self._max_restarts:

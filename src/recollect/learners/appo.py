@@ -159,7 +159,11 @@ class APPORunner(ReferenceRunner):
 
     def _more_metrics(self) -> dict[str, float]:
         lags, ages, self._lags, self._ages_ms = self._lags, self._ages_ms, [], []
-        found = {"ring/dropped": float(self._ring.stats().dropped), "ring/stale": float(self._stale)}
+        stats = self._ring.stats()
+        found = {
+            "ring/dropped": float(stats.dropped), "ring/skipped": float(stats.skipped),
+            "ring/stale": float(self._stale),
+        }  # fmt: skip
         if lags:
             found |= {
                 "lag/weight_versions": sum(lags) / len(lags),

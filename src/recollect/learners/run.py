@@ -125,8 +125,8 @@ class ReferenceRunner(AsyncRunner):
         `save_interval` iterations lie between checkpoints (0: only the last). `resume` is a checkpoint to go on from.
         `save_replay` overrides the configuration. `logger`: None, "tensorboard" or "wandb". `on_metrics(iteration,
         values)` is called for each line of metrics. `trace` is a file for what every process did when; it is whole once
-        the runner is closed. `last_run_summary` says how it ended, also after an error. While it goes on, `recollect
-        top` and `recollect dash` show it.
+        the runner is closed. `last_run_summary` says how it ended, also after an error. Ctrl-C and the death of a
+        collector leave a checkpoint too. While it goes on, `recollect top` and `recollect dash` show it.
         """
         _check_arguments(max_iterations, save_interval, logger)
         if self._has_learned:
@@ -142,8 +142,12 @@ class ReferenceRunner(AsyncRunner):
         except KeyboardInterrupt:
             summary.status = "interrupted"
             raise
-        except CollectorDiedError:
+        except CollectorDiedError as error:
             summary.status = "collector_died"
+            try:
+                self.on_interrupt()
+            except Exception as also:
+                error.add_note(f"nor was a checkpoint written: {also!r}")
             raise
         finally:
             summary.wall_time_s = monotonic() - start
@@ -161,7 +165,7 @@ class ReferenceRunner(AsyncRunner):
         self._is_finishing = True
 
     def on_interrupt(self) -> None:
-        """Write a checkpoint of the last whole iteration."""
+        """Write a checkpoint of the last whole iteration, unless that has one."""
         if self._checkpoint is not None:
             self._checkpoint()
 

@@ -48,7 +48,7 @@ def _check_sizes(obj: Any) -> None:
 
 
 def text_difference(mine: str, theirs: str) -> str | None:
-    """The first leaf in which two described spaces differ, without making the other one; None if they are equal."""
+    """The first leaf in which a manager's space and a worker's differ, without making the latter; None if none does."""
     if mine == theirs:
         return None
     try:
@@ -60,19 +60,19 @@ def text_difference(mine: str, theirs: str) -> str | None:
 def _difference(a: Any, b: Any, path: str) -> str | None:
     here = path or "the whole"
     if not isinstance(a, dict) or not isinstance(b, dict) or a.get("type") != b.get("type"):
-        return None if a == b else f"{here}: {_short(a)} here, {_short(b)} there"
+        return None if a == b else f"{here}: {_short(a)} at the manager, {_short(b)} at the worker"
     if a["type"] in ("dict", "tuple"):
         ours, others = _named(a), _named(b)
         for name in [*ours, *(n for n in others if n not in ours)]:
             inner = f"{path}/{name}" if path else str(name)
             if name not in ours or name not in others:
-                return f"{inner}: only {'here' if name in ours else 'there'}"
+                return f"{inner}: only at the {'manager' if name in ours else 'worker'}"
             if found := _difference(ours[name], others[name], inner):
                 return found
         return None if a == b else f"{here}: another order of keys"
     if a["type"] == "sequence":
         return _difference(a.get("feature"), b.get("feature"), here) or (None if a == b else f"{here}: stack")
-    return None if a == b else f"{here}: {_short(a)} here, {_short(b)} there"
+    return None if a == b else f"{here}: {_short(a)} at the manager, {_short(b)} at the worker"
 
 
 def _named(obj: dict[str, Any]) -> dict[Any, Any]:
