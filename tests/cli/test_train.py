@@ -91,18 +91,24 @@ def test_ctrl_c_is_reported_with_how_to_go_on(
     assert "interrupted after 70 iterations" in out and "--resume runs/a/model_70" in out
 
 
+@pytest.mark.parametrize("is_ignored", [False, True], ids=["in front", "in the background"])
 def test_sigterm_ends_a_run_as_ctrl_c_does(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    is_ignored: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def terminate(runner: Any, *args: Any, **kwargs: Any) -> None:
         runner.last_run_summary = RunSummary("interrupted", 70, last_checkpoint="runs/a/model_70")
         os.kill(os.getpid(), signal.SIGTERM)
         pytest.fail("it went on")
 
-    before = signal.getsignal(signal.SIGTERM)
+    before, pressed = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
     monkeypatch.setattr(SACRunner, "learn", terminate)
-    with pytest.raises(SystemExit) as caught:
-        run(["train", "sac", "--env", "Pendulum-v1", "--device", "cpu", "--log-dir", str(tmp_path)])
+    if is_ignored:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with pytest.raises(SystemExit) as caught:
+            run(["train", "sac", "--env", "Pendulum-v1", "--device", "cpu", "--log-dir", str(tmp_path)])
+    finally:
+        signal.signal(signal.SIGINT, pressed)
     out = capsys.readouterr().out
     assert caught.value.code == 130 and signal.getsignal(signal.SIGTERM) == before
     assert (

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import FrameType
 from typing import Annotated, Any, Literal
 
 import gymnasium
@@ -111,7 +112,12 @@ class Options:
 @contextmanager
 def terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM, as schedulers and containers send it, end and save as Ctrl-C does."""
-    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        pressed = signal.getsignal(signal.SIGINT)  # ignored where a shell has put the job into the background
+        (pressed if callable(pressed) else signal.default_int_handler)(signal.SIGINT, frame)
+
+    before = signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     finally:
