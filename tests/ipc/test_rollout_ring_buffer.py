@@ -190,7 +190,7 @@ class TestWriter:
             assert read(ring) == 1
 
     def test_nothing_claimed(self) -> None:
-        with ring_of() as ring, pytest.raises(rc.EmptyError):
+        with ring_of() as ring, pytest.raises(rc.EmptyError, match="signal_write_done: .* write_buffer"):
             ring.signal_write_done()
 
     def test_a_full_ring_blocks_until_the_deadline(self) -> None:
@@ -235,7 +235,7 @@ class TestReader:
                 ring.read_numpy_views,
                 ring.advance_read,
             ):
-                with pytest.raises(rc.EmptyError):
+                with pytest.raises(rc.EmptyError, match=r"call wait_for_data\(\) first"):
                     call()
 
     @pytest.mark.parametrize("timeout", [float("nan"), float("inf"), -1.0])

@@ -55,4 +55,4 @@ def test_cgroups_of_the_first_kind(machine: Path) -> None:
 def test_a_machine_that_does_not_say_is_unknown(machine: Path) -> None:
     (machine / "proc/meminfo").unlink()
     assert limits.available_nbytes() is None
-    limits.check_fits(1 << 60, "anything")  # nothing is known, so nothing is refused
+    limits.check_fits(1 << 60, "anything", "buy more")  # nothing is known, so nothing is refused

@@ -176,7 +176,12 @@ class RolloutRingBuffer:
 
     def signal_write_done(self, *, version: int = 0) -> None:
         """Publish the slot with the weight version it was acted with; its arrays turn read-only."""
-        self._ring.commit(version)
+        try:
+            self._ring.commit(version)
+        except EmptyError:
+            raise EmptyError(
+                "signal_write_done: a slot must be claimed first, got none; fill the arrays of write_buffer"
+            ) from None
         self._write = None
 
     def on_lane(self, number: int) -> RolloutRingBuffer:
@@ -241,8 +246,13 @@ class RolloutRingBuffer:
         """Free the slot being read and wake a waiting writer; with none taken, skip the oldest rollout, counted."""
         if self._is_reading():
             self._ring.release()
-        else:
+            return
+        try:
             self._ring.skip()
+        except EmptyError:
+            raise EmptyError(
+                "advance_read: the ring must hold a rollout, got none; call wait_for_data() first"
+            ) from None
 
     def _is_reading(self) -> bool:
         return self._ring.native.reading() >= 0

@@ -21,13 +21,12 @@ def cgroup_left_nbytes() -> int | None:
     return min(_cgroup_nbytes(), default=None)
 
 
-def check_fits(nbytes: int, what: str) -> None:
-    """Raise BudgetError if `nbytes` of new memory are more than there is."""
+def check_fits(nbytes: int, what: str, advice: str) -> None:
+    """Raise BudgetError, with advice, if `nbytes` of new memory are more than there is."""
     available = available_nbytes()
     if available is not None and nbytes > available:
         raise BudgetError(
-            f"{what}: needs {human_nbytes(nbytes)} when full, {human_nbytes(available)} are available; "
-            "lower capacity, or use MemmapStorage, which may be larger than memory"
+            f"{what}: needs {human_nbytes(nbytes)} when full, {human_nbytes(available)} are available; {advice}"
         )
 
 

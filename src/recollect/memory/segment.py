@@ -109,6 +109,7 @@ class Segment:
             del self.mapping
 
 
+_ADVICE = "lower capacity, or use MemmapStorage, which may be larger than memory"
 _lock = threading.Lock()
 # Two objects of one process that mean the same segment must share its lane locks, hence its native rows.
 _attached: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
@@ -116,13 +117,13 @@ _attached: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictio
 
 def in_ram(geometry: Geometry, what: str) -> Segment:
     """Memory of this process alone."""
-    check_fits(geometry.nbytes, what)
+    check_fits(geometry.nbytes, what, _ADVICE)
     return _fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
 
 
 def in_shared(geometry: Geometry, what: str) -> Segment:
     """Memory that other processes can attach to, freed by the kernel with its last user."""
-    fd = make_memfd(geometry.nbytes, what)
+    fd = make_memfd(geometry.nbytes, what, _ADVICE)
     try:
         return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
     except BaseException:

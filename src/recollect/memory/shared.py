@@ -194,9 +194,9 @@ class _Header:
         return _Header(kind.rstrip(b"\0").decode(), schema_hash.decode(), nonce, words, schema, data, owner)
 
 
-def make_memfd(nbytes: int, what: str) -> int:
+def make_memfd(nbytes: int, what: str, advice: str = "make it smaller") -> int:
     """Return the descriptor of new memory, sealed against resizing; BudgetError if there is not enough."""
-    check_fits(nbytes, what)
+    check_fits(nbytes, what, advice)
     fd = os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, nbytes)
