@@ -14,6 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from tests.timing import Stopwatch
 
 import recollect as rc
@@ -230,6 +231,20 @@ def fill_once(ctx: Any, ring: Any) -> None:
     """Write one value and return."""
     ring.claim()["n"][...] = 1
     ring.commit(1)
+
+
+def publish_once(ctx: Any, sync: Any) -> None:
+    sync.write_weights({"w": np.ones(1, "float32")})
+
+
+def publish_after_death(ctx: Any, sync: Any, flag: str) -> None:
+    """Write, and be killed; in the second life write again."""
+    publish_once(ctx, sync)
+    ctx.beat(env_steps=1)
+    if not Path(flag).exists():
+        Path(flag).touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    step_until_stopped(ctx)
 
 
 def raise_but_linger(ctx: Any) -> None:

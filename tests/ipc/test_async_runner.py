@@ -302,6 +302,15 @@ class TestRestart:
                 n_timeouts += it.stats().deaths
             assert n_timeouts > 0 and it.stats().restarts == 1
 
+    def test_a_wait_for_a_mailbox_goes_on_while_a_restart_is_due(self, tmp_path: Path) -> None:
+        with runner(restart="on_death") as it:
+            box = it.own(rc.ipc.SharedWeightSync({"w": (1,)}))
+            it.start_collectors(crews.publish_after_death, {"sync": box, "flag": str(tmp_path / "died")})
+            assert box.wait_newer(0, 30.0) and it.stats().restarts == 0
+            while not box.wait_newer(1, 0.05):  # shorter than any restart
+                pass
+            assert it.stats().restarts == 1
+
     def test_collectors_that_have_all_returned_give_nothing_more(self) -> None:
         with runner() as it:
             ring = it.own(Ring.create(crews.SLOT, 2))

@@ -220,6 +220,11 @@ def test_a_waiter_hears_of_the_writers_death() -> None:
         with pytest.raises(rc.PeerDiedError, match=f"process {pid} is gone"):
             box.wait_newer(1, LONG)
         assert start.s < 1.0
+        box.watch(lambda: False)
+        with pytest.raises(rc.PeerDiedError, match=f"process {pid} is gone"):
+            box.wait_newer(1, LONG)
+        box.watch(lambda: True)  # somebody who starts another
+        assert not box.wait_newer(1, 0.15)
         os.waitpid(pid, 0)
         assert read(box) == (1, 1)
         for fd in (*ready, *go):

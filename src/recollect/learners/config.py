@@ -64,7 +64,7 @@ class APPOConfig:
     steps_per_env: int = 24  # steps of each environment in a rollout
     num_slots: int = 4  # rollouts that each collector may be ahead
     ring_policy: str = "block"  # when the ring is full: block, drop_oldest or drop_newest
-    staging: int = 1  # rollouts of each collector to train on at a time
+    staging: int = 1  # newest rollouts of each collector to train on at a time; older ones are skipped
     max_lag: int | None = None  # skip rollouts of weights older than so many versions
     epochs: int = 5  # passes over the staged rollouts
     minibatches: int = 4  # updates in one pass

@@ -10,7 +10,7 @@ from time import monotonic
 from typing import Any, Self
 
 from recollect import _core
-from recollect.errors import ClosedError
+from recollect.errors import ClosedError, PeerDiedError
 from recollect.memory import shared
 from recollect.memory.geometry import page_up
 from recollect.memory.rows import Closed
@@ -128,23 +128,29 @@ class Latest:
 
         PeerDiedError within a second of the writer's death, ClosedError as soon as the owner closes, or this object is.
         """
-        seconds = checked_timeout(timeout, self.deadline)
+        seconds, watch = checked_timeout(timeout, self.deadline), self._watch
+        if watch is None:
+            return self._wait_once(version, seconds)
         end = monotonic() + seconds
-        if self._watch is not None:
-            self._watch.by_the_way()
-        while self._watch is not None and (left := end - monotonic()) > LOOK_S:
-            if self._wait_once(version, LOOK_S):
-                return True
-            self._watch.look()
-            seconds = left - LOOK_S
-        return self._wait_once(version, max(0.0, seconds))
+        watch.by_the_way()
+        while True:
+            left, dead = max(0.0, end - monotonic()), None
+            try:
+                if self._wait_once(version, min(left, LOOK_S)):
+                    return True
+            except PeerDiedError as error:
+                dead = error
+            if not watch.look() and dead is not None:  # nobody will write again
+                raise dead
+            if left <= LOOK_S:
+                return False
 
     def _wait_once(self, version: int, seconds: float) -> bool:
         newer: bool = self._native.wait_newer(version, seconds, self._open().owner)
         return newer
 
     def watch(self, look: Callable[[], object] | None) -> None:
-        """Have `look()` called in waits, every 100 ms; it may raise."""
+        """Have `look()` called in waits, every 100 ms; it may raise, and says if a dead writer will be replaced."""
         self._watch = None if look is None else Watch(look)
 
     # -- life
