@@ -84,9 +84,7 @@ def test_the_training_demo_leaves_all_that_it_names(
 
 def check_go_on(said: str, path: Path) -> None:
     """The command takes the checkpoint: it makes the same learner."""
-    command = (
-        said.removeprefix("Go on: recollect ").removesuffix(" and more --iterations").replace(" with ", " ")
-    )
+    command = said.removeprefix("Go on: recollect ").removesuffix("   (and more --iterations)")
     train = _chosen(shlex.split(command)).algorithm
     assert train.resume == path / "model_12"
     state = load_checkpoint(train.resume)

@@ -11,7 +11,11 @@ from recollect.cli.job_view import clock
 
 
 def report(
-    summary: Any, title: str, log_dir: Path, console: Console | None = None, go_on: str = "the same command"
+    summary: Any,
+    title: str,
+    log_dir: Path,
+    console: Console | None = None,
+    go_on: str = "the same command with",
 ) -> None:
     """Print how a run ended and what to do next; `go_on` is the command that a checkpoint can be given to."""
     console = console or Console()
@@ -28,8 +32,8 @@ def report(
     console.print(f"Metrics: {log_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
     if summary.last_checkpoint:
         console.print(
-            f"Go on: {go_on} with --resume {summary.last_checkpoint}"
-            + (" and more --iterations" if summary.status == "completed" else ""),
+            f"Go on: {go_on} --resume {summary.last_checkpoint}"
+            + ("   (and more --iterations)" if summary.status == "completed" else ""),
             highlight=False,
             soft_wrap=True,
         )
