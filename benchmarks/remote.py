@@ -95,7 +95,7 @@ def rate(carrier: str, seconds: float, path: str | None = None) -> float:
     return sum(n / s for n, s in out.results.values())
 
 
-def logging(seconds: float, rounds: int) -> dict[str, float]:
+def rates_with_a_log(seconds: float, rounds: int) -> dict[str, float]:
     """Containers per second without and with a checkpoint log, by turns; medians."""
     rates: dict[str, list[float]] = {"local": [], "local with a log": []}
     for _ in range(rounds):
@@ -276,7 +276,7 @@ def main() -> None:
     for carrier in ("tcp", "mpi"):
         found[f"{carrier}, containers/s"] = rate(carrier, seconds)
     found["pickle over mpi, containers/s"] = in_mpi("pickled", seconds)
-    found |= logging(seconds, 1 if chosen.quick else 5)
+    found |= rates_with_a_log(seconds, 1 if chosen.quick else 5)
     found |= coding(seconds / 6)
     found["beside a slow reader, x usual"] = beside_a_slow_reader(seconds)
     found["idle manager, share of a core"] = idle(seconds)

@@ -33,8 +33,8 @@ inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
     return std::clamp<size_t>(nbytes / each_nbytes, 1, std::min(cores, kMostThreads));
 }
 
-// Whether more threads would help. While some were started and have not begun, or after some that began too late, all
-// cores are busy; then it is tried again after a while, which doubles each time it was in vain.
+// Whether more threads would help. While many were started and have not begun, or after one that began too late, all
+// cores are busy; then it is tried again after some copies, twice as many each time it was in vain.
 class Helpers {
   public:
     // True if one may be started; it must then call `began`.

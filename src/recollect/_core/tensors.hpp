@@ -1,5 +1,5 @@
 // Where a tensor's memory is, told by its library's table of C functions, if it has one (DLPack 1.x): one call, in which
-// no Python runs and nothing is allocated. Asking a tensor by its methods costs five times as much.
+// no Python runs and nothing is allocated (a state dict of 8 tensors: 2.8 us; by their methods alone 5.2).
 #pragma once
 
 #include <nanobind/nanobind.h>
