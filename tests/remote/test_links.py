@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import select
 import socket
 import struct
 import threading
@@ -16,6 +17,7 @@ import pytest
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
+from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
 from recollect.remote.carriers.stream import StreamCarrier
@@ -283,6 +285,62 @@ def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.so
     other.close()
 
 
+def test_who_looks_while_a_carrier_is_closed_hears_that_it_is_closed(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the first look at `is_closed` and the poll it may be closed altogether."""
+    carrier, _ = piped
+    glance = carrier._turns.glance
+
+    def late() -> None:
+        carrier.close()
+        glance()
+
+    monkeypatch.setattr(carrier._turns, "glance", late)
+    with pytest.raises(ClosedError, match="was closed"):
+        carrier.alive()
+
+
+def test_a_carrier_closed_before_its_first_use_opens_nothing() -> None:
+    carrier = Piped(0, 2)
+    opened: list[str] = []
+
+    class Late:
+        def __enter__(self) -> None:
+            carrier.is_closed = True
+
+        def __exit__(self, *error: object) -> None:
+            pass
+
+    carrier._open = lambda: opened.append("epoll")  # type: ignore[method-assign]
+    carrier._cond = Late()  # type: ignore[assignment]
+    with pytest.raises(ClosedError, match="was closed"):
+        carrier._ensure_open()
+    assert opened == []
+
+
+def test_a_bell_that_is_closed_rings_nowhere() -> None:
+    """Not even in what has its number by now."""
+    bell = Bell()
+    fd = bell.fileno()
+    bell.ring()
+    assert select.select([bell], [], [], 0)[0]
+    bell.hush()
+    bell.hush()
+    assert not select.select([bell], [], [], 0)[0]
+    near, far = socket.socketpair()
+    bell.close()
+    bell.close()
+    os.dup2(near.fileno(), fd)
+    bell.ring()
+    far.setblocking(False)
+    with pytest.raises(BlockingIOError):
+        far.recv(8)
+    os.close(fd)
+    near.close()
+    far.close()
+
+
 def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     near, other = socket.socketpair()
@@ -316,9 +374,9 @@ def names(descriptors: list[int]) -> list[str]:
 def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, socket.socket]) -> None:
     """Though something there still refers to the links, and a thread of the parent was waiting."""
     carrier, other = piped
-    (link,), epoll = carrier._links.values(), carrier._epoll
-    assert epoll is not None
-    descriptors = [link.fd, epoll.fileno(), carrier._wakeup]
+    (link,), epoll, bell = carrier._links.values(), carrier._epoll, carrier._bell
+    assert epoll is not None and bell is not None
+    descriptors = [link.fd, epoll.fileno(), bell.fileno()]
     held = names(descriptors)
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
@@ -408,6 +466,17 @@ def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
     turns = Turns(lambda timeout: closed.append("by the last poll"), check)
     with pytest.raises(ClosedError, match="a frame"):
         turns.wait(lambda: None, 0.0, lambda: "a frame")
+
+
+def test_a_glance_after_the_end_takes_no_lead() -> None:
+    def closed(what: Callable[[], str]) -> None:
+        raise ClosedError(what())
+
+    work = Work()
+    work.turns = Turns(work, closed)
+    with pytest.raises(ClosedError, match="news of its peers"):
+        work.turns.glance()
+    assert not work.begun.is_set() and not work.turns.is_led
 
 
 def test_work_that_raises_leaves_the_lead_to_others() -> None:

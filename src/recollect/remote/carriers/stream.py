@@ -18,6 +18,7 @@ from typing import Any, Self
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.absent import Absent
 from recollect.remote.carriers.base import ANY, TIMEOUT, awaited, check_rank, check_tag, check_timeout
+from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Frame, Inbox
 from recollect.remote.carriers.link import Link, Outgoing
 from recollect.remote.carriers.turns import Turns
@@ -54,22 +55,26 @@ class StreamCarrier:
         self._gone: set[int] = set()
         self._flusher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
-        self._wakeup = -1
+        self._bell: Bell | None = None
 
     # -- opening
 
     def _ensure_open(self) -> None:
-        if self.is_closed:
-            raise ClosedError(f"{type(self).__name__}: was closed; make another")
+        self._check_open()
         if self._epoll is None:
             with self._cond:
+                self._check_open()
                 if self._epoll is None:
                     self._open()
 
+    def _check_open(self) -> None:
+        if self.is_closed:
+            raise ClosedError(f"{type(self).__name__}: was closed; make another")
+
     def _open(self) -> None:
         epoll = select.epoll()
-        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
-        epoll.register(self._wakeup, select.EPOLLIN)
+        self._bell = Bell()
+        epoll.register(self._bell, select.EPOLLIN)
         self._epoll = epoll
         _open.add(self)
 
@@ -103,9 +108,8 @@ class StreamCarrier:
         self._wake()  # who leads looks again, and wakes the others
 
     def _wake(self) -> None:
-        if self._wakeup >= 0:
-            with contextlib.suppress(BlockingIOError, OSError):
-                os.eventfd_write(self._wakeup, 1)
+        if self._bell is not None:
+            self._bell.ring()
 
     # -- waiting
 
@@ -115,7 +119,7 @@ class StreamCarrier:
 
     def _glance(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
-        if self._epoll is not None and not self.is_closed:
+        if self._epoll is not None:
             self._turns.glance()
 
     def _work(self, timeout: float) -> None:
@@ -123,13 +127,12 @@ class StreamCarrier:
         if self._absent:
             self._reach_absent()
             timeout = min(timeout, _NAP_S) if self._absent else 0.0
-        epoll = self._epoll
-        if epoll is None:
+        epoll, bell = self._epoll, self._bell
+        if epoll is None or bell is None:
             return
         for fd, event in epoll.poll(min(timeout, 3600.0)):
-            if fd == self._wakeup:
-                with contextlib.suppress(BlockingIOError, OSError):
-                    os.eventfd_read(fd)
+            if fd == bell.fileno():
+                bell.hush()
                 continue
             link = self._links.get(fd)
             if link is None:
@@ -377,11 +380,10 @@ class StreamCarrier:
             self._absent.fail(dest, ClosedError(f"rank {dest}: this carrier was closed"))
         self._links.clear()
         self._outward.clear()
-        if self._epoll is not None:
+        if self._epoll is not None and self._bell is not None:
             self._epoll.close()
             self._epoll = None
-            os.close(self._wakeup)
-            self._wakeup = -1
+            self._bell.close()
         _open.discard(self)
 
     def _finish_sending(self, link: Link) -> None:
@@ -407,9 +409,9 @@ class StreamCarrier:
         """In a forked child: give up what belongs to the parent, without a word on the wire."""
         for link in self._links.values():
             link.sock.close()
-        if self._epoll is not None:
+        if self._epoll is not None and self._bell is not None:
             self._epoll.close()
-            os.close(self._wakeup)
+            self._bell.close_in_child()
         self._reset()
 
 

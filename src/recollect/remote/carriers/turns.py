@@ -54,6 +54,7 @@ class Turns:
     def glance(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
         with self.cond:
+            self._check(lambda: "news of its peers")
             if self.is_led:
                 return
             self.is_led = True
