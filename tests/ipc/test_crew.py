@@ -100,6 +100,15 @@ def test_a_collector_on_its_way_out_is_not_taken_for_one_that_reported() -> None
     member.counters.cleanup()
 
 
+def test_one_that_returned_is_named_and_is_no_death(clock: Clock, caplog: pytest.LogCaptureFixture) -> None:
+    made, member = dying_crew(max_restarts=9)
+    made._ended = lambda m: Death(m.lane, 0, None)  # type: ignore[method-assign]
+    assert bury(made, member, clock) is None
+    assert (member.death, member.n_deaths) == (None, 0)
+    assert "collector 0 returned; nothing more will come from it" in caplog.text
+    made.close()
+
+
 class TestDelays:
     def test_they_double_up_to_half_a_minute(self, clock: Clock) -> None:
         made, member = dying_crew(max_restarts=9)

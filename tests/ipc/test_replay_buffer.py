@@ -184,6 +184,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "truncated, not done": ({"truncated": np.array([False, True, False, False])}, rc.SchemaError, "row 1 truncated"),
     "flag shape": ({"dones": np.zeros((4, 1), bool)}, rc.SchemaError, r"dones: shape must be \(4,\)"),
     "length": ({"actions": np.zeros((3, A), "f4")}, rc.SchemaError, r"actions: shape must be \(4, 2\), got \(3, 2\)"),
+    "one row": (
+        {"obs": np.zeros(O, "f4"), "next_obs": np.zeros(O, "f4")},
+        rc.SchemaError,
+        "; for a single row, add an axis",
+    ),
     "width": ({"next_obs": np.zeros((4, O + 1), "f4")}, rc.SchemaError, "next_obs: shape"),
     "rewards shape": ({"rewards": np.zeros((4, 1), "f4")}, rc.SchemaError, "rewards: shape"),
     "dtype": ({"obs": np.zeros((4, O))}, rc.DtypeError, "obs: dtype must be float32, got float64; convert it"),
@@ -363,6 +368,11 @@ def test_bad_draws() -> None:
         for n in (0, -1, 1.5, True, "3"):
             with pytest.raises(ValueError, match="batch_size"):
                 buf.sample(n)  # type: ignore[arg-type]
+        for n in (10**12, 10**30):
+            with pytest.raises(
+                rc.BudgetError, match=f"batch_size {n}: needs .* TiB, .* available; draw fewer"
+            ):
+                buf.sample(n)
         for out in ({}, buf.sample(3), {**buf.sample(4), "x": np.zeros(4)}):
             with pytest.raises(ValueError, match="out"):
                 buf.sample(4, out=out)

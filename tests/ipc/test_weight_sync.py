@@ -275,11 +275,39 @@ def test_declared_shapes_and_dtypes() -> None:
         ({1: (2,)}, {}, rc.SchemaError),
         ({"a": ((2,), "object")}, {}, TypeError),
         ({"a": (2,)}, {"dtypes": {"b": "int8"}}, rc.SchemaError),
+        ({}, {}, rc.SchemaError),
+        ({"a": (2,)}, {"exclude": "*"}, rc.SchemaError),
+        (None, {}, rc.SchemaError),
+        (["a"], {}, rc.SchemaError),
     ],
 )
 def test_bad_declarations(shapes: Any, kwargs: Any, error: type[Exception]) -> None:
     with pytest.raises(error):
         SharedWeightSync(shapes, **kwargs)
+
+
+def test_nothing_to_share_is_said_with_its_reason() -> None:
+    with pytest.raises(rc.SchemaError, match="must name a parameter to share, got none$"):
+        SharedWeightSync.from_state_dict({})
+    with pytest.raises(rc.SchemaError, match=r"got none that exclude=\['w', 'n\*', 'z'\] does not leave out"):
+        SharedWeightSync.from_state_dict(declared(), exclude=["w", "n*", "z"])
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (None, "got NoneType$"),
+        ("abc", "got str$"),
+        ([("w", 1), ("n", 2), ("z", 3)], "got list$"),
+        (torch.nn.Linear(1, 1), r"got Linear; pass its state_dict\(\)"),
+    ],
+)
+def test_what_is_no_state_dict_is_refused(given: Any, said: str) -> None:
+    with SharedWeightSync.from_state_dict(declared()) as sync:
+        for call in (sync.write_weights, sync.read_weights_into, SharedWeightSync.from_state_dict):
+            with pytest.raises(rc.SchemaError, match="state_dict: must be a mapping of names, " + said):
+                call(given)
+        assert sync.version == 1
 
 
 # -- refusals
@@ -357,7 +385,7 @@ def test_a_read_only_destination_is_refused() -> None:
     with SharedWeightSync.from_state_dict(declared()) as sync:
         out = zeros(declared())
         out["z"].setflags(write=False)
-        with pytest.raises(rc.SchemaError, match="z: must be writable"):
+        with pytest.raises(rc.SchemaError, match="z: must be writable in place, got a read-only array"):
             sync.read_weights_into(out)
         assert not out["w"].any()
 

@@ -18,7 +18,13 @@ from tests.process.killing import killed_at, steps
 import recollect as rc
 from recollect.errors import FormatError
 from recollect.learners import checkpoint
-from recollect.learners.checkpoint import check_shapes, load_checkpoint, replay_path, save_checkpoint
+from recollect.learners.checkpoint import (
+    check_shapes,
+    load_checkpoint,
+    remove_checkpoint,
+    replay_path,
+    save_checkpoint,
+)
 
 
 def state(seed: int = 0) -> dict[str, Any]:
@@ -95,6 +101,21 @@ def test_save_killed_at_every_step(over: str, tmp_path: Path) -> None:
         if not killed:
             break
     assert len(seen) > 6 and len(set(seen)) == 2
+
+
+@pytest.mark.process
+def test_removal_killed_at_every_step(tmp_path: Path) -> None:
+    for step in steps():
+        path = save_checkpoint(tmp_path / f"at-{step}" / "model_5", state(1))
+        killed = killed_at(step, lambda: remove_checkpoint(path))  # noqa: B023
+        assert not list(path.parent.glob("model_*")) or load_checkpoint(path)["iteration"] == 1
+        save_checkpoint(path.parent / "model_6", state(2))  # the next save clears what the killed one left
+        assert not list(path.parent.glob(".*"))
+        if not killed:
+            assert not path.exists()
+            break
+    assert step > 0
+    remove_checkpoint(path)  # it is gone already
 
 
 def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:

@@ -28,6 +28,7 @@ from recollect.errors import (
     EnvContractError,
     FormatError,
     MissingExtraError,
+    PeerDiedError,
 )
 from recollect.ipc import memory_budget
 from recollect.ipc.async_runner import RunnerStats
@@ -494,7 +495,12 @@ def test_ctrl_c_closes_also_when_the_checkpoint_cannot_be_written(
 
 
 @pytest.mark.parametrize(
-    ("raised", "status"), [(CollectorDiedError("gone"), "collector_died"), (OSError("disk"), "error")]
+    ("raised", "status"),
+    [
+        (CollectorDiedError("gone"), "collector_died"),
+        (DeadlineError("stuck"), "error"),
+        (OSError("disk"), "error"),
+    ],
 )
 def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, tmp_path: Path) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
@@ -513,13 +519,14 @@ def test_the_summary_is_there_when_learn_raises(raised: Exception, status: str, 
         assert summary.last_checkpoint == str(tmp_path / "model_2") and summary.wall_time_s > 0
 
 
+@pytest.mark.parametrize("error", [CollectorDiedError, PeerDiedError, DeadlineError])
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_death_of_a_collector_leaves_a_checkpoint(
-    fails: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_what_collectors_end_leaves_a_checkpoint(
+    fails: bool, error: type[Exception], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def iterate(iteration: int, is_last: bool) -> dict[str, float]:
         if iteration == 3:
-            raise CollectorDiedError("gone")
+            raise error("gone")
         return {"critic": 1.0}
 
     def full(*args: Any, **kwargs: Any) -> Path:
@@ -530,11 +537,46 @@ def test_the_death_of_a_collector_leaves_a_checkpoint(
         r.stats = lambda: RunnerStats(1, 2, 3, {}, ())
         if fails:
             monkeypatch.setattr(r, "_save", full)
-        with pytest.raises(CollectorDiedError, match="gone") as caught:
+        with pytest.raises(error, match="gone") as caught:
             r.learn(1000, 0, tmp_path)
         assert r.last_run_summary.last_checkpoint == (None if fails else str(tmp_path / "model_2"))
         notes = ["nor was a checkpoint written: OSError('no space left')"] if fails else []
         assert getattr(caught.value, "__notes__", []) == notes
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, {2, 4, 6, 7}), (2, {6, 7}), (1, {7})])
+def test_the_newest_checkpoints_stay(keep: int | None, left: set[int], tmp_path: Path) -> None:
+    (tmp_path / "model_1").mkdir()  # of another run: it stays
+    with without_collectors(runner()) as r:
+        r.learn(7, 2, tmp_path, keep=keep)
+        assert {int(p.name[6:]) for p in tmp_path.glob("model_*")} == left | {1}
+        assert r.last_run_summary.last_checkpoint == str(tmp_path / "model_7")
+    assert not list(tmp_path.glob(".*"))
+
+
+def test_a_checkpoint_that_is_written_again_stays(tmp_path: Path) -> None:
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        if iteration == 2:
+            r.on_interrupt()
+            raise CollectorDiedError("gone")
+        return {"critic": 1.0}
+
+    with without_collectors(runner(), iterate) as r:
+        with pytest.raises(CollectorDiedError):
+            r.learn(9, 0, tmp_path, keep=1)
+        assert (tmp_path / "model_1").is_dir()
+
+
+@pytest.mark.parametrize("keep", [0, -1, True, 1.5])
+def test_at_least_one_checkpoint_stays(keep: Any, tmp_path: Path) -> None:
+    with runner() as r, pytest.raises(ValueError, match="keep: must be an int of at least 1"):
+        r.learn(9, 0, tmp_path, keep=keep)
+
+
+def test_a_log_directory_that_is_a_file_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "a").write_text("a file")
+    with runner() as r, pytest.raises(ValueError, match="log_dir: must be a directory, got the file"):
+        r.learn(9, 0, tmp_path / "a")
 
 
 @pytest.mark.soak

@@ -23,6 +23,7 @@ CHARTS = {
     "items": ["items/live", "items/offered"],
     "baseline": ["baseline"],
 }
+LEFT_SHOWN = 5  # of the ranks that have left, the last ones
 
 
 class ServeView:
@@ -66,7 +67,7 @@ class ServeView:
                 return
 
     def _show(self, plain: dict[str, Any]) -> None:
-        senders = [{"rank": rank, **sender} for rank, sender in plain["senders"].items()]
+        senders = [{"rank": rank, **sender} for rank, sender in shown(plain).items()]
         self._beacon.publish(figures(plain), {"workers": senders})
         if self._live is not None:
             self._live.update(as_table(plain), refresh=True)
@@ -123,19 +124,30 @@ def figures(plain: dict[str, Any]) -> dict[str, float]:
     return found if plain["baseline"] is None else found | {"baseline": plain["baseline"]}
 
 
+def shown(plain: dict[str, Any]) -> dict[int, dict[str, Any]]:
+    """Who is connected, and the last of those who have left: over months that is everybody who ever came."""
+    senders: dict[int, dict[str, Any]] = plain["senders"]
+    left = [rank for rank, sender in senders.items() if sender["state"] == "left"]
+    hidden = set(left[:-LEFT_SHOWN])
+    return {rank: sender for rank, sender in senders.items() if rank not in hidden}
+
+
 def headline(plain: dict[str, Any]) -> str:
     """What is held, in one line."""
     baseline = "none" if plain["baseline"] is None else f"{plain['baseline']:.4g}"
+    n_hidden = len(plain["senders"]) - len(shown(plain))
     return (
         f"{plain['live']:,} items held, {plain['offered']:,} offered, {plain['containers_per_s']:,.0f} containers/s, "
-        f"baseline {baseline}" + ("" if plain["senders"] else "; nobody is connected")
+        f"baseline {baseline}"
+        + ("" if plain["senders"] else "; nobody is connected")
+        + (f"; {n_hidden:,} more have left" if n_hidden else "")
     )
 
 
 def as_text(plain: dict[str, Any]) -> str:
-    """One line, and one more for each rank that ever came."""
+    """One line, and one more for each rank."""
     lines = [headline(plain)]
-    for rank, sender in plain["senders"].items():
+    for rank, sender in shown(plain).items():
         lines.append(
             f"  rank {rank}: {sender['state']}, {sender['requests_per_s']:,.0f} requests/s, "
             f"{sender['items_per_s']:,.0f} items/s, {sender['mb_per_s']:.2f} MB/s"
@@ -148,7 +160,7 @@ def as_table(plain: dict[str, Any]) -> Table:
     table = Table(title=headline(plain), title_justify="left")
     for name in ("rank", "state", "requests/s", "items/s", "MB/s"):
         table.add_column(name, justify="left" if name == "state" else "right")
-    for rank, sender in plain["senders"].items():
+    for rank, sender in shown(plain).items():
         numbers = [f"{sender[name]:,.0f}" for name in ("requests_per_s", "items_per_s")]
         table.add_row(str(rank), sender["state"], *numbers, f"{sender['mb_per_s']:.2f}")
     return table

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import gymnasium
 import tyro
 
-from recollect.errors import CollectorDiedError, RecollectError
+from recollect.errors import DeadlineError, PeerDiedError, RecollectError
 from recollect.learners.config import APPOConfig, SACConfig
 
 
@@ -35,6 +35,8 @@ class Options:
     """Where metrics.jsonl and the checkpoints model_N go."""
     save_interval: int = 1000
     """Iterations between checkpoints; 0: only the last."""
+    keep: int | None = None
+    """How many of its checkpoints stay, the newest; without a number all."""
     resume: Path | None = None
     """A checkpoint to go on from, such as runs/train/model_1000."""
     logger: Literal["none", "tensorboard", "wandb"] = "none"
@@ -94,12 +96,12 @@ class Options:
                 runner.learn(
                     self.iterations, self.save_interval, self.log_dir, resume=self.resume,
                     logger=None if self.logger == "none" else self.logger,
-                    on_metrics=lambda *_: view.show(runner.beacon.last), trace=self.trace,
+                    on_metrics=lambda *_: view.show(runner.beacon.last), trace=self.trace, keep=self.keep,
                 )  # fmt: skip
             except KeyboardInterrupt:
                 if runner.last_run_summary is None:
                     raise
-            except CollectorDiedError:
+            except (PeerDiedError, DeadlineError):
                 saved = runner.last_run_summary.last_checkpoint
                 if saved is not None:
                     sys.stderr.write(

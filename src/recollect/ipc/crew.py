@@ -207,10 +207,10 @@ class Crew:
     def _bury(self, m: Member) -> None:
         """Take note of how a collector ended, and end what it started."""
         death = self._ended(m)
-        m.n_deaths += 1
-        if death.exitcode == 0 and death.wrapper is None:
-            m.n_deaths -= 1  # it returned: it has done what it had to
+        if death.exitcode == 0 and death.wrapper is None:  # it has done what it had to
+            _log.warning("collector %d returned; nothing more will come from it", m.lane)
             return
+        m.n_deaths += 1
         m.recent = [t for t in m.recent if monotonic() - t < WINDOW_S]
         if not self._restarts_on_death:
             m.death, m.advice = death, "see its report, or pass restart='on_death' (--restart on_death)"

@@ -87,7 +87,7 @@ def parse(
 ) -> list[Parameter]:
     """Return the parameters that name → shape or (shape, dtype) describes, in order, without the excluded."""
     dtypes = dict(dtypes or {})
-    unknown = sorted(set(dtypes) - set(param_shapes))
+    unknown = sorted(set(dtypes) - set(checked_mapping("param_shapes", param_shapes)))
     if unknown:
         raise SchemaError(f"dtypes: names must be those of param_shapes, got {unknown}")
     found = []
@@ -104,7 +104,18 @@ def parse(
         if any(n < 0 for n in sizes):
             raise SchemaError(f"{name}: shape must be sizes of at least 0, got {spec!r}")
         found.append(Parameter(name, sizes, dtype_name(dtypes.get(name, dtype), name)))
+    if not found:
+        left = f" that exclude={list(exclude)} does not leave out" if exclude else ""
+        raise SchemaError(f"param_shapes: must name a parameter to share, got none{left}")
     return found
+
+
+def checked_mapping(label: str, value: Any) -> Mapping[str, Any]:
+    """Return a mapping by name, as it is; SchemaError if it is none."""
+    if isinstance(value, Mapping):
+        return value
+    hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
+    raise SchemaError(f"{label}: must be a mapping of names, got {type(value).__name__}{hint}")
 
 
 def _split(spec: Any) -> tuple[Any, Any]:

@@ -22,6 +22,7 @@ from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
 from recollect.memory.geometry import LIMITER_AT, Geometry, check_same
+from recollect.memory.limits import check_fits
 from recollect.memory.rows import Rows, packed_codec
 from recollect.memory.segment import Handle, Segment
 from recollect.sampling.stream import IndexStream
@@ -32,6 +33,7 @@ from recollect.storage.base import PathName
 _PREFIX = "recollect-replay"
 _CLOSED_AT = _core.SHARED_WORDS
 _WORD = 2**64 - 1
+_WORTH_A_LOOK = 1 << 30  # a batch of so many bytes may be more than there is memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -251,7 +253,7 @@ class ReplayBuffer(SharedBufferBase):
 
         `seed` makes this one draw repeatable; otherwise the buffer's own generator goes on. `out` is a batch to fill.
         """
-        n = _checked_batch_size(batch_size)
+        n = _checked_batch_size(batch_size, self.row_nbytes)
         if seed is not None:
             return self._sample(IndexStream(seed), n, out)
         stream = self._reserved(n)
@@ -412,10 +414,13 @@ def _segment_of(rows: Rows) -> Segment:
     return rows._open()  # its header word says for all processes that the owner has closed it
 
 
-def _checked_batch_size(n: Any) -> int:
+def _checked_batch_size(n: Any, row_nbytes: int) -> int:
     if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
         raise ValueError(f"batch_size: must be an int of at least 1, got {n!r}")
-    return operator.index(n)
+    n = operator.index(n)
+    if n * row_nbytes > _WORTH_A_LOOK:
+        check_fits(n * row_nbytes, f"batch_size {n}", "draw fewer at a time", when="")
+    return int(n)
 
 
 def _fill(out: Any, batch: dict[str, Any]) -> Any:

@@ -126,7 +126,8 @@ class Checker:
             raise SchemaError(f"{label}: must be an array or a tensor, got {type(x).__name__}")
         array = as_numpy(x)
         if array.shape != (n, *field.shape):
-            raise SchemaError(f"{label}: shape must be {(n, *field.shape)}, got {array.shape}")
+            one = "; for a single row, add an axis before the others" if array.shape == field.shape else ""
+            raise SchemaError(f"{label}: shape must be {(n, *field.shape)}, got {array.shape}{one}")
         if array.dtype != field.dtype:
             narrows = name == "rewards" and array.dtype == np.float64 and dtype_kind(field.dtype) == "float"
             array = self._converted(label, array, field.dtype, narrows)

@@ -98,7 +98,7 @@ class SharedWeightSync(Mailbox):
         exclude = kwargs.get("exclude", ())
         patterns = (exclude,) if isinstance(exclude, str) else exclude
         shapes = {}
-        for name, x in state_dict.items():
+        for name, x in params.checked_mapping("state_dict", state_dict).items():
             if params.is_excluded(name, patterns):
                 continue
             if not hasattr(x, "shape") or not hasattr(x, "dtype"):
@@ -145,9 +145,8 @@ class SharedWeightSync(Mailbox):
         pending: list[Any] = []  # what cannot be filled in place
         for p, (x, _) in zip(self._params, values):
             if not params.is_tensor(x) and not (isinstance(x, np.ndarray) and x.flags.writeable):
-                raise SchemaError(
-                    f"{p.name}: must be writable in place, got {type(x).__name__}; pass an array"
-                )
+                got = "a read-only array" if isinstance(x, np.ndarray) else type(x).__name__
+                raise SchemaError(f"{p.name}: must be writable in place, got {got}; pass an array of its own")
             found = None if casts else params.target_array(p, x)
             targets.append(np.empty(p.shape, p.numpy_dtype) if found is None else found)
             pending.append(x if found is None else None)
@@ -161,7 +160,7 @@ class SharedWeightSync(Mailbox):
 
     def _ready(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
         """What the core can copy as it is, exact arrays and addresses of exact tensors; None if any is not."""
-        if len(state_dict) != len(self._params):
+        if len(params.checked_mapping("state_dict", state_dict)) != len(self._params):
             self._check_names(state_dict)
         return exact_parts(state_dict, self._usual, params.tensor_dtypes)
 

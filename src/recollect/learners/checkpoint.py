@@ -15,6 +15,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -98,9 +99,19 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 
 
 def _sweep(path: Path) -> None:
-    """Remove what replaced checkpoints and killed saves of this name left behind."""
-    for old in path.parent.glob(f".{path.name}.tmp-*"):
+    """Remove what replaced checkpoints, killed saves of this name and killed removals left behind."""
+    for old in (*path.parent.glob(f".{path.name}.tmp-*"), *path.parent.glob(".removed-*")):
         shutil.rmtree(old, ignore_errors=True)
+
+
+def remove_checkpoint(path: Path) -> None:
+    """Remove a checkpoint, which is there whole until it is gone; nothing happens if there is none."""
+    path = Path(path)
+    gone = path.parent / f".removed-{path.name}-{os.getpid()}"
+    with suppress(FileNotFoundError):
+        os.rename(path, gone)
+        _core.fault_point()
+        shutil.rmtree(gone, ignore_errors=True)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:

@@ -12,10 +12,18 @@ from time import monotonic, monotonic_ns
 from typing import Any, ClassVar
 
 from recollect import interrupts
-from recollect.errors import CollectorDiedError, FormatError, MissingExtraError, RecollectError
+from recollect.errors import (
+    CollectorDiedError,
+    DeadlineError,
+    FormatError,
+    MissingExtraError,
+    PeerDiedError,
+    RecollectError,
+)
 from recollect.ipc.async_runner import AsyncRunner
 from recollect.ipc.collector import EnvSpec
-from recollect.learners.checkpoint import check_shapes, load_checkpoint, save_checkpoint
+from recollect.ipc.shared_buffer import check_count
+from recollect.learners.checkpoint import check_shapes, load_checkpoint, remove_checkpoint, save_checkpoint
 from recollect.learners.config import config_json
 from recollect.learners.environment import EnvSpaces, spaces_of
 from recollect.learners.episodes import EpisodeBoard
@@ -119,19 +127,21 @@ class ReferenceRunner(AsyncRunner):
         logger: str | None = None,
         on_metrics: Watcher | None = None,
         trace: str | Path | TraceRecorder | None = None,
+        keep: int | None = None,
     ) -> None:
         """Train up to iteration `max_iterations`, the total, writing metrics and checkpoints to `log_dir`.
 
         `save_interval` iterations lie between checkpoints (0: only the last). `resume` is a checkpoint to go on from.
         `save_replay` overrides the configuration. `logger`: None, "tensorboard" or "wandb". `on_metrics(iteration,
         values)` is called for each line of metrics. `trace` is a file for what every process did when; it is whole once
-        the runner is closed. `last_run_summary` says how it ended, also after an error. Ctrl-C and the death of a
-        collector leave a checkpoint too. While it goes on, `recollect top` and `recollect dash` show it.
+        the runner is closed. `keep` is how many of its checkpoints stay, the newest (None: all). `last_run_summary`
+        says how it ended, also after an error. Ctrl-C and a collector that died or is stuck leave a checkpoint too.
+        While it goes on, `recollect top` and `recollect dash` show it.
         """
-        _check_arguments(max_iterations, save_interval, logger)
+        _check_arguments(max_iterations, save_interval, Path(log_dir), logger, keep)
         if self._has_learned:
             raise RuntimeError("learn: a runner learns once; make another one, and pass resume= to go on")
-        self._has_learned, self._save_replay = True, save_replay
+        self._has_learned, self._save_replay, self._keep = True, save_replay, keep
         summary = self.last_run_summary = RunSummary()
         start = monotonic()
         try:
@@ -142,8 +152,9 @@ class ReferenceRunner(AsyncRunner):
         except KeyboardInterrupt:
             summary.status = "interrupted"
             raise
-        except CollectorDiedError as error:
-            summary.status = "collector_died"
+        except (PeerDiedError, DeadlineError) as error:  # it was not the learner that failed
+            if isinstance(error, CollectorDiedError):
+                summary.status = "collector_died"
             try:
                 self.on_interrupt()
             except Exception as also:
@@ -200,6 +211,7 @@ class ReferenceRunner(AsyncRunner):
         sinks: list[Sink], on_metrics: Watcher | None,
     ) -> None:  # fmt: skip
         log = _MetricsLog(self, sinks, on_metrics)
+        saved: list[Path] = []
         self._begin(iterations.start, state is not None)
         self._watch.skip()
         log.begin()
@@ -209,7 +221,11 @@ class ReferenceRunner(AsyncRunner):
             summary.completed_iterations = iteration
 
             def write(iteration: int = iteration) -> None:
-                summary.last_checkpoint = str(self._save(log_dir, iteration))
+                path = self._save(log_dir, iteration)
+                summary.last_checkpoint = str(path)
+                saved.extend([path] if path not in saved else [])
+                while self._keep is not None and len(saved) > self._keep:
+                    remove_checkpoint(saved.pop(0))
 
             self._checkpoint = write
             if iteration % LOG_EVERY == 0 or is_last:
@@ -360,10 +376,13 @@ def need_torch() -> None:
         ) from error
 
 
-def _check_arguments(max_iterations: Any, save_interval: Any, logger: Any) -> None:
-    for label, n, least in (("max_iterations", max_iterations, 1), ("save_interval", save_interval, 0)):
-        if isinstance(n, bool) or not isinstance(n, int) or n < least:
-            raise ValueError(f"{label}: must be an int of at least {least}, got {n!r}")
+def _check_arguments(max_iterations: Any, save_interval: Any, log_dir: Path, logger: Any, keep: Any) -> None:
+    check_count("max_iterations", max_iterations)
+    check_count("save_interval", save_interval, 0)
+    if keep is not None:
+        check_count("keep", keep)
+    if log_dir.exists() and not log_dir.is_dir():
+        raise ValueError(f"log_dir: must be a directory, got the file {log_dir}")
     if logger is not None and logger not in LOGGERS:
         raise ValueError(f"logger: must be None or one of {list(LOGGERS)}, got {logger!r}")
 

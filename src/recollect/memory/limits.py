@@ -21,12 +21,12 @@ def cgroup_left_nbytes() -> int | None:
     return min(_cgroup_nbytes(), default=None)
 
 
-def check_fits(nbytes: int, what: str, advice: str) -> None:
+def check_fits(nbytes: int, what: str, advice: str, when: str = " when full") -> None:
     """Raise BudgetError, with advice, if `nbytes` of new memory are more than there is."""
     available = available_nbytes()
     if available is not None and nbytes > available:
         raise BudgetError(
-            f"{what}: needs {human_nbytes(nbytes)} when full, {human_nbytes(available)} are available; {advice}"
+            f"{what}: needs {human_nbytes(nbytes)}{when}, {human_nbytes(available)} are available; {advice}"
         )
 
 

@@ -73,6 +73,10 @@ class CPUPinnedDoubleBufferReplayPipeline:
     ) -> None:
         """Make slots and start the packer. `transfer` replaces the backend that `device` would get."""
         check_count("sample_count", sample_count)
+        if not isinstance(replay_buffer, ReplayBuffer):
+            raise TypeError(
+                f"replay_buffer: must be a recollect.ipc.ReplayBuffer, got {type(replay_buffer).__name__}"
+            )
         self.base_seed, self.sample_count = checked_seed("base_seed", base_seed), int(sample_count)
         self.deadline = checked_timeout(deadline, 60.0)
         queues = _checked_queues(
