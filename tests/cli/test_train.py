@@ -48,11 +48,13 @@ def test_help_has_an_example_and_every_setting(
         (["sac", "--env", "CartPole-v1"], "use APPO"),
         (["appo", "--env", "CartPole-v1", "--num-envs", "3", "--collectors", "2"], "num_envs: must divide"),
         (["appo", "--env", "CartPole-v1", "--resume", "nowhere"], "no checkpoint"),
+        (["appo", "--env", "CartPole-v1", "--log-dir", __file__], "log_dir: must be a directory"),
     ],
 )
 def test_what_is_wrong_is_one_line(args: list[str], said: str, tmp_path: Path) -> None:
     with pytest.raises(SystemExit) as caught:
-        run(["train", *args, "--iterations", "2", "--log-dir", str(tmp_path), "--device", "cpu", "--json"])
+        usual = ["--iterations", "2", "--log-dir", str(tmp_path), "--device", "cpu", "--json"]
+        run(["train", args[0], *usual, *args[1:]])
     assert said in str(caught.value.code) and "Traceback" not in str(caught.value.code)
 
 
@@ -74,6 +76,37 @@ def test_the_report_says_how_to_go_on() -> None:
         and "in 1:12" in text
     )
     assert "Go on: the same command with --resume runs/a/model_100" in text and "runs/a/metrics.jsonl" in text
+
+
+def test_what_learn_is_told_comes_from_the_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    told: dict[str, Any] = {}
+
+    def learn(runner: Any, max_iterations: int, save_interval: int, log_dir: Path, **kwargs: Any) -> None:
+        told.update(kwargs, max_iterations=max_iterations, save_interval=save_interval, log_dir=log_dir)
+        runner.last_run_summary = RunSummary("completed", max_iterations)
+
+    monkeypatch.setattr(SACRunner, "learn", learn)
+    options = (
+        "--iterations 9 --save-interval 3 --keep 2 --logger tensorboard --trace a.json --resume a/model_4"
+    )
+    run(
+        [
+            "train",
+            "sac",
+            "--env",
+            "Pendulum-v1",
+            "--device",
+            "cpu",
+            "--log-dir",
+            str(tmp_path),
+            *options.split(),
+        ]
+    )
+    del told["on_metrics"]
+    assert told == {
+        "max_iterations": 9, "save_interval": 3, "log_dir": tmp_path, "keep": 2, "logger": "tensorboard",
+        "trace": Path("a.json"), "resume": Path("a/model_4"),
+    }  # fmt: skip
 
 
 def test_ctrl_c_is_reported_with_how_to_go_on(
