@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,16 @@ def test_mapping_without_descriptor_is_seen() -> None:
         mapped = mmap.mmap(fd, 4096)
         os.close(fd)
     mapped.close()
+
+
+def test_name_in_dev_shm_that_is_removed_a_little_later_is_none() -> None:
+    path = Path("/dev/shm") / f"recollect-test-{os.getpid()}"
+    with leaves_nothing():
+        path.write_bytes(b"x")
+        remover = threading.Timer(0.3, path.unlink)
+        remover.start()
+    assert not path.exists()
+    remover.join()
 
 
 def test_name_in_dev_shm_is_seen() -> None:

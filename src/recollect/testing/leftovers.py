@@ -16,8 +16,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from time import monotonic, sleep
 
 SHM = Path("/dev/shm")
+PATIENCE_S = 5.0  # for what another process is about to remove
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +38,7 @@ class Holdings:
 
 def leftovers(before: Holdings, after: Holdings) -> list[str]:
     """One sentence for each thing that `after` holds and `before` did not."""
-    new = sorted(after.shm_names - before.shm_names)
-    shm_names = (name for name in new if not _held_elsewhere(name) and (SHM / name).exists())
+    shm_names = sorted(_lasting(after.shm_names - before.shm_names))
     return [
         *(f"child process {pid} ({_command(pid)})" for pid in sorted(after.children - before.children)),
         *(f"descriptor {descriptor}" for descriptor in sorted(after.descriptors - before.descriptors)),
@@ -108,6 +109,16 @@ def _names(directory: Path) -> frozenset[str]:
     if not directory.is_dir():
         return frozenset()
     return frozenset(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
+
+
+def _lasting(names: frozenset[str]) -> set[str]:
+    """Those that nobody uses and nobody removes: what a killed process had, Python's helper removes a little later."""
+    end = monotonic() + PATIENCE_S
+    while True:
+        left = {name for name in names if not _held_elsewhere(name) and (SHM / name).exists()}
+        if not left or monotonic() >= end:
+            return left
+        sleep(0.05)
 
 
 def _held_elsewhere(name: str) -> bool:
