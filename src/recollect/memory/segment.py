@@ -101,7 +101,8 @@ class Segment:
             self.users -= 1
             if self.users > 0:
                 return
-            _attached.pop(self.nonce, None)
+            if _attached.get(self.nonce) is self:  # not that of a writer beside this reader
+                del _attached[self.nonce]
             self.rows.close()
             if self._close_fd is not None:
                 self._close_fd()
