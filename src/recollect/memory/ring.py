@@ -16,7 +16,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyError, PeerDiedError
 from recollect.memory import shared
-from recollect.memory.rows import Closed
+from recollect.memory.closed import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
 from recollect.memory.watching import LOOK_S, Watch
 from recollect.spaces import Layout, compile_layout
@@ -318,9 +318,10 @@ class Ring:
     # -- parts
 
     def _open(self) -> SharedSegment:
-        if self._segment is None or self.native.is_closed():
+        segment = self._segment
+        if segment is None or self.native.is_closed():
             raise ClosedError("ring: was closed; create or attach it again")
-        return self._segment
+        return segment
 
     def _seconds(self, timeout: float | None) -> float:
         return self.deadline if timeout is None else checked_seconds(timeout, "timeout")
