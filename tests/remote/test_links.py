@@ -57,6 +57,18 @@ def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> N
         link.read()
 
 
+def test_what_came_before_a_reset_is_whole(far: tuple[Link, socket.socket]) -> None:
+    """A peer that dies while something for it lies unread resets the connection."""
+    link, other = far
+    data = bytes(range(256)) * 200
+    link.sock.sendall(b"unread")
+    other.sendall(framed(data))
+    other.close()
+    assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, data)]
+    with pytest.raises(EOFError):
+        link.read()
+
+
 def test_a_long_frame_is_given_out_with_its_last_byte(far: tuple[Link, socket.socket]) -> None:
     link, other = far
     data = bytes(range(256)) * 400

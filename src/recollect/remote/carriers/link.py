@@ -139,9 +139,9 @@ class Link:
             pass
         except FrameError as error:
             self.error = error  # what came before it is whole
-        except EOFError:
+        except (EOFError, OSError):
             if not frames:
-                raise
+                raise  # the next look sees the end again
         return frames
 
     def _read_some(self, frames: list[Frame]) -> int:
