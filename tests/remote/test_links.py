@@ -285,6 +285,29 @@ def test_a_peer_that_takes_nothing_any_more_is_gone(
     assert 1 not in carrier.alive()
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "when there is room again"])
+def test_what_came_from_a_peer_that_takes_nothing_any_more_is_given_out(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    def broken(*args: Any) -> None:
+        raise BrokenPipeError(32, "broken pipe")
+
+    carrier, other = piped
+    waiting = carrier.isend(1, 0, [bytes(1 << 20)]) if is_late else None
+    other.sendall(framed(b"one") + framed(b"two"))
+    monkeypatch.setattr(Link, "_send_some", broken)
+    if waiting is None:
+        with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+            carrier.send(1, 0, [b"x"], SOON)
+    else:
+        read(other, 1 << 19)
+        with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+            waiting.wait(SOON)
+    assert [bytes(carrier.recv(1, timeout=SOON)[2]) for _ in range(2)] == [b"one", b"two"]
+    with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+        carrier.recv(1, timeout=SOON)
+
+
 def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     (old,) = carrier._links.values()

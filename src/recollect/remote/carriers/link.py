@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -187,15 +188,28 @@ class Link:
             self._view[: self._have - at] = self._view[at : self._have]
             self._have -= at
 
+    # -- the end
+
+    def sever(self) -> None:
+        """Send nothing more, and let what waits here fail; what came before the end can still be read."""
+        with self.lock:
+            self._fail(PeerDiedError, "it is gone, and a frame was on its way")
+            with suppress(OSError):  # not by an SSLSocket's own: it would give out what is encrypted
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
     def close(self, is_closing: bool = False) -> None:
         """Close the socket and let what waits here fail."""
         with self.lock:
             if not self.is_open:
                 return
             self.is_open = False
-            for outgoing in self.out:
-                kind = ClosedError if is_closing else PeerDiedError
-                why = "this carrier was closed" if is_closing else "it is gone, and a frame was on its way"
-                outgoing.finish(kind(f"rank {self.rank}: {why}"))
-            self.out.clear()
+            if is_closing:
+                self._fail(ClosedError, "this carrier was closed")
+            else:
+                self._fail(PeerDiedError, "it is gone, and a frame was on its way")
             self.sock.close()
+
+    def _fail(self, kind: type[Exception], why: str) -> None:
+        for outgoing in self.out:
+            outgoing.finish(kind(f"rank {self.rank}: {why}"))
+        self.out.clear()
