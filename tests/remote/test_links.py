@@ -111,6 +111,26 @@ def test_what_is_decrypted_already_is_read_whole_for_no_poll_tells_of_it() -> No
     assert len(link.read()) == 400
 
 
+def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
+    """OpenSSL would mistake what one thread did for what another did, and say that a live peer is gone."""
+    entered: list[bool] = []
+
+    class Encrypted(Plenty):
+        def recv_into(self, into: memoryview) -> int:
+            entered.append(link.lock.locked())
+            return super().recv_into(into)
+
+        def send(self, data: memoryview) -> int:
+            entered.append(link.lock.locked())
+            return data.nbytes
+
+    link = Link(Encrypted(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link._is_ssl = True
+    link.put(Outgoing(CARRIER, 1, 0, [b"x"]))
+    link.read()
+    assert len(entered) > 100 and all(entered) and not link.lock.locked()
+
+
 @pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
 def test_what_waits_when_a_connection_ends_says_why(
     far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]

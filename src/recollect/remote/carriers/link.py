@@ -71,7 +71,10 @@ class Outgoing:
 
 
 class Link:
-    """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`."""
+    """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`.
+
+    Where it is encrypted, reading takes `lock` too.
+    """
 
     def __init__(self, sock: socket.socket, rank: int, max_frame: int) -> None:
         sock.setblocking(False)
@@ -159,7 +162,11 @@ class Link:
         return n
 
     def _received(self, into: memoryview) -> int:
-        n = self.sock.recv_into(into)
+        if self._is_ssl:
+            with self.lock:  # OpenSSL's connection is not to be entered by two threads, one of which sends
+                n = self.sock.recv_into(into)
+        else:
+            n = self.sock.recv_into(into)
         if n == 0:
             raise EOFError
         return n
