@@ -396,6 +396,64 @@ def test_a_bell_that_is_closed_rings_nowhere() -> None:
     far.close()
 
 
+def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket]) -> None:
+    """Who looks through the connections is not disturbed by a new one."""
+    carrier, _ = piped
+    begun, is_there = threading.Event(), threading.Event()
+    near, other = socket.socketpair()
+
+    class Seen(Link):
+        @property
+        def rank(self) -> int:  # type: ignore[override]
+            if threading.current_thread() is threading.main_thread():
+                begun.set()
+                is_there.wait(0.1)  # in vain while the look through them lasts
+            return 7
+
+        @rank.setter
+        def rank(self, rank: int) -> None:
+            pass
+
+    def come() -> None:
+        assert begun.wait(SOON)
+        carrier._add(Link(near, 2, CARRIER.max_frame), outward=True)
+        is_there.set()
+
+    pairs = [socket.socketpair() for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        for mine, _ in pairs:
+            pool.submit(carrier._add, Seen(mine, 7, CARRIER.max_frame), True).result(SOON)
+        coming = pool.submit(come)
+        carrier.refuse(3)
+        coming.result(SOON)
+    assert {1, 2, 7} <= carrier.alive()
+    for sock in (other, *(theirs for _, theirs in pairs)):
+        sock.close()
+
+
+def test_a_thread_about_to_watch_its_link_is_not_disturbed_by_close(
+    piped: tuple[Piped, socket.socket],
+) -> None:
+    carrier, _ = piped
+    (link,) = carrier._links.values()
+    released = threading.Event()
+
+    class Closing:
+        """Open, until another thread that closes the carrier has released everything."""
+
+        fd, rank, out, is_paused = link.fd, 1, link.out, False
+
+        @property
+        def is_open(self) -> bool:
+            threading.Thread(target=lambda: (carrier._release(), released.set()), daemon=True).start()
+            released.wait(0.2)  # in vain while the carrier's lock is held
+            return True
+
+    with carrier._cond:
+        carrier._watch(Closing())  # type: ignore[arg-type]
+    assert released.wait(SOON) and carrier._epoll is None
+
+
 def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     near, other = socket.socketpair()

@@ -362,7 +362,9 @@ class StreamCarrier:
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""
-        for link in [link for link in self._links.values() if link.rank == rank]:
+        with self._cond:
+            links = [link for link in self._links.values() if link.rank == rank]
+        for link in links:
             self._drop(link)
 
     # -- ending
@@ -392,11 +394,13 @@ class StreamCarrier:
             link.close(True)
         for dest in self._absent.peers():
             self._absent.fail(dest, ClosedError(f"rank {dest}: this carrier was closed"))
-        self._links.clear()
-        self._outward.clear()
-        if self._epoll is not None and self._bell is not None:
-            self._epoll.close()
-            self._epoll = None
+        with self._cond:  # a thread that was sending may be about to watch or to drop its link
+            self._links.clear()
+            self._outward.clear()
+            if self._epoll is not None:
+                self._epoll.close()
+                self._epoll = None
+        if self._bell is not None:
             self._bell.close()
         _open.discard(self)
 
