@@ -17,6 +17,7 @@ import pytest
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
+from recollect.remote.carriers import local
 from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
@@ -718,3 +719,30 @@ def test_what_waited_fails_when_the_connection_ends_as_it_is_made(
     monkeypatch.setattr(alone, "_link_to", lambda dest: link)
     assert_fail(handles, "rank 1: is gone")
     eventually(lambda: not alone._absent and alone._flusher is None)
+
+
+def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process no connection ends, so who leaves says so itself."""
+    monkeypatch.setattr(local, "_IN_PROCESS_NBYTES", 100)
+    a, b = LocalCarrier.group(2)
+    b.alive()
+    a.send(1, 0, [bytes(200)], SOON)
+    waiting = a.isend(1, 0, [b"no room"])
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(a.send, 1, 0, [b"nor here"], SOON)
+        eventually(lambda: len(b._overflow) == 2)
+        b.close()
+        with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+            sending.result(SOON)
+    with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+        waiting.is_complete()
+    a.close()
+
+
+def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -> None:
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(alone.reconnect, 1, 10 * SOON)
+        eventually(lambda: alone._epoll is not None)
+        alone.close()
+        with pytest.raises(ClosedError, match="was closed"):
+            looking.result(SOON)

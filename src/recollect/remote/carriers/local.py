@@ -133,8 +133,8 @@ class LocalCarrier(StreamCarrier):
     def reconnect(self, dest: int, timeout: float = 30.0) -> None:
         """Connect again to a peer that was gone; PeerDiedError if nobody takes its place in time."""
         end = monotonic() + check_timeout(timeout)
-        self._ensure_open()
         while True:
+            self._ensure_open()
             if self._neighbour(dest) is not None:
                 with self._cond:
                     self._gone.discard(dest)
@@ -193,6 +193,13 @@ class LocalCarrier(StreamCarrier):
         super()._give_up(outgoing)
         if not outgoing.is_done and outgoing.error is None:
             outgoing.finish(PeerDiedError(f"send to rank {outgoing.dest}: was given up"))
+
+    def _release(self) -> None:
+        super()._release()
+        for outgoing, sender, _, _ in self._overflow:
+            outgoing.finish(PeerDiedError(f"rank {self.rank}: it is gone, and a frame was on its way"))
+            sender._wake()
+        self._overflow.clear()
 
     def _matching(self, source: int, tag: int) -> Frame | None:
         if source in self._gone and self._neighbour(source) is not None:

@@ -129,6 +129,7 @@ class TcpCarrier(StreamCarrier):
         end = monotonic() + check_timeout(timeout)
         for address in addresses:
             while True:
+                self._check_open()
                 try:
                     self._join(address, max(0.05, end - monotonic()))
                     break
@@ -293,6 +294,7 @@ class TcpCarrier(StreamCarrier):
         if address is None:
             raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
         while True:
+            self._check_open()
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
