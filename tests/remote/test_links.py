@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import select
@@ -21,6 +22,7 @@ from recollect.remote.carriers import local
 from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.carriers.turns import Turns
 from recollect.testing.carrier_contract import SOON, eventually
@@ -177,6 +179,35 @@ def test_a_frame_of_no_bytes_takes_room_too() -> None:
     while inbox.take(5, 0) is not None:
         pass
     assert inbox.nbytes(5) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_one_connection_that_cannot_be_taken_ends_nothing(number: int) -> None:
+    near, other = socket.socketpair()
+    outcomes: list[Any] = [OSError(number, "for now"), (near, None), OSError(errno.EINVAL, "shut down")]
+
+    class Listener:
+        def accept(self) -> Any:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, OSError):
+                raise outcome
+            return outcome
+
+    listener: Any = Listener()
+    assert accepted(listener) is near
+    assert accepted(listener) is None
+    near.close()
+    other.close()
+
+
+def test_nobody_listens_once_a_socket_is_closed() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(accepted, listener)
+        listener.shutdown(socket.SHUT_RDWR)
+        assert waiting.result(SOON) is None
+    listener.close()
+    assert accepted(listener) is None
 
 
 # -- a carrier over one socket

@@ -24,6 +24,7 @@ from recollect.errors import PeerDiedError
 from recollect.remote.carriers.base import check_timeout
 from recollect.remote.carriers.inbox import Frame
 from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
 from recollect.remote.wire import MAX_FRAME
 
@@ -226,11 +227,7 @@ class LocalCarrier(StreamCarrier):
 
 
 def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
+    while (sock := accepted(listener)) is not None:
         carrier = ref()
         if carrier is None or carrier.is_closed:
             sock.close()

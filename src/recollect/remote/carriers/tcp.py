@@ -27,6 +27,7 @@ from typing import Any
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
 from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.wire import MAX_FRAME
 
@@ -322,11 +323,7 @@ class TcpCarrier(StreamCarrier):
 
 
 def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
+    while (sock := accepted(listener)) is not None:
         carrier = ref()
         if carrier is None or carrier.is_closed:
             sock.close()
