@@ -410,6 +410,25 @@ class TestWaits:
             assert n > 1000
 
 
+class ClosedMeanwhile:
+    """The native ring of an object that another thread closes as soon as a call of it has returned."""
+
+    def __init__(self, ring: Ring) -> None:
+        self.native, self.close_ring, self.first = ring.native, ring.close, ""
+
+    def __getattr__(self, name: str) -> Any:
+        real = getattr(self.native, name)
+        if name not in ("claim", "take", self.first):
+            return real
+
+        def call(*args: Any) -> Any:
+            outcome = real(*args)
+            self.close_ring()
+            return outcome
+
+        return call
+
+
 class TestTheEnd:
     def test_closing_wakes_everybody(self) -> None:
         ring = Ring.create(SLOT, 2)
@@ -470,6 +489,31 @@ class TestTheEnd:
             put(other, 3) if call != "claim" else other.skip()  # the other one goes on
             assert other.available() == 1
             other.cleanup()
+
+    @pytest.mark.parametrize("call", ["claim", "take", "try_take_slot"])
+    def test_what_is_got_while_it_is_closed_is_given_up_again(self, call: str) -> None:
+        """Else the lane, or the reading, would be this process's as long as it lives."""
+        ring = Ring.create(SLOT, 2)
+        put(ring, 1)
+        ring.release_lane()
+        late = Ring.attach(ring.name)
+        late.native = ClosedMeanwhile(late)  # type: ignore[assignment]
+        with pytest.raises(rc.ClosedError):
+            getattr(late, call)()
+        assert (ring.native.writer(0), ring.native.reader()) == (0, 0)
+        assert get(ring) == 1
+        ring.cleanup()
+
+    @pytest.mark.parametrize("call", ["commit", "release"])
+    def test_who_ends_what_somebody_closes_hears_that_it_is_closed(self, call: str) -> None:
+        ring = Ring.create(SLOT, 2)
+        put(ring, 1)
+        ring.claim()
+        ring.take()
+        ring.native = ClosedMeanwhile(ring)  # type: ignore[assignment]
+        ring.native.first = "is_closed"
+        with pytest.raises(rc.ClosedError):
+            getattr(ring, call)()
 
     def test_views_outlive_it(self) -> None:
         ring = Ring.create(SLOT, 2)

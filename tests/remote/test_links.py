@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import multiprocessing
 import os
 import select
@@ -17,9 +18,11 @@ import pytest
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
+from recollect.remote.carriers import local
 from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.carriers.turns import Turns
 from recollect.testing.carrier_contract import SOON, eventually
@@ -50,6 +53,18 @@ def test_what_came_before_rubbish_is_whole(far: tuple[Link, socket.socket]) -> N
 def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> None:
     link, other = far
     data = bytes(range(256)) * 200
+    other.sendall(framed(data))
+    other.close()
+    assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, data)]
+    with pytest.raises(EOFError):
+        link.read()
+
+
+def test_what_came_before_a_reset_is_whole(far: tuple[Link, socket.socket]) -> None:
+    """A peer that dies while something for it lies unread resets the connection."""
+    link, other = far
+    data = bytes(range(256)) * 200
+    link.sock.sendall(b"unread")
     other.sendall(framed(data))
     other.close()
     assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, data)]
@@ -99,6 +114,26 @@ def test_what_is_decrypted_already_is_read_whole_for_no_poll_tells_of_it() -> No
     assert len(link.read()) == 400
 
 
+def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
+    """OpenSSL would mistake what one thread did for what another did, and say that a live peer is gone."""
+    entered: list[bool] = []
+
+    class Encrypted(Plenty):
+        def recv_into(self, into: memoryview) -> int:
+            entered.append(link.lock.locked())
+            return super().recv_into(into)
+
+        def send(self, data: memoryview) -> int:
+            entered.append(link.lock.locked())
+            return data.nbytes
+
+    link = Link(Encrypted(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link._is_ssl = True
+    link.put(Outgoing(CARRIER, 1, 0, [b"x"]))
+    link.read()
+    assert len(entered) > 100 and all(entered) and not link.lock.locked()
+
+
 @pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
 def test_what_waits_when_a_connection_ends_says_why(
     far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]
@@ -144,6 +179,35 @@ def test_a_frame_of_no_bytes_takes_room_too() -> None:
     while inbox.take(5, 0) is not None:
         pass
     assert inbox.nbytes(5) == 0
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ECONNABORTED, errno.ENOBUFS])
+def test_one_connection_that_cannot_be_taken_ends_nothing(number: int) -> None:
+    near, other = socket.socketpair()
+    outcomes: list[Any] = [OSError(number, "for now"), (near, None), OSError(errno.EINVAL, "shut down")]
+
+    class Listener:
+        def accept(self) -> Any:
+            outcome = outcomes.pop(0)
+            if isinstance(outcome, OSError):
+                raise outcome
+            return outcome
+
+    listener: Any = Listener()
+    assert accepted(listener) is near
+    assert accepted(listener) is None
+    near.close()
+    other.close()
+
+
+def test_nobody_listens_once_a_socket_is_closed() -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(accepted, listener)
+        listener.shutdown(socket.SHUT_RDWR)
+        assert waiting.result(SOON) is None
+    listener.close()
+    assert accepted(listener) is None
 
 
 # -- a carrier over one socket
@@ -273,6 +337,29 @@ def test_a_peer_that_takes_nothing_any_more_is_gone(
     assert 1 not in carrier.alive()
 
 
+@pytest.mark.parametrize("is_late", [False, True], ids=["at once", "when there is room again"])
+def test_what_came_from_a_peer_that_takes_nothing_any_more_is_given_out(
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
+) -> None:
+    def broken(*args: Any) -> None:
+        raise BrokenPipeError(32, "broken pipe")
+
+    carrier, other = piped
+    waiting = carrier.isend(1, 0, [bytes(1 << 20)]) if is_late else None
+    other.sendall(framed(b"one") + framed(b"two"))
+    monkeypatch.setattr(Link, "_send_some", broken)
+    if waiting is None:
+        with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+            carrier.send(1, 0, [b"x"], SOON)
+    else:
+        read(other, 1 << 19)
+        with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+            waiting.wait(SOON)
+    assert [bytes(carrier.recv(1, timeout=SOON)[2]) for _ in range(2)] == [b"one", b"two"]
+    with pytest.raises(PeerDiedError, match="rank 1: is gone"):
+        carrier.recv(1, timeout=SOON)
+
+
 def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     (old,) = carrier._links.values()
@@ -339,6 +426,64 @@ def test_a_bell_that_is_closed_rings_nowhere() -> None:
     os.close(fd)
     near.close()
     far.close()
+
+
+def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket]) -> None:
+    """Who looks through the connections is not disturbed by a new one."""
+    carrier, _ = piped
+    begun, is_there = threading.Event(), threading.Event()
+    near, other = socket.socketpair()
+
+    class Seen(Link):
+        @property
+        def rank(self) -> int:  # type: ignore[override]
+            if threading.current_thread() is threading.main_thread():
+                begun.set()
+                is_there.wait(0.1)  # in vain while the look through them lasts
+            return 7
+
+        @rank.setter
+        def rank(self, rank: int) -> None:
+            pass
+
+    def come() -> None:
+        assert begun.wait(SOON)
+        carrier._add(Link(near, 2, CARRIER.max_frame), outward=True)
+        is_there.set()
+
+    pairs = [socket.socketpair() for _ in range(2)]
+    with ThreadPoolExecutor() as pool:
+        for mine, _ in pairs:
+            pool.submit(carrier._add, Seen(mine, 7, CARRIER.max_frame), True).result(SOON)
+        coming = pool.submit(come)
+        carrier.refuse(3)
+        coming.result(SOON)
+    assert {1, 2, 7} <= carrier.alive()
+    for sock in (other, *(theirs for _, theirs in pairs)):
+        sock.close()
+
+
+def test_a_thread_about_to_watch_its_link_is_not_disturbed_by_close(
+    piped: tuple[Piped, socket.socket],
+) -> None:
+    carrier, _ = piped
+    (link,) = carrier._links.values()
+    released = threading.Event()
+
+    class Closing:
+        """Open, until another thread that closes the carrier has released everything."""
+
+        fd, rank, out, is_paused = link.fd, 1, link.out, False
+
+        @property
+        def is_open(self) -> bool:
+            threading.Thread(target=lambda: (carrier._release(), released.set()), daemon=True).start()
+            released.wait(0.2)  # in vain while the carrier's lock is held
+            return True
+
+    with carrier._cond:
+        carrier._watch(Closing())  # type: ignore[arg-type]
+    assert released.wait(SOON) and carrier._epoll is None
 
 
 def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
@@ -605,3 +750,30 @@ def test_what_waited_fails_when_the_connection_ends_as_it_is_made(
     monkeypatch.setattr(alone, "_link_to", lambda dest: link)
     assert_fail(handles, "rank 1: is gone")
     eventually(lambda: not alone._absent and alone._flusher is None)
+
+
+def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one process no connection ends, so who leaves says so itself."""
+    monkeypatch.setattr(local, "_IN_PROCESS_NBYTES", 100)
+    a, b = LocalCarrier.group(2)
+    b.alive()
+    a.send(1, 0, [bytes(200)], SOON)
+    waiting = a.isend(1, 0, [b"no room"])
+    with ThreadPoolExecutor() as pool:
+        sending = pool.submit(a.send, 1, 0, [b"nor here"], SOON)
+        eventually(lambda: len(b._overflow) == 2)
+        b.close()
+        with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+            sending.result(SOON)
+    with pytest.raises(PeerDiedError, match="rank 1: it is gone"):
+        waiting.is_complete()
+    a.close()
+
+
+def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -> None:
+    with ThreadPoolExecutor() as pool:
+        looking = pool.submit(alone.reconnect, 1, 10 * SOON)
+        eventually(lambda: alone._epoll is not None)
+        alone.close()
+        with pytest.raises(ClosedError, match="was closed"):
+            looking.result(SOON)

@@ -14,6 +14,7 @@ import struct
 import subprocess
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from time import monotonic
 from types import SimpleNamespace
@@ -735,6 +736,22 @@ def test_who_does_not_answer_any_more_is_gone(server: TcpCarrier) -> None:
     with pytest.raises(PeerDiedError, match="rank 0: does not answer at 127"):
         worker.reconnect(0, 0.05)
     worker.close()
+
+
+@pytest.mark.parametrize("call", ["reconnect", "link"])
+def test_who_knocks_in_vain_hears_of_close(server: TcpCarrier, call: str) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.close()
+    eventually(lambda: 0 not in worker.alive())
+    knocks = {
+        "reconnect": lambda: worker.reconnect(0, 10 * SOON),
+        "link": lambda: worker.link([server.address], 10 * SOON),
+    }
+    with ThreadPoolExecutor() as pool:
+        knocking = pool.submit(knocks[call])
+        worker.close()
+        with pytest.raises(ClosedError, match="was closed"):
+            knocking.result(SOON)
 
 
 def test_close_wakes_a_sender_that_waits(server: TcpCarrier) -> None:

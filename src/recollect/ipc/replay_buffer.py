@@ -130,11 +130,12 @@ class ReplayBuffer(SharedBufferBase):
     @property
     def name(self) -> str:
         """The handle as text; `ReplayBuffer.attach(name, device)` in any process of the same user."""
+        fd = self._segment.fd  # before the look whether it is open: it is none afterwards
         self._native()
         g, nonce = self._rows.geometry, self._segment.nonce.hex()
         numbers = (
             os.getpid(),
-            self._segment.fd,
+            fd,
             self.capacity,
             g.n_lanes,
             self.obs_dim,

@@ -12,8 +12,8 @@ from typing import Any, Self
 from recollect import _core
 from recollect.errors import ClosedError, PeerDiedError
 from recollect.memory import shared
+from recollect.memory.closed import Closed
 from recollect.memory.geometry import page_up
-from recollect.memory.rows import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
 from recollect.memory.watching import LOOK_S, Watch
 
@@ -174,11 +174,12 @@ class Latest:
         self.close()  # which wakes all who wait
 
     def _open(self) -> SharedSegment:
-        if self._segment is None:
+        segment = self._segment
+        if segment is None:
             raise ClosedError("this object was closed; open or create it again")
-        if self._segment.is_closed:
+        if segment.is_closed:
             raise ClosedError("this object was closed by its owner; create it again")
-        return self._segment
+        return segment
 
     def __enter__(self) -> Self:
         return self

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from math import prod
@@ -16,7 +17,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyError, PeerDiedError
 from recollect.memory import shared
-from recollect.memory.rows import Closed
+from recollect.memory.closed import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
 from recollect.memory.watching import LOOK_S, Watch
 from recollect.spaces import Layout, compile_layout
@@ -154,16 +155,19 @@ class Ring:
     def claim_slot(self, timeout: float | None = None) -> int:
         """Claim as `claim`, and return the number of the slot."""
         self._open()
-        end = self._seconds(timeout)
+        native, end = self.native, self._seconds(timeout)
         slot = BUSY
         while slot == BUSY:
             lane = self._writer_lane()
-            slot = self._waited(partial(self.native.claim, lane), end)
+            slot = self._waited(partial(native.claim, lane), end)
             if slot == BUSY and self.lane is not None:
-                raise _busy(f"lane {lane}", self.native.writer(lane))
+                raise _busy(f"lane {lane}", native.writer(lane))
         self._check(slot, f"a free slot in lane {lane}", end)
         self._held.add(lane)
         self._lane_now = lane
+        if self._segment is None:  # closed meanwhile, perhaps too early to give this lane up
+            self._give_up(native)
+            self._check(CLOSED, "", end)
         return slot
 
     def commit(self, *info: int) -> bool:
@@ -171,6 +175,7 @@ class Ring:
         self._open()
         outcome = NOTHING if not self._held else self.native.commit(self._lane_now, info)
         if outcome == NOTHING:
+            self._open()  # or there was one, until somebody closed this object
             raise EmptyError("commit: a slot must be claimed first, got none; call claim()")
         self._check(outcome, "commit", 1.0)
         self._end_loans()
@@ -179,7 +184,7 @@ class Ring:
     def release_lane(self) -> None:
         """Give up the lane of this object; a slot claimed and not committed is free again."""
         self._open()
-        self._give_up()
+        self._give_up(self.native)
 
     # -- reading
 
@@ -197,21 +202,16 @@ class Ring:
     def take_slot(self, timeout: float | None = None, lane: int | None = None) -> int:
         """Take as `take`, and return the number of the slot."""
         self._open()
-        end = self._seconds(timeout)
-        slot = self._waited(partial(self.native.take, -1 if lane is None else lane), end)
-        self._check(slot, "a value", end, self.native.reader())
-        self._reads = True
-        return slot
+        native, end = self.native, self._seconds(timeout)
+        slot = self._waited(partial(native.take, -1 if lane is None else lane), end)
+        return self._taken(native, slot, end)
 
     def try_take_slot(self) -> int:
         """Take as `take_slot` if there is a value, else return -1; does not wait."""
         self._open()
-        slot = self.native.take(-1, 0.0)
-        if slot in (TIMEOUT, PEER_DIED):
-            return -1
-        self._check(slot, "a value", 0.0, self.native.reader())
-        self._reads = True
-        return slot
+        native = self.native
+        slot = native.take(-1, 0.0)
+        return -1 if slot in (TIMEOUT, PEER_DIED) else self._taken(native, slot, 0.0)
 
     def release(self) -> None:
         """Give the slot that was taken back to its writer; EmptyError if none was."""
@@ -293,7 +293,7 @@ class Ring:
         if segment.users == 1:
             self.native.close()  # first: threads that wait hold the turns which are taken below
         self._end_loans()
-        self._give_up()
+        self._give_up(self.native)
         if self._reads:
             self.native.release_reader()
         self.native = Closed()  # type: ignore[assignment]  # the mapping goes with its last user
@@ -318,9 +318,10 @@ class Ring:
     # -- parts
 
     def _open(self) -> SharedSegment:
-        if self._segment is None or self.native.is_closed():
+        segment = self._segment
+        if segment is None or self.native.is_closed():
             raise ClosedError("ring: was closed; create or attach it again")
-        return self._segment
+        return segment
 
     def _seconds(self, timeout: float | None) -> float:
         return self.deadline if timeout is None else checked_seconds(timeout, "timeout")
@@ -374,16 +375,26 @@ class Ring:
             raise _busy("every lane", holder)
         return mine
 
+    def _taken(self, native: _core.Ring, slot: int, seconds: float) -> int:
+        """Take note that this object reads; it gives up again what was taken while it was closed."""
+        self._check(slot, "a value", seconds, native.reader())
+        self._reads = True
+        if self._segment is None:
+            native.release_reader()
+            self._check(CLOSED, "", seconds)
+        return slot
+
     def _release(self, skips: bool) -> None:
         outcome = self.native.release(skips)
         if outcome == NOTHING:
+            self._open()  # or there was one, until somebody closed this object
             raise EmptyError("release: a value must be taken first, got none; call take()")
         self._check(outcome, "release", 1.0)
 
-    def _give_up(self) -> None:
-        for lane in self._held:
-            self.native.release_lane(lane)
-        self._held.clear()
+    def _give_up(self, native: _core.Ring) -> None:
+        with suppress(KeyError):  # two threads may be at it: each lane is given up once
+            while True:
+                native.release_lane(self._held.pop())
         self._end_loans()
 
     def _end_loans(self) -> None:

@@ -10,19 +10,10 @@ import numpy as np
 from recollect import _core
 from recollect.errors import AttachError, ClosedError, FormatError
 from recollect.memory import segment as segments
+from recollect.memory.closed import Closed
 from recollect.memory.geometry import Geometry, check_same
 from recollect.memory.segment import Handle, Segment
 from recollect.spaces import Layout
-
-
-class Closed:
-    """Stands in for what was closed: whatever is asked of it raises."""
-
-    def __getattr__(self, name: str) -> Any:
-        raise ClosedError("this object was closed; open or create it again")
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.called
 
 
 class Rows:

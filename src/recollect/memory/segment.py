@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recollect import _core
-from recollect.errors import AttachError, FormatError
+from recollect.errors import AttachError, ClosedError, FormatError
+from recollect.memory.closed import Closed
 from recollect.memory.geometry import Geometry, check_lanes, check_same, page_up, read_header, write_header
 from recollect.memory.limits import check_fits, human_nbytes
 from recollect.memory.shared import make_memfd, open_memfd
@@ -62,7 +63,6 @@ class Segment:
             writable,
         )
         self.fd = fd
-        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
         self.users = 0
         self.rows = rows or _core.Rows(
             mapping,
@@ -77,6 +77,8 @@ class Segment:
         )
         if rows is None and can_repair and not writable:
             self.rows.freeze()
+        # Last: until this object is made, the descriptor is closed by who opened it.
+        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
 
     @property
     def is_shared(self) -> bool:
@@ -85,13 +87,18 @@ class Segment:
 
     def handle(self) -> Handle:
         """Return what another process needs to attach to this segment."""
-        if not self.is_shared:
+        fd = self.fd
+        if self.rows.is_closed:
+            raise ClosedError("this object was closed; open or create it again")
+        if fd < 0:
             raise TypeError("this memory belongs to one process; use SharedMemoryStorage to share it")
-        return Handle(os.getpid(), self.fd, self.path, self.nonce, self.geometry, self.writable)
+        return Handle(os.getpid(), fd, self.path, self.nonce, self.geometry, self.writable)
 
     def hold(self) -> Segment:
         """Count one more user."""
         with _lock:
+            if self.rows.is_closed:  # found by its handle just before its last user left
+                raise ClosedError("this object was closed; open or create it again")
             self.users += 1
         return self
 
@@ -101,12 +108,13 @@ class Segment:
             self.users -= 1
             if self.users > 0:
                 return
-            _attached.pop(self.nonce, None)
+            if _attached.get(self.nonce) is self:  # not that of a writer beside this reader
+                del _attached[self.nonce]
             self.rows.close()
             if self._close_fd is not None:
                 self._close_fd()
                 self.fd = -1
-            del self.mapping
+            self.mapping = Closed()  # type: ignore[assignment]  # threads that were about to use it hear of it
 
 
 _ADVICE = "lower capacity, or use MemmapStorage, which may be larger than memory"

@@ -28,6 +28,7 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import AttachError, ClosedError
+from recollect.memory.closed import Closed
 from recollect.memory.geometry import PAGE, page_up
 from recollect.memory.limits import check_fits
 
@@ -104,7 +105,10 @@ class SharedSegment:
     @property
     def name(self) -> str:
         """The line of text by which any process of this user attaches, as long as this one lives."""
-        return str(Name(self.kind, os.getpid(), self.fd, self.nonce, self.schema_hash))
+        fd = self.fd
+        if fd < 0:
+            raise ClosedError("this object was closed; open or create it again")
+        return str(Name(self.kind, os.getpid(), fd, self.nonce, self.schema_hash))
 
     @property
     def is_owner(self) -> bool:
@@ -144,7 +148,7 @@ class SharedSegment:
             self.core.close()
             self._close_fd()
             self.fd = -1
-            del self.mapping
+            self.mapping = Closed()  # type: ignore[assignment]  # threads that were about to use it hear of it
 
 
 _lock = threading.Lock()

@@ -19,8 +19,9 @@ from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import select
 from recollect.errors import ContentionError, ReadOnlyError
 from recollect.indexing import normalize, positions
+from recollect.memory.closed import Closed
 from recollect.memory.geometry import LIMITER_AT
-from recollect.memory.rows import Closed, packed_codec
+from recollect.memory.rows import packed_codec
 from recollect.replay import snapshot
 from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments, n_offered, writers
 from recollect.replay.lane import Lane

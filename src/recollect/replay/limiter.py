@@ -19,7 +19,7 @@ from typing import Any
 
 from recollect import _core
 from recollect.errors import DeadlineError
-from recollect.memory.rows import Closed
+from recollect.memory.closed import Closed
 from recollect.memory.watching import LOOK_S, Watch
 
 _SAMPLES, _ADMITTED, _BEFORE, _CHANGES, _WAITERS, _READY = range(0, 48, 8)

@@ -251,11 +251,12 @@ class PackSlots:
         self.close()
 
     def _open(self) -> SharedSegment:
-        if self.segment is None:
+        segment = self.segment
+        if segment is None:
             raise ClosedError("this object was closed; open or create it again")
-        if self.segment.is_closed:
+        if segment.is_closed:
             raise ClosedError("this object was closed by its owner; create it again")
-        return self.segment
+        return segment
 
     def __enter__(self) -> Self:
         return self

@@ -12,6 +12,7 @@ import struct
 import threading
 from collections import deque
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -70,7 +71,10 @@ class Outgoing:
 
 
 class Link:
-    """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`."""
+    """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`.
+
+    Where it is encrypted, reading takes `lock` too.
+    """
 
     def __init__(self, sock: socket.socket, rank: int, max_frame: int) -> None:
         sock.setblocking(False)
@@ -139,9 +143,9 @@ class Link:
             pass
         except FrameError as error:
             self.error = error  # what came before it is whole
-        except EOFError:
+        except (EOFError, OSError):
             if not frames:
-                raise
+                raise  # the next look sees the end again
         return frames
 
     def _read_some(self, frames: list[Frame]) -> int:
@@ -158,7 +162,11 @@ class Link:
         return n
 
     def _received(self, into: memoryview) -> int:
-        n = self.sock.recv_into(into)
+        if self._is_ssl:
+            with self.lock:  # OpenSSL's connection is not to be entered by two threads, one of which sends
+                n = self.sock.recv_into(into)
+        else:
+            n = self.sock.recv_into(into)
         if n == 0:
             raise EOFError
         return n
@@ -187,15 +195,28 @@ class Link:
             self._view[: self._have - at] = self._view[at : self._have]
             self._have -= at
 
+    # -- the end
+
+    def sever(self) -> None:
+        """Send nothing more, and let what waits here fail; what came before the end can still be read."""
+        with self.lock:
+            self._fail(PeerDiedError, "it is gone, and a frame was on its way")
+            with suppress(OSError):  # not by an SSLSocket's own: it would give out what is encrypted
+                socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
+
     def close(self, is_closing: bool = False) -> None:
         """Close the socket and let what waits here fail."""
         with self.lock:
             if not self.is_open:
                 return
             self.is_open = False
-            for outgoing in self.out:
-                kind = ClosedError if is_closing else PeerDiedError
-                why = "this carrier was closed" if is_closing else "it is gone, and a frame was on its way"
-                outgoing.finish(kind(f"rank {self.rank}: {why}"))
-            self.out.clear()
+            if is_closing:
+                self._fail(ClosedError, "this carrier was closed")
+            else:
+                self._fail(PeerDiedError, "it is gone, and a frame was on its way")
             self.sock.close()
+
+    def _fail(self, kind: type[Exception], why: str) -> None:
+        for outgoing in self.out:
+            outgoing.finish(kind(f"rank {self.rank}: {why}"))
+        self.out.clear()

@@ -24,6 +24,7 @@ from recollect.errors import PeerDiedError
 from recollect.remote.carriers.base import check_timeout
 from recollect.remote.carriers.inbox import Frame
 from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
 from recollect.remote.wire import MAX_FRAME
 
@@ -133,8 +134,8 @@ class LocalCarrier(StreamCarrier):
     def reconnect(self, dest: int, timeout: float = 30.0) -> None:
         """Connect again to a peer that was gone; PeerDiedError if nobody takes its place in time."""
         end = monotonic() + check_timeout(timeout)
-        self._ensure_open()
         while True:
+            self._ensure_open()
             if self._neighbour(dest) is not None:
                 with self._cond:
                     self._gone.discard(dest)
@@ -194,6 +195,13 @@ class LocalCarrier(StreamCarrier):
         if not outgoing.is_done and outgoing.error is None:
             outgoing.finish(PeerDiedError(f"send to rank {outgoing.dest}: was given up"))
 
+    def _release(self) -> None:
+        super()._release()
+        for outgoing, sender, _, _ in self._overflow:
+            outgoing.finish(PeerDiedError(f"rank {self.rank}: it is gone, and a frame was on its way"))
+            sender._wake()
+        self._overflow.clear()
+
     def _matching(self, source: int, tag: int) -> Frame | None:
         if source in self._gone and self._neighbour(source) is not None:
             self._gone.discard(source)
@@ -219,11 +227,7 @@ class LocalCarrier(StreamCarrier):
 
 
 def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
+    while (sock := accepted(listener)) is not None:
         carrier = ref()
         if carrier is None or carrier.is_closed:
             sock.close()

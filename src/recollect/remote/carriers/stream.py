@@ -107,6 +107,14 @@ class StreamCarrier:
         link.close(self.is_closed)
         self._wake()  # who leads looks again, and wakes the others
 
+    def _sever(self, link: Link) -> None:
+        """Send nothing more by a link; who leads reads what came before its end, and drops it."""
+        with self._cond:
+            if self._outward.get(link.rank) is link:
+                del self._outward[link.rank]
+        link.sever()
+        self._wake()
+
     def _wake(self) -> None:
         if self._bell is not None:
             self._bell.ring()
@@ -139,7 +147,7 @@ class StreamCarrier:
                 continue
             try:
                 if event & select.EPOLLOUT:
-                    self._flush(link)
+                    self._send_more(link)
                 if event & ~select.EPOLLOUT:
                     self._take(link)
             except (EOFError, OSError):
@@ -164,6 +172,12 @@ class StreamCarrier:
             events = (0 if link.is_paused else _IN) | (select.EPOLLOUT if link.out else 0)
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.modify(link.fd, events)
+
+    def _send_more(self, link: Link) -> None:
+        try:
+            self._flush(link)
+        except OSError:
+            self._sever(link)
 
     def _flush(self, link: Link) -> None:
         link.flush()
@@ -214,7 +228,7 @@ class StreamCarrier:
         try:
             link.put(outgoing)
         except OSError as error:
-            self._drop(link)
+            self._sever(link)
             raise PeerDiedError(f"rank {link.rank}: is gone ({error.strerror or error})") from None
         if not outgoing.is_done and link.is_open:
             with self._cond:
@@ -348,7 +362,9 @@ class StreamCarrier:
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""
-        for link in [link for link in self._links.values() if link.rank == rank]:
+        with self._cond:
+            links = [link for link in self._links.values() if link.rank == rank]
+        for link in links:
             self._drop(link)
 
     # -- ending
@@ -378,11 +394,13 @@ class StreamCarrier:
             link.close(True)
         for dest in self._absent.peers():
             self._absent.fail(dest, ClosedError(f"rank {dest}: this carrier was closed"))
-        self._links.clear()
-        self._outward.clear()
-        if self._epoll is not None and self._bell is not None:
-            self._epoll.close()
-            self._epoll = None
+        with self._cond:  # a thread that was sending may be about to watch or to drop its link
+            self._links.clear()
+            self._outward.clear()
+            if self._epoll is not None:
+                self._epoll.close()
+                self._epoll = None
+        if self._bell is not None:
             self._bell.close()
         _open.discard(self)
 

@@ -27,6 +27,7 @@ from typing import Any
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
 from recollect.remote.carriers.link import Link, Outgoing
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.carriers.stream import StreamCarrier
 from recollect.remote.wire import MAX_FRAME
 
@@ -129,6 +130,7 @@ class TcpCarrier(StreamCarrier):
         end = monotonic() + check_timeout(timeout)
         for address in addresses:
             while True:
+                self._check_open()
                 try:
                     self._join(address, max(0.05, end - monotonic()))
                     break
@@ -293,6 +295,7 @@ class TcpCarrier(StreamCarrier):
         if address is None:
             raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
         while True:
+            self._check_open()
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
@@ -320,11 +323,7 @@ class TcpCarrier(StreamCarrier):
 
 
 def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
-    while True:
-        try:
-            sock, _ = listener.accept()
-        except OSError:
-            return
+    while (sock := accepted(listener)) is not None:
         carrier = ref()
         if carrier is None or carrier.is_closed:
             sock.close()
