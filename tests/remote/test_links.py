@@ -99,6 +99,23 @@ def test_what_is_decrypted_already_is_read_whole_for_no_poll_tells_of_it() -> No
     assert len(link.read()) == 400
 
 
+@pytest.mark.parametrize("is_ssl", [True, False])
+def test_of_two_threads_only_one_is_in_an_encrypted_connection(
+    is_ssl: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that reads would meet one that sends."""
+    taken: list[bool] = []
+
+    class Looked(Plenty):
+        def recv_into(self, into: memoryview) -> int:
+            taken.append(link.lock.locked())
+            return super().recv_into(into)
+
+    link = Link(Looked(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link._is_ssl = is_ssl
+    assert link.read() and set(taken) == {is_ssl}
+
+
 @pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
 def test_what_waits_when_a_connection_ends_says_why(
     far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]
@@ -249,6 +266,22 @@ def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
         carrier.refuse(1)
         for wait in waits:
             assert isinstance(wait.exception(SOON), PeerDiedError)
+
+
+def test_nobody_joins_while_the_links_of_a_peer_are_looked_for(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    held: list[bool] = []
+
+    class Other:
+        @property
+        def rank(self) -> int:
+            held.append(carrier._cond._lock.locked())  # type: ignore[attr-defined]
+            return 2
+
+    carrier._links[-1] = Other()  # type: ignore[assignment]
+    carrier.refuse(1)
+    del carrier._links[-1]
+    assert held and all(held) and 1 not in carrier.alive()
 
 
 def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped, socket.socket]) -> None:

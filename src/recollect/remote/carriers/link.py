@@ -158,7 +158,11 @@ class Link:
         return n
 
     def _received(self, into: memoryview) -> int:
-        n = self.sock.recv_into(into)
+        if self._is_ssl:
+            with self.lock:  # two threads may not be in one TLS connection, not even one on each way
+                n = self.sock.recv_into(into)
+        else:
+            n = self.sock.recv_into(into)
         if n == 0:
             raise EOFError
         return n

@@ -348,7 +348,9 @@ class StreamCarrier:
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""
-        for link in [link for link in self._links.values() if link.rank == rank]:
+        with self._cond:
+            links = [link for link in self._links.values() if link.rank == rank]
+        for link in links:
             self._drop(link)
 
     # -- ending
