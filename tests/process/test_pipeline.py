@@ -24,7 +24,8 @@ from recollect.errors import (
     PrepareError,
 )
 from recollect.ipc.replay_buffer import ReplayBuffer
-from recollect.ipc.replay_pipelines import make_collector_pack, packing, serve_pack_requests
+from recollect.ipc.replay_pipelines import make_collector_pack, packer, packing, serve_pack_requests
+from recollect.ipc.replay_pipelines import slots as slots_module
 from recollect.ipc.replay_pipelines.slots import Bell, PackSlots
 
 pytestmark = pytest.mark.process
@@ -75,6 +76,12 @@ def taken(pipe: Pipeline, tick: int) -> None:
     pipe.after_tick()
 
 
+def look_never(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is woken, and does not find out by itself."""
+    for module in (slots_module, packing, packer):
+        monkeypatch.setattr(module, "SLICE_S", 25.0)
+
+
 def test_a_collector_packs(setting: Any) -> None:
     buf, pack = setting
     collector = Collector(buf, *pack)
@@ -106,18 +113,15 @@ def test_a_packing_collector_leaves_the_headroom_asked_for(setting: Any) -> None
     assert pack[2].result().snapshot_size == 44
 
 
-def test_a_waiting_collector_is_woken_by_the_request(setting: Any) -> None:
+def test_a_waiting_collector_is_woken_by_the_request(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_never(monkeypatch)
     buf, pack = setting
     collector = Collector(buf, *pack)
     with packed_by(buf, pack) as pipe:
-        took = []
         for t in range(5):
-            collector.tell("serve", 0.05)
-            start = time.monotonic()
+            collector.tell("serve", 30.0)
             taken(pipe, t)
-            took.append(time.monotonic() - start)
             assert collector.answer() == 1
-        assert min(took) < 0.04
     collector.kill()
 
 
@@ -293,7 +297,8 @@ def test_any_queue_will_do(setting: Any) -> None:
         q.join_thread()
 
 
-def test_closing_does_not_wait_for_the_collector(setting: Any) -> None:
+def test_closing_does_not_wait_for_the_collector(setting: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    look_never(monkeypatch)
     buf, pack = setting
     collector = Collector(buf, *pack)
     collector.do("enlist")
@@ -302,7 +307,7 @@ def test_closing_does_not_wait_for_the_collector(setting: Any) -> None:
     assert not pipe.wait_until_ready(0, N, timeout=0.02)
     start = Stopwatch()
     pipe.close()
-    assert start.s < 0.09
+    assert start.s < 1.0
     assert collector.do("serve") == 0  # the request was withdrawn
     pack[2].cleanup()
     with pytest.raises(ClosedError):

@@ -9,9 +9,9 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from dataclasses import replace
 from itertools import pairwise
+from statistics import median
 from typing import Any
 
 import numpy as np
@@ -348,14 +348,17 @@ class TestWaits:
 
     def test_wakes_a_sleeper(self) -> None:
         with Ring.create(SLOT, 2) as ring:
-            child = Actor(get=lambda: (get(ring, 30.0), time.monotonic()))
-            child.tell("get")
-            while not ring.native.reader():  # it is there
-                os.sched_yield()
-            threading.Event().wait(0.05)  # well asleep
-            put(ring, 1)
-            sent = time.monotonic()
-            assert child.answer()[1] - sent < 0.05  # not at the next look, 100 ms later
+            child, took = Actor(get=lambda: get(ring, 30.0)), list[float]()
+            for n in range(5):
+                child.tell("get")
+                while not ring.native.reader():  # it is there
+                    os.sched_yield()
+                threading.Event().wait(0.02)  # well asleep
+                start = Stopwatch()
+                put(ring, n)
+                assert child.answer() == n
+                took.append(start.s)
+            assert median(took) < 0.06  # not at the next look, 100 ms later
             child.kill()
 
     @pytest.mark.parametrize("by", ["work", "cleanup", "close"])
@@ -431,6 +434,12 @@ class ClosedMeanwhile:
 
 class TestTheEnd:
     def test_closing_wakes_everybody(self) -> None:
+        assert (
+            median(self.seconds_until_closed() for _ in range(5)) < 0.06
+        )  # not at the next look, 100 ms later
+
+    def seconds_until_closed(self) -> float:
+        """Until a writer that waits for a place hears that there will be none."""
         ring = Ring.create(SLOT, 2)
         other = ring.on_lane(0)
 
@@ -443,14 +452,15 @@ class TestTheEnd:
         writer.tell("fill")
         while ring.available() < 2:
             os.sched_yield()
-        threading.Event().wait(0.05)
-        ring.cleanup()
-        other.close()
+        threading.Event().wait(0.02)
         start = Stopwatch()
+        ring.cleanup()
         with pytest.raises(rc.ClosedError):
             writer.answer()
-        assert start.s < 0.09  # woken, not found out at the next look
+        took_s = start.s
+        other.close()
         writer.kill()
+        return took_s
 
     def test_in_another_process_cleanup_is_close(self) -> None:
         with Ring.create(SLOT, 2) as ring:
@@ -482,9 +492,9 @@ class TestTheEnd:
         threading.Event().wait(0.03)  # well asleep
         start = Stopwatch()
         ring.close()
-        thread.join(5)
+        thread.join(15)
         assert len(errors) == 1
-        assert start.s < 0.3
+        assert start.s < 1.0
         if other is not None:
             put(other, 3) if call != "claim" else other.skip()  # the other one goes on
             assert other.available() == 1

@@ -110,13 +110,13 @@ def main(kind: str, address: str, n: int) -> None:
     if kind == "mpi":
         Host(kind, address, -1, n, 0).serve()
         return
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
     if kind == "torch":
         import torch.distributed  # noqa: F401
     import recollect.remote.client
     import recollect.remote.manager  # noqa: F401
 
+    with socket.create_server(("127.0.0.1", 0)) as free:  # it is taken again soon, before others can take it
+        port = free.getsockname()[1]
     children = []
     for rank in range(n):
         children.append(os.fork())

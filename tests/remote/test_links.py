@@ -315,6 +315,22 @@ def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
             assert isinstance(wait.exception(SOON), PeerDiedError)
 
 
+def test_nobody_joins_while_the_links_of_a_peer_are_looked_for(piped: tuple[Piped, socket.socket]) -> None:
+    carrier, _ = piped
+    held: list[bool] = []
+
+    class Other:
+        @property
+        def rank(self) -> int:
+            held.append(carrier._cond._lock.locked())  # type: ignore[attr-defined]
+            return 2
+
+    carrier._links[-1] = Other()  # type: ignore[assignment]
+    carrier.refuse(1)
+    del carrier._links[-1]
+    assert held and all(held) and 1 not in carrier.alive()
+
+
 def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped, socket.socket]) -> None:
     carrier, other = piped
     sent = carrier.isend(1, 0, [bytes(1 << 20)])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
@@ -37,6 +38,7 @@ from recollect.remote import (
 )
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
+from recollect.remote.records import Phase
 from recollect.remote.timing import Timing
 from recollect.remote.wire import encode
 
@@ -600,7 +602,7 @@ def test_bad_values_stay_in_the_worker(rig: Any) -> None:
 
 def test_several_adds_make_one_container(rig: Any) -> None:
     r = rig()
-    with r.client(send_every=3) as replay:
+    with r.client(send_every=3, retry_s=10.0) as replay:
         got = [replay.add(samples([i], [0.0])) for i in range(4)]
         assert [g is None for g in got] == [True, True, False, True]
         assert replay.stats().pending == 1
@@ -678,9 +680,10 @@ def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
 
 
 def test_it_runs_once_at_a_time_and_close_tells_how_it_ended(rig: Any) -> None:
-    r = rig(limits=Limits(join_s=0.2), n=1)
+    r = rig(limits=Limits(join_s=60.0), n=1)
     with pytest.raises(RuntimeError, match="already running"):
         r.manager.start()
+    r.manager._book.limits = Limits(join_s=0.0)
     assert ended(r.manager)
     with pytest.raises(DeadlineError, match="no worker came"):
         r.manager.close()
@@ -738,7 +741,14 @@ def test_it_can_be_run_again(rig: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "call", [lambda m: m.add(samples([1], [0.0])), lambda m: m.sample(1), lambda m: m.stats()]
+    "call",
+    [
+        lambda m: m.add(samples([1], [0.0])),
+        lambda m: m.sample(1),
+        lambda m: m.stats(),
+        lambda m: m.exit_counter,
+        lambda m: m._comm_stats,
+    ],
 )
 def test_other_threads_wait_while_the_manager_works(call: Callable[[Any], Any]) -> None:
     m = manager()
@@ -913,3 +923,25 @@ def test_phases_have_their_figures_and_the_last_thousand() -> None:
         3.0,
     )
     assert timing.recent() == {"store": [2.0] * 1000}
+
+
+def test_phases_may_be_looked_at_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As by a thread that asks for `stats()` while the manager works."""
+    timing, told = Timing(True), []
+
+    class Looked(deque[float]):
+        def append(self, seconds: float) -> None:
+            timing.phases()
+            super().append(seconds)
+
+    def phase(*figures: float) -> Phase:
+        told.append(figures)
+        timing.add(f"after {len(told)} looks", 1.0)
+        return Phase(*figures)  # type: ignore[arg-type]
+
+    monkeypatch.setattr("recollect.remote.timing.deque", Looked)
+    timing.add("store", 1.0)
+    timing.add("send", 2.0)
+    monkeypatch.setattr("recollect.remote.timing.deque", deque)
+    monkeypatch.setattr("recollect.remote.timing.Phase", phase)
+    assert timing.phases() == {"store": Phase(1, 1.0, 1.0, 1.0, 1.0), "send": Phase(1, 2.0, 2.0, 2.0, 2.0)}

@@ -118,7 +118,7 @@ def test_a_killed_worker_costs_its_unfinished_frame_and_no_more() -> None:
         os.kill(victim.pid, signal.SIGKILL)
         victim.join(10)
         start = Stopwatch()
-        eventually(lambda: made.exit_counter == 1, 1.0)
+        eventually(lambda: made.exit_counter == 1)
         assert start.s < 1.0
         replay.add(samples([-1], [0.0]))
     made._thread.join(10)
@@ -164,7 +164,7 @@ def test_a_worker_that_does_not_read_delays_nobody() -> None:
         assert ready.wait(20)
         eventually(lambda: made.stats().senders.get(0) is not None and made.stats().senders[0].requests == 60)
         worst = usual()
-        assert worst < 0.1
+        assert worst < 1.0  # an answer that nobody takes is waited for for `send_s`
         stats = made.stats()
         assert stats.pending_sends <= made.limits.max_window + 1
     stop.set()

@@ -140,7 +140,7 @@ def test_what_is_over_before_it_begins_takes_no_message(n: int | None) -> None:
 
 def test_while_the_last_answers_leave_who_speaks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = Lazy()
-    m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=0.5))
+    m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=10.0))
     m._serving.answer([Reply(4, 0, [b"x"])], is_async=True)
     carrier.frames = [(5, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
     isend = carrier.isend

@@ -73,9 +73,9 @@ class TestProcess(RunnerContract):
 
         async def work(rig: Rig) -> None:
             data = {"path": str(path), "dies": dies}
-            limit = 20.0 if dies else 0.5
+            limit = 20.0 if dies else 2.0
             ident = await rig.submit(rr.Task(WORKFLOWS + "leaves_a_child", data, timeout_s=limit))
-            with pytest.raises(BatchFailed, match="WorkerDiedError" if dies else "limit of 0.5 s"):
+            with pytest.raises(BatchFailed, match="WorkerDiedError" if dies else "limit of 2 s"):
                 await rig.c.finalize_train_batch(ident, timeout=30)
             await rig.c.abort_batch(ident, reason="seen")
             async with asyncio.timeout(10.0):

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from recollect.testing import leftovers
 from recollect.testing.leftovers import leaves_nothing
 
 
@@ -75,21 +76,28 @@ def test_mapping_without_descriptor_is_seen() -> None:
     mapped.close()
 
 
-def test_name_in_dev_shm_that_is_removed_a_little_later_is_none() -> None:
-    path = Path("/dev/shm") / f"recollect-test-{os.getpid()}"
+@pytest.fixture
+def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A place of its own: in the real one other runs of the tests would see what is put there."""
+    assert Path("/dev/shm") == leftovers.SHM
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    return tmp_path
+
+
+def test_name_in_dev_shm_that_is_removed_a_little_later_is_none(shm: Path) -> None:
+    path = shm / "name"
     with leaves_nothing():
-        path.write_bytes(b"x")
+        path.touch()
         remover = threading.Timer(0.3, path.unlink)
         remover.start()
     assert not path.exists()
     remover.join()
 
 
-def test_name_in_dev_shm_is_seen() -> None:
-    path = Path("/dev/shm") / f"recollect-test-{os.getpid()}"
+def test_name_in_dev_shm_is_seen(shm: Path) -> None:
+    path = shm / "name"
     with pytest.raises(AssertionError, match=f"shared memory {path}"), leaves_nothing():
         path.touch()
-    path.unlink()
 
 
 def test_process_marker_applies_the_check(pytester: pytest.Pytester) -> None:

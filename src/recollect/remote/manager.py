@@ -114,7 +114,8 @@ class ReplayBufferManager:
     @property
     def exit_counter(self) -> int:
         """How many ranks have left."""
-        return self._book.n_left
+        with self._lock:
+            return self._book.n_left
 
     @property
     def _baseline_ema(self) -> float | None:
@@ -122,7 +123,8 @@ class ReplayBufferManager:
 
     @property
     def _comm_stats(self) -> dict[int, dict[str, Any]]:
-        return self._desk.shelf.comm_stats()
+        with self._lock:
+            return self._desk.shelf.comm_stats()
 
     @property
     def _timing_data(self) -> dict[str, list[float]]:

@@ -107,7 +107,7 @@ class CarrierContract:
         start = monotonic()
         with pytest.raises(DeadlineError, match=rf"tag 7.*rank {a.rank}"):
             b.recv(a.rank, 7, 0.05)
-        assert 0.04 < monotonic() - start < 2.0
+        assert 0.04 < monotonic() - start < SOON
         with pytest.raises(DeadlineError):
             a.recv(timeout=0.0)
 
@@ -130,7 +130,7 @@ class CarrierContract:
         block = np.arange(1 << 20, dtype=np.uint8)
         start = monotonic()
         handles = [a.isend(b.rank, 0, [block]) for _ in range(24)]
-        assert monotonic() - start < 5.0
+        assert monotonic() - start < SOON
         for _ in range(24):
             assert b.recv(timeout=SOON)[2] == block.data
         eventually(lambda: all(handle.is_complete() for handle in handles))
@@ -203,7 +203,7 @@ class CarrierContract:
             a.close()
             with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
                 waits.result(SOON)
-        eventually(lambda: a.rank not in b.alive(), 1.0)
+        eventually(lambda: a.rank not in b.alive())
         assert bytes(b.recv(a.rank, timeout=SOON)[2]) == b"last"
         with pytest.raises(PeerDiedError, match=f"rank {a.rank}"):
             b.recv(a.rank, timeout=SOON)

@@ -43,7 +43,7 @@ def leftovers(before: Holdings, after: Holdings) -> list[str]:
         *(f"child process {pid} ({_command(pid)})" for pid in sorted(after.children - before.children)),
         *(f"descriptor {descriptor}" for descriptor in sorted(after.descriptors - before.descriptors)),
         *(f"{n} more mapping(s) of {name}" for name, n in sorted((after.mappings - before.mappings).items())),
-        *(f"shared memory /dev/shm/{name}" for name in shm_names),
+        *(f"shared memory {SHM / name}" for name in shm_names),
     ]
 
 

@@ -6,8 +6,8 @@ import csv
 import inspect
 import itertools
 import threading
-import time
 from pathlib import Path
+from statistics import median
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -430,12 +430,12 @@ def test_the_packer_wakes_with_the_row_it_waits_for() -> None:
         for t in range(5):
             pipe.start_prepare(t, N, buf.ptr + 1)
             pipe.wait_until_ready(t, N, timeout=0.01)
-            start = time.monotonic()
+            start = Stopwatch()
             add(buf, 1)
             pipe.sample_large_batch(t, N)
-            took.append(time.monotonic() - start)
+            took.append(start.s)
             pipe.after_tick()
-        assert min(took) < 0.02
+        assert min(took) < 0.05
 
 
 def test_a_floor_that_is_not_reached_is_a_deadline_error_once() -> None:
@@ -616,12 +616,21 @@ def test_a_wait_that_takes_too_long_leaves_the_tick_pending(wait: str) -> None:
         with pytest.raises(WrongTickError, match="tick 0 is pending"):
             pipe.start_prepare(1, N)
         gate.open()
+        assert pipe._cold is not None
+        pipe._cold.done.get(timeout=20)
         assert len(pipe.sample_large_batch(0, N)["obs"]) == N
         assert pipe.stats().started == 1 and pipe.stats().failed == 0
 
 
 @pytest.mark.parametrize("wait", ["sample_large_batch", "wait_until_ready", "wait_ready"])
 def test_close_wakes_whoever_waits(wait: str) -> None:
+    took = [seconds_to_close(wait) for _ in range(5)]
+    # The packer was woken too, not joined at the end of its slice.
+    assert median(closed for closed, _ in took) < 0.09 and median(heard for _, heard in took) < 0.09
+
+
+def seconds_to_close(wait: str) -> tuple[float, float]:
+    """Seconds until a pipeline was closed, and until one who waits for a batch heard of it."""
     with buffer(4) as buf:
         pipe = pipeline(buf)
         pipe.start_prepare(0, N, 5)
@@ -638,10 +647,11 @@ def test_close_wakes_whoever_waits(wait: str) -> None:
         wait_until(lambda: sleeps_in(thread, "_rings"), 20.0)
         start = Stopwatch()
         pipe.close()
-        assert start.s < 0.09  # the packer was woken too, not joined at the end of its slice
+        closed_s = start.s
         thread.join(10)
-        ((error, took_s),) = errors
-        assert isinstance(error, ClosedError) and took_s < 0.09
+        ((error, heard_s),) = errors
+        assert isinstance(error, ClosedError)
+        return closed_s, heard_s
 
 
 def test_close_wakes_whoever_waits_for_a_packer_that_hangs() -> None:

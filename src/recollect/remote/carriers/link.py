@@ -163,7 +163,7 @@ class Link:
 
     def _received(self, into: memoryview) -> int:
         if self._is_ssl:
-            with self.lock:  # OpenSSL's connection is not to be entered by two threads, one of which sends
+            with self.lock:  # two threads may not be in one TLS connection, not even one on each way
                 n = self.sock.recv_into(into)
         else:
             n = self.sock.recv_into(into)
