@@ -160,6 +160,31 @@ def test_two_that_join_at_once_are_given_two_ranks(server: TcpCarrier) -> None:
     assert len(set(given)) == 2 and server.alive() == {0}  # until they are let in
 
 
+def test_of_two_that_ask_for_one_rank_at_once_one_is_refused(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, both = server._given, threading.Barrier(2)
+
+    def slow(asked: int, session: bytes) -> tuple[int, int]:
+        found = given(asked, session)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other one, in vain
+        return found
+
+    def join() -> TcpCarrier | None:
+        with suppress(AuthError):
+            return TcpCarrier.join([server.address], token=TOKEN, rank=5)
+        return None
+
+    monkeypatch.setattr(server, "_given", slow)
+    with ThreadPoolExecutor() as pool:
+        joined = [joining.result(SOON) for joining in [pool.submit(join) for _ in range(2)]]
+    (one,) = [carrier for carrier in joined if carrier is not None]
+    one.send(0, 0, [b"hello"], SOON)
+    assert server.recv(5, timeout=SOON)[0] == 5
+    one.close()
+
+
 def test_the_rank_of_one_who_left_is_free_at_once(server: TcpCarrier) -> None:
     for _ in range(3):
         TcpCarrier.join([server.address], token=TOKEN, rank=1).close()

@@ -72,6 +72,7 @@ class TcpCarrier(StreamCarrier):
         self._sessions: dict[int, bytes] = {}
         self._next_rank = 0
         self._strangers = 0
+        self._admission = threading.Lock()
         self._banned: set[int] = set()
         self.refused = 0  # strangers without a proof
         self.address: str | None = None
@@ -224,12 +225,13 @@ class TcpCarrier(StreamCarrier):
             if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
                 sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
-            status, rank = self._given(asked, session)
             proof = self._proof(b"serve", nonce, mine)
-            if status == _OK:
-                self._sessions[rank] = session
-                self._answer_and_admit(sock, rank, proof)
-            else:
+            with self._admission:  # or two who ask for one rank at once would both be given it
+                status, rank = self._given(asked, session)
+                if status == _OK:
+                    self._sessions[rank] = session
+                    self._answer_and_admit(sock, rank, proof)
+            if status != _OK:
                 sock.sendall(_ANSWER.pack(status, -1, self.rank, self.max_frame, proof))
                 sock.close()
         except (OSError, EOFError, struct.error, RuntimeError, ValueError):
