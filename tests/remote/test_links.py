@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -777,3 +778,27 @@ def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -
         alone.close()
         with pytest.raises(ClosedError, match="was closed"):
             looking.result(SOON)
+
+
+def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
+    alone: LocalCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two, what one thread sends second might arrive first."""
+    there, both = LocalCarrier(alone.group_id, 1, 2), threading.Barrier(2)
+    there.alive()
+    monkeypatch.setattr(LocalCarrier, "_neighbour", lambda self, dest: None)  # as if in another process
+    connected = alone._connected
+
+    def slow(dest: int) -> Link | None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return connected(dest)
+
+    monkeypatch.setattr(alone, "_connected", slow)
+    monkeypatch.setattr(local, "_check_same_user", lambda sock: -1)
+    with ThreadPoolExecutor() as pool:
+        for sending in [pool.submit(alone.send, 1, 0, [b"x"], SOON) for _ in range(2)]:
+            sending.result(SOON)
+    assert len(alone._links) == 1
+    assert [bytes(there.recv(timeout=SOON)[2]) for _ in range(2)] == [b"x", b"x"]
+    there.close()
