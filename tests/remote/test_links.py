@@ -773,7 +773,7 @@ def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatc
 
 def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -> None:
     with ThreadPoolExecutor() as pool:
-        looking = pool.submit(alone.reconnect, 1, 10 * SOON)
+        looking = pool.submit(alone.reconnect, 1, 2 * SOON)
         eventually(lambda: alone._epoll is not None)
         alone.close()
         with pytest.raises(ClosedError, match="was closed"):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, 
 from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.carriers import tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.messages import Sample
 from recollect.remote.wire import encode
 from recollect.testing import CarrierContract
@@ -377,6 +379,52 @@ def test_a_host_that_cannot_be_found_is_looked_for_as_long_as_told(
     monkeypatch.undo()
     worker.reconnect(0, SOON)
     worker.close()
+
+
+def test_a_machine_that_is_away_is_looked_for_as_long_as_told(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.close()
+    eventually(lambda: 0 not in worker.alive())
+
+    def nowhere(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EHOSTUNREACH, "no route to host")
+
+    monkeypatch.setattr(tcp.socket, "create_connection", nowhere)
+    with pytest.raises(DeadlineError, match="no route to host"):
+        TcpCarrier.join(["10.1.2.3:4"], token=TOKEN, timeout=0.05)
+    with pytest.raises(PeerDiedError, match="no route to host"):
+        worker.reconnect(0, 0.05)
+    worker.link_others({7: "10.1.2.3:4"})
+    worker.close()
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 600], ids=["at once", "in its greeting", "after it"])
+def test_one_who_vanishes_in_an_encrypted_handshake_is_looked_for_again(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], n_read: int
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def vanish() -> None:
+        while (sock := accepted(listener)) is not None:
+            if n_read > 1:
+                with suppress(OSError):
+                    sock = contexts[0].wrap_socket(sock, server_side=True)
+            if n_read:
+                sock.recv(n_read)
+            sock.close()
+
+    thread = threading.Thread(target=vanish, daemon=True)
+    thread.start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with pytest.raises(DeadlineError, match="nobody answered"):
+            TcpCarrier.join([address], token=TOKEN, ssl_context=contexts[1], timeout=0.2)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SOON)
+        listener.close()
 
 
 def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
@@ -769,8 +817,8 @@ def test_who_knocks_in_vain_hears_of_close(server: TcpCarrier, call: str) -> Non
     server.close()
     eventually(lambda: 0 not in worker.alive())
     knocks = {
-        "reconnect": lambda: worker.reconnect(0, 10 * SOON),
-        "link": lambda: worker.link([server.address], 10 * SOON),
+        "reconnect": lambda: worker.reconnect(0, 2 * SOON),
+        "link": lambda: worker.link([server.address], 2 * SOON),
     }
     with ThreadPoolExecutor() as pool:
         knocking = pool.submit(knocks[call])

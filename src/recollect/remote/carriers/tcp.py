@@ -11,6 +11,7 @@ are read of a stranger, for at most 5 s, and at most 64 of them are listened to.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -39,6 +40,7 @@ _ANSWER = struct.Struct("<IqqQ32s")
 _MAGIC, _VERSION = b"RCTC", 1
 # A machine that vanished is seen within 20 s.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
+_TRY_AGAIN = (ConnectionError, TimeoutError, socket.gaierror)
 _OK, _WRONG_TOKEN, _RANK_TAKEN, _SHUT_OUT = range(4)
 _WHY = {
     _WRONG_TOKEN: "the token does not match; set RECOLLECT_TOKEN to the manager's",
@@ -135,7 +137,7 @@ class TcpCarrier(StreamCarrier):
                 try:
                     self._join(address, max(0.05, end - monotonic()))
                     break
-                except (ConnectionError, TimeoutError, socket.gaierror) as error:
+                except _TRY_AGAIN as error:
                     if monotonic() >= end:
                         raise DeadlineError(
                             f"{address}: nobody answered within {timeout:g} s ({error})"
@@ -148,7 +150,7 @@ class TcpCarrier(StreamCarrier):
             if rank in self._addresses:
                 continue
             self._addresses[rank] = address
-            with suppress(ConnectionError, TimeoutError):
+            with suppress(*_TRY_AGAIN):
                 self._join(address, check_timeout(timeout))
 
     @property
@@ -165,7 +167,7 @@ class TcpCarrier(StreamCarrier):
     # -- joining
 
     def _join(self, address: str, timeout: float) -> None:
-        sock = socket.create_connection(_split(address), timeout=timeout)
+        sock = _connected(address, timeout)
         try:
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=_split(address)[0])
@@ -179,7 +181,7 @@ class TcpCarrier(StreamCarrier):
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
                 raise AuthError(f"{address}: the other side does not know the token; is it the right one?")
-        except EOFError:
+        except (EOFError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
             sock.close()
             raise ConnectionResetError("closed before it answered") from None
         except BaseException:
@@ -301,7 +303,7 @@ class TcpCarrier(StreamCarrier):
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
-            except (ConnectionError, TimeoutError, socket.gaierror) as error:
+            except _TRY_AGAIN as error:
                 left = end - monotonic()
                 if left <= 0:
                     raise PeerDiedError(f"rank {dest}: does not answer at {address} ({error})") from None
@@ -339,6 +341,16 @@ def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
             continue
         threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True).start()
         del carrier
+
+
+def _connected(address: str, timeout: float) -> socket.socket:
+    """A connection to an address; ConnectionError if there is no way to it, which may change."""
+    try:
+        return socket.create_connection(_split(address), timeout=timeout)
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
+            raise ConnectionError(error.errno, error.strerror) from None
+        raise
 
 
 def _exactly(sock: socket.socket, n: int, end: float) -> bytes:
