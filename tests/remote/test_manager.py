@@ -35,6 +35,7 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
+from recollect.remote import timing as timings
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
 from recollect.remote.timing import Timing
@@ -898,6 +899,21 @@ def test_stats_are_a_record_of_one_moment() -> None:
             stats.offered = 5  # type: ignore[misc]
         m.add(samples([1], [0.0]))
         assert stats.offered == stats.live == 0
+
+
+def test_who_reads_the_figures_is_not_disturbed_by_a_new_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, phase, is_there = Timing(True), timings.Phase, threading.Event()
+    timing.add("recv", 1.0)
+    timing.add("store", 1.0)
+
+    def late(*figures: Any) -> Any:
+        threading.Thread(target=lambda: (timing.add("send", 1.0), is_there.set()), daemon=True).start()
+        is_there.wait(0.1)  # in vain while they are read
+        return phase(*figures)
+
+    monkeypatch.setattr(timings, "Phase", late)
+    assert set(timing.phases()) == {"recv", "store"}
+    assert is_there.wait(10.0)
 
 
 def test_phases_have_their_figures_and_the_last_thousand() -> None:
