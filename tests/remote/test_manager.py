@@ -35,6 +35,7 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
+from recollect.remote import manager as managers
 from recollect.remote import timing as timings
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
@@ -723,6 +724,45 @@ def test_run_returns_when_the_carrier_is_closed() -> None:
         ends[1].close()
         assert m.run().live == 1 and not m.is_running
     ends[0].close()
+
+
+def test_close_waits_for_a_run_in_whatever_thread(tmp_path: Path) -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(n=None, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path / "dump"))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(m.run)
+        with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
+            replay.add(samples([1], [0.0]))
+        m.close()
+        assert running.result(10.0).live == 1
+    for end in ends:
+        end.close()
+
+
+def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(obj: Any, sender_rank: int = -1) -> dict[str, float]:
+        begun.set()
+        assert go_on.wait(20.0)
+        return {}
+
+    monkeypatch.setattr(managers, "_END_S", 0.1)
+    ends = LocalCarrier.group(2)
+    m = manager(
+        n=None, communication_backend=ends[1], scoring_function=hang, limits=Limits(drain_s=0.0)
+    ).start()
+    replay = RemoteReplay(SAMPLE, 1, ends[0], mode="async_comm", deadline=10.0)
+    replay.add(samples([1], [0.0]))
+    assert begun.wait(10.0)
+    with pytest.raises(DeadlineError, match="does its scoring function hang"):
+        m.close()
+    go_on.set()
+    m._thread.join(10.0)
+    m.close()
+    assert m.stats().live == 1
+    for end in ends:
+        end.close()
 
 
 def test_it_can_be_run_again(rig: Any) -> None:
