@@ -233,6 +233,38 @@ def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(serve
     worker.close()
 
 
+def test_strangers_are_heard_no_longer_than_a_carrier_is_open(server: TcpCarrier) -> None:
+    assert server.address is not None
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOON) as stranger:
+        eventually(lambda: len(server._greeting) == 1)
+        (thread,) = server._greeting
+        server.close()
+        assert not thread.is_alive() and not server._greeting
+        assert stranger.recv(1) == b""
+
+
+def test_a_forked_child_holds_no_stranger_of_its_parent(server: TcpCarrier) -> None:
+    """It would keep that connection open after its parent's end."""
+    assert server.address is not None
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOON):
+        eventually(lambda: len(server._greeting) == 1)
+        (sock,) = server._greeting.values()
+        fd, mine = sock.fileno(), os.readlink(f"/proc/self/fd/{sock.fileno()}")
+
+        def holds() -> None:
+            with suppress(OSError):
+                os._exit(os.readlink(f"/proc/self/fd/{fd}") == mine)
+            os._exit(0)
+
+        child = multiprocessing.get_context("fork").Process(target=holds)
+        child.start()
+        child.join(SOON)
+        assert child.exitcode == 0
+        child.close()
+
+
 def test_strangers_are_heard_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp, "PROOF_S", 0.2)
     server = TcpCarrier.serve(0, token=TOKEN)

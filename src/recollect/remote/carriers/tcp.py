@@ -74,6 +74,7 @@ class TcpCarrier(StreamCarrier):
         self._sessions: dict[int, bytes] = {}
         self._next_rank = 0
         self._strangers = 0
+        self._greeting: dict[threading.Thread, socket.socket] = {}  # who listens to which of them
         self._admission = threading.Lock()
         self._banned: set[int] = set()
         self.refused = 0  # strangers without a proof
@@ -243,6 +244,7 @@ class TcpCarrier(StreamCarrier):
         finally:
             with self._cond:
                 self._strangers -= 1
+                self._greeting.pop(threading.current_thread(), None)
 
     def _answer_and_admit(self, sock: socket.socket, rank: int, proof: bytes) -> None:
         """The answer is the first to leave by the new link: once a peer has joined, it is known here."""
@@ -318,9 +320,17 @@ class TcpCarrier(StreamCarrier):
             self._listener.close()
         if self._acceptor is not None:
             self._acceptor.join(5.0)
+        with self._cond:
+            greeting = list(self._greeting.items())
+        for thread, sock in greeting:
+            with suppress(OSError):  # it has ended, or speaks TLS by now: then it has its few seconds
+                sock.shutdown(socket.SHUT_RDWR)
+                thread.join(1.0)
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
+        for sock in self._greeting.values():
+            sock.close()
         if self._listener is not None:
             self._listener.close()
         self.is_closed = True
@@ -339,8 +349,11 @@ def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
             carrier.refused += 1
             sock.close()
             continue
-        threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True).start()
-        del carrier
+        thread = threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True)
+        with carrier._cond:
+            carrier._greeting[thread] = sock
+        thread.start()
+        del carrier, thread
 
 
 def _connected(address: str, timeout: float) -> socket.socket:
