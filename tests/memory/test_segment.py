@@ -5,16 +5,19 @@ from __future__ import annotations
 import gc
 import os
 import pickle
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.killing import in_child
 
 import recollect as rc
 from recollect import _core
 from recollect.errors import ClosedError
 from recollect.memory import segment as segments
+from recollect.memory import shared
 from recollect.memory.latest import Latest
 from recollect.memory.ring import Ring
 from recollect.memory.rows import Rows
@@ -92,12 +95,12 @@ def test_a_mailbox_closed_in_the_middle_of_a_call_says_so(
 def test_memory_that_was_given_up_says_so() -> None:
     """To a thread that had it in hand."""
     ring = Ring.create({"x": ((2,), "int64")})
-    shared = ring._open()
+    slots = ring._open()
     ring.close()
     with pytest.raises(ClosedError, match="was closed"):
-        shared.mapping.view(0, 8)
+        slots.mapping.view(0, 8)
     with pytest.raises(ClosedError, match="was closed"):
-        shared.name
+        slots.name
     rows = Rows.in_shared(LAYOUT, 8)
     segment = rows._open()
     rows.close()
@@ -118,3 +121,24 @@ def test_a_replay_buffer_closed_in_the_middle_of_a_call_says_so(monkeypatch: pyt
     monkeypatch.setattr(buffer._rows, "check_open", late)
     with pytest.raises(ClosedError, match="was closed"):
         buffer.ptr
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("module", [shared, segments], ids=["shared", "rows"])
+def test_a_child_forked_while_a_thread_attaches_can_attach_too(module: Any) -> None:
+    held = threading.Event()
+
+    def attach() -> None:
+        with module._lock:
+            held.set()
+            threading.Event().wait(0.1)  # the fork comes meanwhile
+
+    def work() -> None:
+        assert module._lock.acquire(timeout=5.0)
+
+    thread = threading.Thread(target=attach)
+    thread.start()
+    assert held.wait(5.0)
+    in_child(work)
+    thread.join()
+    assert not module._lock.locked()

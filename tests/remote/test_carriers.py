@@ -368,6 +368,34 @@ def test_the_name_torch_is_one_carrier(monkeypatch: pytest.MonkeyPatch) -> None:
     second.close()
 
 
+def test_two_threads_that_ask_for_torch_at_once_make_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks gather once: a second time would wait for them in vain."""
+    made, both = Distributed(socket.gethostname()), threading.Barrier(2)
+
+    def slow(group: Any = None) -> None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other thread, in vain
+
+    monkeypatch.setattr(made, "barrier", slow)
+    monkeypatch.setattr(torch, "_distributed", lambda: made)
+    monkeypatch.setattr(torch, "_the_carrier", None)
+    with ThreadPoolExecutor() as pool:
+        a, b = pool.map(carrier_of, ["torch", "torch"])
+    assert a is b
+    a.close()
+
+
+def test_a_torch_rank_whose_peers_died_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, threads = Distributed(socket.gethostname()), set(threading.enumerate())
+    monkeypatch.setattr(made, "barrier", lambda group: 1 / 0)
+    monkeypatch.setattr(torch, "_distributed", lambda: made)
+    with pytest.raises(ZeroDivisionError):
+        TorchCarrier()
+    assert set(threading.enumerate()) <= threads
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.1", int(made.gathered[1].rpartition(":")[2])), SOON)
+
+
 def test_torch_must_be_initialised(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Distributed("elsewhere")
     made.is_initialized = lambda: False  # type: ignore[method-assign]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import tempfile
+import threading
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,11 @@ from tests.remote.make import SAMPLE, samples
 
 from recollect.remote import Checkpoint, ReplayBufferManager
 from recollect.remote.carriers.base import check_rank
+from recollect.remote.forwarding import Forwarder
+from recollect.remote.items import item_space
+from recollect.remote.packed import Packed
 from recollect.remote.wire import MAX_FRAME, decode, joined
+from recollect.testing.carrier_contract import SOON
 
 FIRST, LAST = 1, 2
 
@@ -210,3 +215,37 @@ def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path
         pair.look_until_quiet()
     assert pair.last.buffer[:]["id"].tolist() == [2, 3, 4, 5]
     pair.close()
+
+
+def test_who_asks_how_it_goes_is_not_disturbed_by_the_thread_that_sends() -> None:
+    forwarder, sent = Forwarder(item_space(SAMPLE), FIRST, LAST), Sent()
+    forwarder._session.is_ready = True
+    begun, is_sent = threading.Event(), threading.Event()
+    packed = item_space(SAMPLE).encode(samples([0, 1], np.zeros(2)))
+
+    class Seen(Packed):
+        @property
+        def n(self) -> int:  # type: ignore[override]
+            if threading.current_thread() is threading.main_thread():
+                begun.set()
+                is_sent.wait(0.1)  # in vain while it is asked
+            return 2
+
+        @n.setter
+        def n(self, n: int) -> None:
+            pass
+
+    def send() -> None:
+        assert begun.wait(SOON)
+        forwarder.work(sent)
+        is_sent.set()
+
+    for _ in range(2):
+        forwarder.take(Seen(2, packed.rows, packed.lengths, packed.fields))
+    begun.clear()
+    is_sent.clear()
+    thread = threading.Thread(target=send, daemon=True)
+    thread.start()
+    assert forwarder.stats().pending == 4
+    assert is_sent.wait(SOON) and sent.frames
+    thread.join(SOON)

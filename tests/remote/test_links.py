@@ -11,6 +11,7 @@ import struct
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,6 +20,7 @@ import pytest
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
 from recollect.remote.carriers import local
+from recollect.remote.carriers.absent import Absent
 from recollect.remote.carriers.bell import Bell
 from recollect.remote.carriers.inbox import Inbox
 from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
@@ -788,8 +790,83 @@ def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatc
 
 def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -> None:
     with ThreadPoolExecutor() as pool:
-        looking = pool.submit(alone.reconnect, 1, 10 * SOON)
+        looking = pool.submit(alone.reconnect, 1, 2 * SOON)
         eventually(lambda: alone._epoll is not None)
         alone.close()
         with pytest.raises(ClosedError, match="was closed"):
             looking.result(SOON)
+
+
+def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
+    alone: LocalCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By two, what one thread sends second might arrive first."""
+    there, both = LocalCarrier(alone.group_id, 1, 2), threading.Barrier(2)
+    there.alive()
+    monkeypatch.setattr(LocalCarrier, "_neighbour", lambda self, dest: None)  # as if in another process
+    connected = alone._connected
+
+    def slow(dest: int) -> Link | None:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)
+        return connected(dest)
+
+    monkeypatch.setattr(alone, "_connected", slow)
+    monkeypatch.setattr(local, "_check_same_user", lambda sock: -1)
+    with ThreadPoolExecutor() as pool:
+        for sending in [pool.submit(alone.send, 1, 0, [b"x"], SOON) for _ in range(2)]:
+            sending.result(SOON)
+    assert len(alone._links) == 1
+    assert [bytes(there.recv(timeout=SOON)[2]) for _ in range(2)] == [b"x", b"x"]
+    there.close()
+
+
+class Coming(StreamCarrier):
+    """Rank 0, to which rank 1 comes when it is told so."""
+
+    come: Link | None = None
+
+    def _link_to(self, dest: int) -> Link | None:
+        if self.come is not None and dest not in self._outward:
+            self._add(self.come, outward=True)
+        return self._outward.get(dest)
+
+
+@pytest.mark.parametrize("when", ["first", "put", "_send_some"])
+def test_a_frame_given_up_as_its_peer_comes_leaves_whole_or_not_at_all(
+    monkeypatch: pytest.MonkeyPatch, when: str
+) -> None:
+    """Its sender gives up while another thread, who leads, is about to send it, or in the middle of that."""
+    near, other = socket.socketpair()
+    carrier, block = Coming(0, None, 8 << 20), bytearray(8 << 20)
+    monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)
+    waiting, behind = carrier.isend(1, 0, [block]), carrier.isend(1, 0, [b"behind"])
+    kind = Absent if when == "first" else Link
+    real, done = getattr(kind, when), threading.Event()
+
+    def give_up() -> None:
+        carrier._give_up(waiting)
+        done.set()
+
+    def meanwhile(*args: Any) -> Any:
+        outcome = real(*args) if when != "put" else None
+        monkeypatch.setattr(kind, when, real)
+        threading.Thread(target=give_up, daemon=True).start()
+        done.wait(0.2)  # in vain where a lock is held
+        return outcome if when != "put" else real(*args)
+
+    monkeypatch.setattr(kind, when, meanwhile)
+    carrier.come = Link(near, 1, 8 << 20)
+    carrier.alive()
+    assert done.wait(SOON)
+    if when == "_send_some":  # it was half sent, and ends with its connection
+        with pytest.raises(PeerDiedError, match="rank 1"):
+            waiting.is_complete()
+        assert 1 not in carrier.alive()
+    else:
+        with pytest.raises(DeadlineError, match="given up"):
+            waiting.is_complete()
+        assert behind.is_complete() and read(other, 22) == framed(b"behind", 0)
+    block.clear()  # it is free again
+    carrier.close()
+    other.close()

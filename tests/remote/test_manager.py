@@ -36,6 +36,8 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
+from recollect.remote import manager as managers
+from recollect.remote import timing as timings
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
 from recollect.remote.records import Phase
@@ -727,6 +729,45 @@ def test_run_returns_when_the_carrier_is_closed() -> None:
     ends[0].close()
 
 
+def test_close_waits_for_a_run_in_whatever_thread(tmp_path: Path) -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(n=None, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path / "dump"))
+    with ThreadPoolExecutor() as pool:
+        running = pool.submit(m.run)
+        with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
+            replay.add(samples([1], [0.0]))
+        m.close()
+        assert running.result(10.0).live == 1
+    for end in ends:
+        end.close()
+
+
+def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def hang(obj: Any, sender_rank: int = -1) -> dict[str, float]:
+        begun.set()
+        assert go_on.wait(20.0)
+        return {}
+
+    monkeypatch.setattr(managers, "_END_S", 0.1)
+    ends = LocalCarrier.group(2)
+    m = manager(
+        n=None, communication_backend=ends[1], scoring_function=hang, limits=Limits(drain_s=0.0)
+    ).start()
+    replay = RemoteReplay(SAMPLE, 1, ends[0], mode="async_comm", deadline=10.0)
+    replay.add(samples([1], [0.0]))
+    assert begun.wait(10.0)
+    with pytest.raises(DeadlineError, match="does its scoring function hang"):
+        m.close()
+    go_on.set()
+    m._thread.join(10.0)
+    m.close()
+    assert m.stats().live == 1
+    for end in ends:
+        end.close()
+
+
 def test_it_can_be_run_again(rig: Any) -> None:
     r = rig(n=1, workers=1)
     for i in range(2):
@@ -908,6 +949,21 @@ def test_stats_are_a_record_of_one_moment() -> None:
             stats.offered = 5  # type: ignore[misc]
         m.add(samples([1], [0.0]))
         assert stats.offered == stats.live == 0
+
+
+def test_who_reads_the_figures_is_not_disturbed_by_a_new_phase(monkeypatch: pytest.MonkeyPatch) -> None:
+    timing, phase, is_there = Timing(True), timings.Phase, threading.Event()
+    timing.add("recv", 1.0)
+    timing.add("store", 1.0)
+
+    def late(*figures: Any) -> Any:
+        threading.Thread(target=lambda: (timing.add("send", 1.0), is_there.set()), daemon=True).start()
+        is_there.wait(0.1)  # in vain while they are read
+        return phase(*figures)
+
+    monkeypatch.setattr(timings, "Phase", late)
+    assert set(timing.phases()) == {"recv", "store"}
+    assert is_there.wait(10.0)
 
 
 def test_phases_have_their_figures_and_the_last_thousand() -> None:

@@ -5,9 +5,13 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
+import weakref
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from itertools import count
 from types import ModuleType
 from typing import Any
@@ -260,6 +264,55 @@ def test_the_name_is_one_carrier_over_the_world(module: Mpi) -> None:
     second = carrier_of("mpi")
     assert second is not first
     second.close()
+
+
+def test_two_threads_that_ask_for_it_at_once_make_one(module: Mpi, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other ranks make one: a second would wait for them in vain."""
+    both, duplicate = threading.Barrier(2), Comm.Idup
+
+    def slow(comm: Comm) -> Any:
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other thread, in vain
+        return duplicate(comm)
+
+    monkeypatch.setattr(Comm, "Idup", slow)
+    with ThreadPoolExecutor() as pool:
+        a, b = pool.map(carrier_of, ["mpi", "mpi"])
+    assert a is b
+    a.close()
+
+
+def test_mpi_is_entered_by_one_thread_at_a_time_whatever_their_carriers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    inside, both, probe = [0, 0], threading.Barrier(2), Comm.Improbe
+
+    def slow(comm: Comm, *args: Any) -> Any:
+        inside[0] += 1
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.1)  # for the other thread, in vain
+        inside[1] = max(inside)
+        inside[0] -= 1
+        return probe(comm, *args)
+
+    monkeypatch.setattr(Comm, "Improbe", slow)
+    made = [*ends(1), *ends(1)]
+    with ThreadPoolExecutor() as pool:
+        for waiting in [pool.submit(carrier.recv, timeout=0.0) for carrier in made]:
+            assert isinstance(waiting.exception(10.0), DeadlineError)
+    assert inside == [0, 1]
+
+
+def test_what_mpi_may_still_read_outlives_the_carrier(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mpi, "monotonic", count().__next__)
+    monkeypatch.setattr(mpi, "_unsent", [])
+    carrier, _ = ends(2)
+    frame = weakref.ref(carrier.isend(1, 0, [bytes(8192)]))
+    carrier.close()
+    del carrier, _
+    gc.collect()
+    handle = frame()
+    assert handle is not None and len(handle.frame) == 8192
 
 
 def test_after_finalize_nothing_touches_mpi(module: Mpi) -> None:

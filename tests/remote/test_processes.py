@@ -28,6 +28,7 @@ from recollect.remote import (
     TcpCarrier,
     launch,
     launching,
+    open_clients,
     rank_layout,
 )
 from recollect.testing import FaultyCarrier
@@ -190,6 +191,23 @@ def test_a_client_never_closed_says_exit_with_its_undelivered_items() -> None:
     made._thread.join(10)
     assert made.exit_counter == 1
     assert made.stats().senders[0].undelivered == 3
+    made.close()
+    child.close()
+    for end in ends:
+        end.close()
+
+
+def test_a_child_that_ends_says_nothing_for_its_parents_clients() -> None:
+    ends = LocalCarrier.group(2)
+    made = ReplayBufferManager(SAMPLE, 1, 1, communication_backend=ends[1]).start()
+    with RemoteReplay(SAMPLE, 1, ends[0]) as replay:
+        replay.add(samples([0], [0.0]))
+        assert replay in open_clients._open.values()
+        child = FORK.Process(target=lambda: os._exit(len(open_clients._open)))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        replay.add(samples([1], [0.0]))
     made.close()
     child.close()
     for end in ends:

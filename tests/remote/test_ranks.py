@@ -191,3 +191,17 @@ def test_processes_of_other_machines_and_unknown_ones_are_not_looked_for_here(se
     b.admit(1, HOST, 0, 0.0)
     b.tick(0.1, ALL, sees_death)
     assert b.states() == {0: "present", 1: "present"}
+
+
+def test_who_counts_is_not_disturbed_by_one_who_comes() -> None:
+    """`exit_counter` is looked at by other threads than the manager's."""
+    ranks = book(None)
+
+    class Seen:
+        @property
+        def state(self) -> str:
+            ranks.admit(len(ranks.workers), HOST, 0, 0.0)
+            return "left"
+
+    ranks.workers[0] = ranks.workers[1] = Seen()  # type: ignore[assignment]
+    assert (ranks.n_left, ranks.n_present) == (2, 2)

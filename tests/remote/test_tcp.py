@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hmac
 import multiprocessing
 import os
@@ -27,6 +28,7 @@ from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, 
 from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.carriers import tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
+from recollect.remote.carriers.listening import accepted
 from recollect.remote.messages import Sample
 from recollect.remote.wire import encode
 from recollect.testing import CarrierContract
@@ -160,6 +162,31 @@ def test_two_that_join_at_once_are_given_two_ranks(server: TcpCarrier) -> None:
     assert len(set(given)) == 2 and server.alive() == {0}  # until they are let in
 
 
+def test_of_two_that_ask_for_one_rank_at_once_one_is_refused(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given, both = server._given, threading.Barrier(2)
+
+    def slow(asked: int, session: bytes) -> tuple[int, int]:
+        found = given(asked, session)
+        with suppress(threading.BrokenBarrierError):
+            both.wait(0.2)  # for the other one, in vain
+        return found
+
+    def join() -> TcpCarrier | None:
+        with suppress(AuthError):
+            return TcpCarrier.join([server.address], token=TOKEN, rank=5)
+        return None
+
+    monkeypatch.setattr(server, "_given", slow)
+    with ThreadPoolExecutor() as pool:
+        joined = [joining.result(SOON) for joining in [pool.submit(join) for _ in range(2)]]
+    (one,) = [carrier for carrier in joined if carrier is not None]
+    one.send(0, 0, [b"hello"], SOON)
+    assert server.recv(5, timeout=SOON)[0] == 5
+    one.close()
+
+
 def test_the_rank_of_one_who_left_is_free_at_once(server: TcpCarrier) -> None:
     for _ in range(3):
         TcpCarrier.join([server.address], token=TOKEN, rank=1).close()
@@ -204,6 +231,38 @@ def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(serve
     assert bytes(server.recv(timeout=SOON)[2]) == b"again"
     assert len(worker._links) == len(server._links) == 1  # in place of the old ones
     worker.close()
+
+
+def test_strangers_are_heard_no_longer_than_a_carrier_is_open(server: TcpCarrier) -> None:
+    assert server.address is not None
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOON) as stranger:
+        eventually(lambda: len(server._greeting) == 1)
+        (thread,) = server._greeting
+        server.close()
+        assert not thread.is_alive() and not server._greeting
+        assert stranger.recv(1) == b""
+
+
+def test_a_forked_child_holds_no_stranger_of_its_parent(server: TcpCarrier) -> None:
+    """It would keep that connection open after its parent's end."""
+    assert server.address is not None
+    host, _, port = server.address.rpartition(":")
+    with socket.create_connection((host, int(port)), SOON):
+        eventually(lambda: len(server._greeting) == 1)
+        (sock,) = server._greeting.values()
+        fd, mine = sock.fileno(), os.readlink(f"/proc/self/fd/{sock.fileno()}")
+
+        def holds() -> None:
+            with suppress(OSError):
+                os._exit(os.readlink(f"/proc/self/fd/{fd}") == mine)
+            os._exit(0)
+
+        child = multiprocessing.get_context("fork").Process(target=holds)
+        child.start()
+        child.join(SOON)
+        assert child.exitcode == 0
+        child.close()
 
 
 def test_strangers_are_heard_for_a_moment_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,6 +412,52 @@ def test_a_host_that_cannot_be_found_is_looked_for_as_long_as_told(
     monkeypatch.undo()
     worker.reconnect(0, SOON)
     worker.close()
+
+
+def test_a_machine_that_is_away_is_looked_for_as_long_as_told(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    worker = TcpCarrier.join([server.address], token=TOKEN)
+    server.close()
+    eventually(lambda: 0 not in worker.alive())
+
+    def nowhere(*args: Any, **kwargs: Any) -> Any:
+        raise OSError(errno.EHOSTUNREACH, "no route to host")
+
+    monkeypatch.setattr(tcp.socket, "create_connection", nowhere)
+    with pytest.raises(DeadlineError, match="no route to host"):
+        TcpCarrier.join(["10.1.2.3:4"], token=TOKEN, timeout=0.05)
+    with pytest.raises(PeerDiedError, match="no route to host"):
+        worker.reconnect(0, 0.05)
+    worker.link_others({7: "10.1.2.3:4"})
+    worker.close()
+
+
+@pytest.mark.parametrize("n_read", [0, 1, 600], ids=["at once", "in its greeting", "after it"])
+def test_one_who_vanishes_in_an_encrypted_handshake_is_looked_for_again(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], n_read: int
+) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def vanish() -> None:
+        while (sock := accepted(listener)) is not None:
+            if n_read > 1:
+                with suppress(OSError):
+                    sock = contexts[0].wrap_socket(sock, server_side=True)
+            if n_read:
+                sock.recv(n_read)
+            sock.close()
+
+    thread = threading.Thread(target=vanish, daemon=True)
+    thread.start()
+    address = f"127.0.0.1:{listener.getsockname()[1]}"
+    try:
+        with pytest.raises(DeadlineError, match="nobody answered"):
+            TcpCarrier.join([address], token=TOKEN, ssl_context=contexts[1], timeout=0.2)
+    finally:
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join(SOON)
+        listener.close()
 
 
 def test_who_could_not_join_holds_nothing(server: TcpCarrier) -> None:
@@ -745,8 +850,8 @@ def test_who_knocks_in_vain_hears_of_close(server: TcpCarrier, call: str) -> Non
     server.close()
     eventually(lambda: 0 not in worker.alive())
     knocks = {
-        "reconnect": lambda: worker.reconnect(0, 10 * SOON),
-        "link": lambda: worker.link([server.address], 10 * SOON),
+        "reconnect": lambda: worker.reconnect(0, 2 * SOON),
+        "link": lambda: worker.link([server.address], 2 * SOON),
     }
     with ThreadPoolExecutor() as pool:
         knocking = pool.submit(knocks[call])

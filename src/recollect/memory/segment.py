@@ -119,6 +119,8 @@ class Segment:
 
 _ADVICE = "lower capacity, or use MemmapStorage, which may be larger than memory"
 _lock = threading.Lock()
+# A child forked while another thread holds it would wait for that thread, which it does not have.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 # Two objects of one process that mean the same segment must share its lane locks, hence its native rows.
 _attached: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
 

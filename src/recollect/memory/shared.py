@@ -152,6 +152,8 @@ class SharedSegment:
 
 
 _lock = threading.Lock()
+# A child forked while another thread holds it would wait for that thread, which it does not have.
+os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
 _attached: weakref.WeakValueDictionary[bytes, SharedSegment] = weakref.WeakValueDictionary()
 
 

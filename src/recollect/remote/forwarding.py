@@ -6,6 +6,7 @@ again in the same order: so after a restart each container has the number it had
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from contextlib import suppress
 from dataclasses import dataclass
@@ -58,12 +59,15 @@ class Forwarder:
     """Sends containers to another manager, beside the loop that receives everything on this carrier.
 
     `is_bounded`: beyond some thousand queued containers they are lost, and counted. What is in a log is never lost.
+
+    Concurrency: one thread works and finishes; `take`, `hear`, `stats` and `state` from any.
     """
 
     def __init__(self, items: ItemSpace, rank: int, dest: int, is_bounded: bool = True) -> None:
         self.dest = dest
         self._items, self._is_bounded = items, is_bounded
         self._session = Session(items, rank)
+        self._lock = threading.RLock()
         self._arrived = 0
         self._is_resumed = False
         self._n_old = 0  # at the head of the queue, from before the restart
@@ -78,31 +82,37 @@ class Forwarder:
         """Queue items; they are sent after the answer to their sender."""
         if not packed.n:
             return
-        self._session.doors.offered += packed.n
-        if self._is_bounded and len(self._queue) >= _MOST_QUEUED:
-            self._session.doors.lost += packed.n
-            return
-        self._queue.append(packed)
+        with self._lock:
+            self._session.doors.offered += packed.n
+            if self._is_bounded and len(self._queue) >= _MOST_QUEUED:
+                self._session.doors.lost += packed.n
+                return
+            self._queue.append(packed)
 
     def hear(self, sender: int, message: AnyMessage) -> bool:
         """Take an answer; False if it is not from the manager that is forwarded to."""
         if sender != self.dest:
             return False
-        stray = self._session.stray
-        if self._is_resumed and isinstance(message, Welcome) and self._session.is_greeted_by(message):
-            self._is_resumed = False
-            self._skip(message.last_seq)
-        with suppress(FrameError):
-            self._outbox.extend(self._session.hear(message, memoryview(b"")))
-        if self._leave is not None and self._session.expected.get(self._leave):
-            self._has_left = True
-        for entry in [e for e in self._session.entries.values() if e.answer is not None]:
-            with suppress(Exception):
-                self._session.hand_out(entry)
-        return self._session.stray == stray
+        with self._lock:
+            stray = self._session.stray
+            if self._is_resumed and isinstance(message, Welcome) and self._session.is_greeted_by(message):
+                self._is_resumed = False
+                self._skip(message.last_seq)
+            with suppress(FrameError):
+                self._outbox.extend(self._session.hear(message, memoryview(b"")))
+            if self._leave is not None and self._session.expected.get(self._leave):
+                self._has_left = True
+            for entry in [e for e in self._session.entries.values() if e.answer is not None]:
+                with suppress(Exception):
+                    self._session.hand_out(entry)
+            return self._session.stray == stray
 
     def work(self, carrier: Any) -> None:
         """Send what may be sent now; never waits."""
+        with self._lock:
+            self._work(carrier)
+
+    def _work(self, carrier: Any) -> None:
         session, now = self._session, monotonic()
         session.max_frame = carrier.max_frame
         if not session.is_ready and (self._queue or session.entries) and now >= self._due:
@@ -134,11 +144,12 @@ class Forwarder:
         session = self._session
         while (self._queue or session.n_unanswered) and monotonic() < end:
             self._pump(carrier, end)
-        self._leave, parts = session.leave("manager ended")
-        session.expected[self._leave] = []
-        session.doors.lost += sum(packed.n for packed in self._queue)
-        self._queue.clear()
-        session.give_up("lost")
+        with self._lock:
+            self._leave, parts = session.leave("manager ended")
+            session.expected[self._leave] = []
+            session.doors.lost += sum(packed.n for packed in self._queue)
+            self._queue.clear()
+            session.give_up("lost")
         with suppress(PeerDiedError, DeadlineError, ClosedError):
             carrier.isend(self.dest, DATA_TAG, parts)
             while not self._has_left and monotonic() < end:
@@ -158,11 +169,12 @@ class Forwarder:
 
     def stats(self) -> ForwardStats:
         """What became of the items that were to be forwarded."""
-        doors = self._session.doors
-        pending = self._session.n_pending + sum(packed.n for packed in self._queue)
-        return ForwardStats(
-            doors.offered, doors.kept, doors.rejected, doors.passed, self._arrived, doors.lost, pending
-        )
+        with self._lock:
+            doors = self._session.doors
+            pending = self._session.n_pending + sum(packed.n for packed in self._queue)
+            return ForwardStats(
+                doors.offered, doors.kept, doors.rejected, doors.passed, self._arrived, doors.lost, pending
+            )
 
     # -- over a restart
 
@@ -174,10 +186,13 @@ class Forwarder:
     def state(self) -> ForwardState:
         """What a dump must keep."""
         session = self._session
-        doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
-        sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
-        queued = [self._saved(packed) for packed in self._queue]
-        return ForwardState(self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued)
+        with self._lock:
+            doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
+            sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
+            queued = [self._saved(packed) for packed in self._queue]
+            return ForwardState(
+                self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued
+            )
 
     def resume(self, state: ForwardState | None) -> None:
         """Go on from a dump, unless it was of another manager to forward to."""

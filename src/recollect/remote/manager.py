@@ -6,6 +6,7 @@ import secrets
 import sys
 import threading
 from collections.abc import Iterable
+from time import monotonic
 from typing import Any, Self
 
 from recollect.errors import ClosedError, DeadlineError
@@ -26,6 +27,8 @@ from recollect.remote.shelf import Shelf
 from recollect.remote.timing import Timing
 from recollect.remote.wire import encode
 from recollect.replay import ReplayBuffer
+
+_END_S = 30.0  # for the message at hand, beside what answers get
 
 
 class ReplayBufferManager:
@@ -97,6 +100,9 @@ class ReplayBufferManager:
         self._stopping = False
         self._book = RankBook(num_training_ranks, workers, limits)
         self._done = threading.Event()
+        self._runner: threading.Thread | None = None  # the thread that is in `run`
+        self._ended = threading.Event()
+        self._ended.set()
         self.scoring_function: Scoring = scoring_function or self.default_scoring_function
         rule = (diversity or Diversity()) if diverse_replay_buffer else None
         shelf = Shelf(self, item_space(env, max_length), evict, storage, rule, shards, seed)
@@ -223,7 +229,13 @@ class ReplayBufferManager:
         `async_send=True` answers by `isend`, False by `send`.
         """
         self._check_open()
-        self._serving.run(async_send)
+        self._ended.clear()
+        self._runner = threading.current_thread()
+        try:
+            self._serving.run(async_send)
+        finally:
+            self._runner = None
+            self._ended.set()
         if self.timing:
             self._print_timing_summary()
         if not self._book.anybody and self.num_training_ranks and not self._stopping:
@@ -252,12 +264,14 @@ class ReplayBufferManager:
         self._stopping = True
 
     def close(self) -> None:
-        """Stop, wait for the end, and release the buffer; may be called twice. Raises what `start` ended with."""
+        """Stop, wait for the end, and release the buffer; may be called twice. Raises what `start` ended with.
+
+        DeadlineError if it does not end, as while a scoring function hangs: the next call tries again.
+        """
         if self._done.is_set():
             return
         self.stop()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(self.limits.drain_s + 30.0)
+        self._await_end(self.limits.drain_s + _END_S)
         self._done.set()
         self._serving.close()
         with self._lock:
@@ -265,6 +279,16 @@ class ReplayBufferManager:
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, ClosedError):
             raise failure
+
+    def _await_end(self, seconds: float) -> None:
+        """Wait until no thread serves any more, but this one."""
+        me, end = threading.current_thread(), monotonic() + seconds
+        if self._thread is not None and self._thread is not me:
+            self._thread.join(seconds)
+        if self._runner is not me and not self._ended.wait(max(0.0, end - monotonic())):
+            raise DeadlineError(
+                f"close: the manager must end within {seconds:g} s, it did not; does its scoring function hang?"
+            )
 
     def __enter__(self) -> Self:
         return self

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import os
 from multiprocessing import util
-from os import getpid
 from typing import TYPE_CHECKING
 
 from recollect.remote.carriers.base import Carrier
@@ -13,6 +13,7 @@ if TYPE_CHECKING:
 
 _open: dict[tuple[int, int], RemoteReplay] = {}
 _registered = 0
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and say nothing when a child ends
 
 
 def enter(client: RemoteReplay, carrier: Carrier) -> None:
@@ -43,8 +44,8 @@ def close_open_client(carrier: Carrier, manager_rank: int) -> bool:
 def _close_at_exit() -> None:
     """Have what was never closed say Exit when this process ends, forked children included."""
     global _registered
-    if _registered != getpid():
-        _registered = getpid()
+    if _registered != os.getpid():
+        _registered = os.getpid()
         util.Finalize(None, _exit_all, exitpriority=100)
 
 

@@ -74,11 +74,15 @@ class RankBook:
 
     @property
     def n_left(self) -> int:
-        return self.n_missing + sum(worker.state == "left" for worker in self.workers.values())
+        return self.n_missing + self._count("left")
 
     @property
     def n_present(self) -> int:
-        return sum(worker.state == "present" for worker in self.workers.values())
+        return self._count("present")
+
+    def _count(self, state: str) -> int:
+        """How many are in a state; also for threads that look while another comes."""
+        return sum(worker.state == state for worker in tuple(self.workers.values()))
 
     @property
     def is_over(self) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import threading
 from collections import deque
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from time import perf_counter
 
 from recollect.remote.records import ManagerStats, Phase
@@ -14,15 +16,13 @@ _NOTHING = nullcontext()
 
 
 class Timing:
-    """Counts, totals and extremes by phase, and the last 1,000 durations of each.
-
-    Concurrency: one thread at a time adds; any may look.
-    """
+    """Counts, totals and extremes by phase, and the last 1,000 durations of each. Concurrency: any thread."""
 
     def __init__(self, is_on: bool) -> None:
         self.is_on = is_on
         self._recent: dict[str, deque[float]] = {}
         self._sums: dict[str, tuple[int, float, float, float]] = {}  # count, total, min, max
+        self._lock = threading.Lock()
 
     def phase(self, name: str) -> AbstractContextManager[None]:
         """Time what happens inside, if timing is on."""
@@ -38,19 +38,20 @@ class Timing:
 
     def add(self, name: str, seconds: float) -> None:
         """Note one duration."""
-        if name not in self._recent:
-            self._recent[name] = deque(maxlen=RECENT)
-        self._recent[name].append(seconds)
-        n, total, low, high = self._sums.get(name, (0, 0.0, float("inf"), 0.0))
-        self._sums[name] = n + 1, total + seconds, min(low, seconds), max(high, seconds)
+        with self._lock:
+            count, total, low, high = self._sums.get(name, (0, 0.0, inf, 0.0))
+            self._sums[name] = (count + 1, total + seconds, min(low, seconds), max(high, seconds))
+            self._recent.setdefault(name, deque(maxlen=RECENT)).append(seconds)
 
     def recent(self) -> dict[str, list[float]]:
         """The last durations of each phase."""
-        return {name: list(values) for name, values in list(self._recent.items())}
+        with self._lock:
+            return {name: list(values) for name, values in self._recent.items()}
 
     def phases(self) -> dict[str, Phase]:
         """A record for each phase."""
-        return {n: Phase(c, t, t / c, low, high) for n, (c, t, low, high) in list(self._sums.items())}
+        with self._lock:
+            return {n: Phase(c, t, t / c, low, high) for n, (c, t, low, high) in self._sums.items()}
 
     @staticmethod
     def summary(stats: ManagerStats) -> str:

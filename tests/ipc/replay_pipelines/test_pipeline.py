@@ -676,6 +676,32 @@ def test_close_wakes_whoever_waits_for_a_packer_that_hangs() -> None:
             thread.join(20)
 
 
+def test_a_batch_that_was_taken_is_given_out_though_another_thread_closes() -> None:
+    """Or ClosedError is raised; `close()` must not come in between."""
+    with buffer(40) as buf:
+        pipe = pipeline(buf)
+        lock, mine = pipe._lock, threading.current_thread()
+
+        class Closing:
+            acquire, release = lock.acquire, lock.release
+
+            def __enter__(self) -> None:
+                lock.acquire()
+
+            def __exit__(self, *error: object) -> None:
+                lock.release()
+                if threading.current_thread() is mine:
+                    pipe._lock = lock
+                    closer = threading.Thread(target=pipe.close)
+                    closer.start()
+                    closer.join(20)
+
+        pipe._lock = Closing()  # type: ignore[assignment]
+        assert len(pipe.sample_large_batch(0, N)["obs"]) == N
+        with pytest.raises(ClosedError):
+            pipe.sample_large_batch(0, N)
+
+
 def test_after_close_every_call_raises_and_close_may_be_repeated() -> None:
     with buffer(40) as buf:
         pipe = pipeline(buf)

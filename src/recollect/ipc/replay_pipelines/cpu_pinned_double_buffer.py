@@ -239,7 +239,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
             if not self._wait(job, None):
                 raise _late(job, self.deadline)
             self._swap(job, start, hit)
-        return dict(self._fields[job.slot])
+            return dict(self._fields[job.slot])
 
     def after_tick(self) -> None:
         """Give the hot batch back: its slot may be filled again. Nothing happens without one."""

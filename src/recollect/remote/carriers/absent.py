@@ -17,6 +17,7 @@ class Absent:
     def __init__(self, lock: Condition) -> None:
         self._lock = lock
         self._waiting: dict[int, deque[Outgoing]] = {}
+        self._leaving: Outgoing | None = None  # the one that who leads is sending
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
@@ -52,6 +53,7 @@ class Absent:
             if not waiting:
                 self._waiting.pop(dest, None)
                 return None
+            self._leaving = waiting[0]
             return waiting[0]
 
     def sent(self, outgoing: Outgoing) -> None:
@@ -60,17 +62,24 @@ class Absent:
             waiting = self._waiting.get(outgoing.dest)
             if waiting and waiting[0] is outgoing:
                 waiting.popleft()
+            self._leaving = None
 
-    def give_up(self, outgoing: Outgoing) -> None:
-        """Take back a frame whose sender will not wait any longer."""
+    def stays(self) -> None:
+        """The first frame has not left: its peer is not there after all."""
+        with self._lock:
+            self._leaving = None
+
+    def give_up(self, outgoing: Outgoing) -> bool:
+        """Take back a frame whose sender will not wait any longer; False if it does not wait here, or is leaving."""
         with self._lock:
             waiting = self._waiting.get(outgoing.dest)
-            if waiting is None or outgoing not in waiting:
-                return
+            if waiting is None or outgoing not in waiting or outgoing is self._leaving:
+                return False
             waiting.remove(outgoing)
             if not waiting:
                 self._waiting.pop(outgoing.dest, None)
         outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+        return True
 
     def fail(self, dest: int, error: Exception) -> None:
         """A peer will never come."""

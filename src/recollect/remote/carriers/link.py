@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.errors import ClosedError, FrameError, PeerDiedError
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 
 HEADER = struct.Struct("<IIQ")
 MAGIC = 0x4D525453  # "STRM"
@@ -66,8 +66,8 @@ class Outgoing:
         self.views = deque(memoryview(bytes(view)) for view in self.views)
 
     def finish(self, error: Exception | None = None) -> None:
-        self.views.clear()  # the buffers are no longer borrowed
         self.error, self.is_done = error, error is None
+        self.views.clear()  # the buffers are no longer borrowed
 
 
 class Link:
@@ -99,9 +99,22 @@ class Link:
         with self.lock:
             if not self.is_open:
                 raise PeerDiedError(f"rank {self.rank}: is gone")
+            if outgoing.error is not None:
+                return  # given up as it was about to leave
             self.out.append(outgoing)
             if len(self.out) == 1:
                 self._push()
+
+    def take_back(self, outgoing: Outgoing) -> bool:
+        """Give up a frame that is not begun; False if half of it has left."""
+        with self.lock:
+            if self.out and self.out[0] is outgoing:
+                return False
+            if outgoing in self.out:
+                self.out.remove(outgoing)
+            if not outgoing.is_done:
+                outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+            return True
 
     def flush(self) -> None:
         """Send more of what waits."""

@@ -70,6 +70,7 @@ class LocalCarrier(StreamCarrier):
     def _reset(self) -> None:
         super()._reset()
         self._overflow: deque[tuple[Outgoing, LocalCarrier, int, memoryview]] = deque()
+        self._dialling: dict[int, threading.Lock] = {}  # by rank
         if self._listener is not None:
             self._listener.close()
         self._listener = self._acceptor = None
@@ -111,9 +112,13 @@ class LocalCarrier(StreamCarrier):
             sock.close()
 
     def _link_to(self, dest: int) -> Link | None:
-        link = self._outward.get(dest)
-        if link is not None and link.is_open:
-            return link
+        with self._dialling.setdefault(
+            dest, threading.Lock()
+        ):  # one connection: it keeps what is sent in order
+            link = self._outward.get(dest)
+            return link if link is not None and link.is_open else self._connected(dest)
+
+    def _connected(self, dest: int) -> Link | None:
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         sock.settimeout(1.0)
         try:

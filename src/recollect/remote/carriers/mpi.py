@@ -33,6 +33,9 @@ from recollect.remote.wire import MAX_FRAME, check_max_frame
 _SPIN_S = 0.002
 _NAP_S = 0.001
 _FLUSH_S = 0.002
+_entry = threading.RLock()  # one for all carriers of the process
+_making = threading.Lock()
+_unsent: list[MpiHandle] = []  # of closed carriers: MPI may read these frames as long as it runs
 _the_carrier: MpiCarrier | None = None
 
 
@@ -99,16 +102,21 @@ class MpiCarrier:
         self.size: int | None = int(base.Get_size())
         self.max_frame = check_max_frame(max_frame)
         self.is_closed = False
-        self._lock = threading.RLock()
+        self._lock = _entry
         self._status = mpi.Status()  # used with the lock
         self.malformed: dict[int, int] = {}  # by rank: frames that were too large
         self._sending: deque[MpiHandle] = deque()
         self._flusher: threading.Thread | None = None
-        self._comm, request = base.Idup()
+        with self._lock:
+            self._comm, request = base.Idup()
         everybody = f"all {self.size} ranks to make their carrier"
-        self._wait(lambda: True if request.Test() else None, check_timeout(open_s), lambda: everybody)
+        self._wait(lambda: self._tested(request), check_timeout(open_s), lambda: everybody)
 
     # -- waiting
+
+    def _tested(self, request: Any) -> bool | None:
+        with self._lock:
+            return True if request.Test() else None
 
     def _wait(self, ready: Any, timeout: float, what: Any) -> Any:
         start = monotonic()
@@ -238,6 +246,8 @@ class MpiCarrier:
             sleep(_NAP_S)
         with self._lock:
             self.is_closed = True
+            _unsent.extend(self._sending)
+            self._sending.clear()
         if _the_carrier is self:
             _the_carrier = None
 
@@ -254,6 +264,7 @@ class MpiCarrier:
 def the_mpi_carrier() -> MpiCarrier:
     """This process's one carrier over COMM_WORLD, made at the first use."""
     global _the_carrier
-    if _the_carrier is None:
-        _the_carrier = MpiCarrier()
-    return _the_carrier
+    with _making:  # once: every rank of the world makes as many as the others
+        if _the_carrier is None:
+            _the_carrier = MpiCarrier()
+        return _the_carrier

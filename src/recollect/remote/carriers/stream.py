@@ -257,10 +257,12 @@ class StreamCarrier:
     def _send_absent(self, dest: int, link: Link | None) -> None:
         """Send what waited for a peer, in order; what is sent meanwhile queues up behind it."""
         while (outgoing := self._absent.first(dest)) is not None:
+            parts = list(outgoing.views)[1:]
             try:
                 if link is not None:
                     self._put(link, outgoing)
-                elif not self._deliver(outgoing, outgoing.tag, list(outgoing.views)[1:]):
+                elif outgoing.error is None and not self._deliver(outgoing, outgoing.tag, parts):
+                    self._absent.stays()
                     return
             except PeerDiedError as error:
                 outgoing.finish(error)
@@ -286,16 +288,11 @@ class StreamCarrier:
 
     def _give_up(self, outgoing: Outgoing) -> None:
         """After a deadline a frame not begun is taken back; one half sent can only end with its connection."""
+        if self._absent.give_up(outgoing):
+            return
         link = self._outward.get(outgoing.dest)
-        if link is not None:
-            with link.lock:
-                if outgoing in link.out and link.out[0] is not outgoing:
-                    link.out.remove(outgoing)
-                    outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
-                    return
-            if outgoing in link.out:
-                self._drop(link)
-        self._absent.give_up(outgoing)
+        if link is not None and not link.take_back(outgoing):
+            self._drop(link)
 
     def _has_unsent(self) -> bool:
         return bool(self._absent) or any(link.out for link in self._links.values())

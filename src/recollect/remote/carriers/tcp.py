@@ -11,6 +11,7 @@ are read of a stranger, for at most 5 s, and at most 64 of them are listened to.
 
 from __future__ import annotations
 
+import errno
 import hmac
 import os
 import secrets
@@ -39,6 +40,7 @@ _ANSWER = struct.Struct("<IqqQ32s")
 _MAGIC, _VERSION = b"RCTC", 1
 # A machine that vanished is seen within 20 s.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
+_TRY_AGAIN = (ConnectionError, TimeoutError, socket.gaierror)
 _OK, _WRONG_TOKEN, _RANK_TAKEN, _SHUT_OUT = range(4)
 _WHY = {
     _WRONG_TOKEN: "the token does not match; set RECOLLECT_TOKEN to the manager's",
@@ -72,6 +74,8 @@ class TcpCarrier(StreamCarrier):
         self._sessions: dict[int, bytes] = {}
         self._next_rank = 0
         self._strangers = 0
+        self._greeting: dict[threading.Thread, socket.socket] = {}  # who listens to which of them
+        self._admission = threading.Lock()
         self._banned: set[int] = set()
         self.refused = 0  # strangers without a proof
         self.address: str | None = None
@@ -134,7 +138,7 @@ class TcpCarrier(StreamCarrier):
                 try:
                     self._join(address, max(0.05, end - monotonic()))
                     break
-                except (ConnectionError, TimeoutError, socket.gaierror) as error:
+                except _TRY_AGAIN as error:
                     if monotonic() >= end:
                         raise DeadlineError(
                             f"{address}: nobody answered within {timeout:g} s ({error})"
@@ -147,7 +151,7 @@ class TcpCarrier(StreamCarrier):
             if rank in self._addresses:
                 continue
             self._addresses[rank] = address
-            with suppress(ConnectionError, TimeoutError):
+            with suppress(*_TRY_AGAIN):
                 self._join(address, check_timeout(timeout))
 
     @property
@@ -164,7 +168,7 @@ class TcpCarrier(StreamCarrier):
     # -- joining
 
     def _join(self, address: str, timeout: float) -> None:
-        sock = socket.create_connection(_split(address), timeout=timeout)
+        sock = _connected(address, timeout)
         try:
             if self._context is not None:
                 sock = self._context.wrap_socket(sock, server_hostname=_split(address)[0])
@@ -178,7 +182,7 @@ class TcpCarrier(StreamCarrier):
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
                 raise AuthError(f"{address}: the other side does not know the token; is it the right one?")
-        except EOFError:
+        except (EOFError, ssl.SSLEOFError, ssl.SSLZeroReturnError):
             sock.close()
             raise ConnectionResetError("closed before it answered") from None
         except BaseException:
@@ -224,12 +228,13 @@ class TcpCarrier(StreamCarrier):
             if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
                 sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
-            status, rank = self._given(asked, session)
             proof = self._proof(b"serve", nonce, mine)
-            if status == _OK:
-                self._sessions[rank] = session
-                self._answer_and_admit(sock, rank, proof)
-            else:
+            with self._admission:  # or two who ask for one rank at once would both be given it
+                status, rank = self._given(asked, session)
+                if status == _OK:
+                    self._sessions[rank] = session
+                    self._answer_and_admit(sock, rank, proof)
+            if status != _OK:
                 sock.sendall(_ANSWER.pack(status, -1, self.rank, self.max_frame, proof))
                 sock.close()
         except (OSError, EOFError, struct.error, RuntimeError, ValueError):
@@ -239,6 +244,7 @@ class TcpCarrier(StreamCarrier):
         finally:
             with self._cond:
                 self._strangers -= 1
+                self._greeting.pop(threading.current_thread(), None)
 
     def _answer_and_admit(self, sock: socket.socket, rank: int, proof: bytes) -> None:
         """The answer is the first to leave by the new link: once a peer has joined, it is known here."""
@@ -299,7 +305,7 @@ class TcpCarrier(StreamCarrier):
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
-            except (ConnectionError, TimeoutError, socket.gaierror) as error:
+            except _TRY_AGAIN as error:
                 left = end - monotonic()
                 if left <= 0:
                     raise PeerDiedError(f"rank {dest}: does not answer at {address} ({error})") from None
@@ -314,9 +320,17 @@ class TcpCarrier(StreamCarrier):
             self._listener.close()
         if self._acceptor is not None:
             self._acceptor.join(5.0)
+        with self._cond:
+            greeting = list(self._greeting.items())
+        for thread, sock in greeting:
+            with suppress(OSError):  # it has ended, or speaks TLS by now: then it has its few seconds
+                sock.shutdown(socket.SHUT_RDWR)
+                thread.join(1.0)
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
+        for sock in self._greeting.values():
+            sock.close()
         if self._listener is not None:
             self._listener.close()
         self.is_closed = True
@@ -335,8 +349,21 @@ def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
             carrier.refused += 1
             sock.close()
             continue
-        threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True).start()
-        del carrier
+        thread = threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True)
+        with carrier._cond:
+            carrier._greeting[thread] = sock
+        thread.start()
+        del carrier, thread
+
+
+def _connected(address: str, timeout: float) -> socket.socket:
+    """A connection to an address; ConnectionError if there is no way to it, which may change."""
+    try:
+        return socket.create_connection(_split(address), timeout=timeout)
+    except OSError as error:
+        if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
+            raise ConnectionError(error.errno, error.strerror) from None
+        raise
 
 
 def _exactly(sock: socket.socket, n: int, end: float) -> bytes:

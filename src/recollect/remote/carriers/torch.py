@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import secrets
 import socket
+import threading
 from typing import Any
 
 from recollect.errors import MissingExtraError
 from recollect.remote.carriers.tcp import TcpCarrier
 from recollect.remote.wire import MAX_FRAME
 
+_making = threading.Lock()
 _the_carrier: TcpCarrier | None = None
 
 
@@ -44,17 +46,22 @@ def TorchCarrier(group: Any = None, *, max_frame: int = MAX_FRAME) -> TcpCarrier
     is_one_node = len({name for name, _ in first}) == 1
     bind = "127.0.0.1" if is_one_node else socket.gethostbyname(host)
     carrier = TcpCarrier.serve(rank, f"{bind}:0", token=first[0][1], max_frame=max_frame)
-    carrier.size = size  # nobody comes and goes here
-    addresses: list[Any] = [None] * size
-    distributed.all_gather_object(addresses, carrier.address, group=group)
-    carrier.link(addresses[:rank])
-    distributed.barrier(group=group)
+    try:
+        carrier.size = size  # nobody comes and goes here
+        addresses: list[Any] = [None] * size
+        distributed.all_gather_object(addresses, carrier.address, group=group)
+        carrier.link(addresses[:rank])
+        distributed.barrier(group=group)
+    except BaseException:  # a rank died meanwhile
+        carrier.close()
+        raise
     return carrier
 
 
 def the_torch_carrier() -> TcpCarrier:
     """This process's one carrier over the default group, made at the first use."""
     global _the_carrier
-    if _the_carrier is None or _the_carrier.is_closed:
-        _the_carrier = TorchCarrier()
-    return _the_carrier
+    with _making:  # once: every rank of the group makes as many as the others
+        if _the_carrier is None or _the_carrier.is_closed:
+            _the_carrier = TorchCarrier()
+        return _the_carrier
