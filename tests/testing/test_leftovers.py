@@ -79,9 +79,22 @@ def test_name_in_dev_shm_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     """In a place of its own: in the real one other runs of the tests would see it too."""
     assert Path("/dev/shm") == leftovers.SHM
     monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(leftovers, "UNLINKED_S", 0.1)
     path = tmp_path / "name"
     with pytest.raises(AssertionError, match=f"shared memory {path}"), leaves_nothing():
         path.touch()
+
+
+def test_name_that_a_tracker_is_about_to_unlink_passes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As after a process was killed."""
+    path = tmp_path / "name"
+    monkeypatch.setattr(leftovers, "SHM", tmp_path)
+    monkeypatch.setattr(leftovers, "sleep", lambda seconds: path.unlink())
+    with leaves_nothing():
+        path.touch()
+    assert not path.exists()
 
 
 def test_process_marker_applies_the_check(pytester: pytest.Pytester) -> None:

@@ -13,11 +13,15 @@ import os
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
+from time import monotonic, sleep
 
 SHM = Path("/dev/shm")
+UNLINKED_S = (
+    10.0  # the names of a process that was killed are unlinked by its resource tracker, a moment later
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +40,11 @@ class Holdings:
 
 def leftovers(before: Holdings, after: Holdings) -> list[str]:
     """One sentence for each thing that `after` holds and `before` did not."""
-    new = sorted(after.shm_names - before.shm_names)
-    shm_names = (name for name in new if not _held_elsewhere(name) and (SHM / name).exists())
     return [
         *(f"child process {pid} ({_command(pid)})" for pid in sorted(after.children - before.children)),
         *(f"descriptor {descriptor}" for descriptor in sorted(after.descriptors - before.descriptors)),
         *(f"{n} more mapping(s) of {name}" for name, n in sorted((after.mappings - before.mappings).items())),
-        *(f"shared memory {SHM / name}" for name in shm_names),
+        *(f"shared memory {SHM / name}" for name in _new_names(before, after)),
     ]
 
 
@@ -59,9 +61,18 @@ def leaves_nothing() -> Iterator[None]:
     before = Holdings.now()
     yield
     gc.collect()  # what only a reference cycle still holds is not a leak
-    left = leftovers(before, Holdings.now())
+    after, end = Holdings.now(), monotonic() + UNLINKED_S
+    while _new_names(before, after) and monotonic() < end:
+        sleep(0.01)
+        after = replace(after, shm_names=_names(SHM))
+    left = leftovers(before, after)
     if left:
         raise AssertionError("left behind: " + "; ".join(left))
+
+
+def _new_names(before: Holdings, after: Holdings) -> list[str]:
+    new = sorted(after.shm_names - before.shm_names)
+    return [name for name in new if not _held_elsewhere(name) and (SHM / name).exists()]
 
 
 def _children(parent: str = "self") -> frozenset[str]:
