@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import itertools
 import multiprocessing
 import os
 import select
@@ -271,9 +272,12 @@ def test_a_frame_given_up_half_way_ends_the_connection(piped: tuple[Piped, socke
     assert len(read(other, 1 << 21)) < 1 << 20
 
 
+@pytest.mark.parametrize("is_late", [False, True])
 def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
+    if is_late:  # the moment is over whenever somebody looks
+        monkeypatch.setattr("recollect.remote.carriers.stream.monotonic", itertools.count().__next__)
     carrier, other = piped
     monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)  # so that nobody sends the rest before
     (link,) = carrier._links.values()

@@ -94,7 +94,8 @@ def test_name_in_dev_shm_that_is_removed_a_little_later_is_none(shm: Path) -> No
     remover.join()
 
 
-def test_name_in_dev_shm_is_seen(shm: Path) -> None:
+def test_name_in_dev_shm_is_seen(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leftovers, "PATIENCE_S", 0.1)
     path = shm / "name"
     with pytest.raises(AssertionError, match=f"shared memory {path}"), leaves_nothing():
         path.touch()

@@ -19,7 +19,7 @@ from pathlib import Path
 from time import monotonic, sleep
 
 SHM = Path("/dev/shm")
-PATIENCE_S = 5.0  # for what another process is about to remove
+PATIENCE_S = 10.0  # for what another process is about to remove
 
 
 @dataclass(frozen=True, slots=True)

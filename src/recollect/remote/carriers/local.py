@@ -112,9 +112,10 @@ class LocalCarrier(StreamCarrier):
             sock.close()
 
     def _link_to(self, dest: int) -> Link | None:
-        with self._dialling.setdefault(
-            dest, threading.Lock()
-        ):  # one connection: it keeps what is sent in order
+        link = self._outward.get(dest)
+        if link is not None and link.is_open:
+            return link
+        with self._dialling.setdefault(dest, threading.Lock()):  # one connection keeps what is sent in order
             link = self._outward.get(dest)
             return link if link is not None and link.is_open else self._connected(dest)
 

@@ -404,11 +404,13 @@ class StreamCarrier:
     def _finish_sending(self, link: Link) -> None:
         """Give frames already begun a moment: the peer would see rubbish otherwise."""
         end = monotonic() + 0.2
-        while link.out and link.is_open and monotonic() < end:
+        while link.out and link.is_open:
             try:
                 select.select([], [link.fd], [], 0.02)
                 link.flush()
             except (OSError, ValueError):
+                return
+            if monotonic() >= end:  # after a try at least, however late it is
                 return
 
     def __enter__(self) -> Self:
