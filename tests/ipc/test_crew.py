@@ -689,3 +689,14 @@ def test_a_board_reports_lanes_apart() -> None:
         assert [r and r.totals["env_steps"] for r in board.read()] == [None, 5.0]
         lane.close()
     assert np.isfinite(report.totals["env_steps"])
+
+
+def test_who_looks_at_permits_while_they_are_closed_hears_of_it() -> None:
+    words = control.Control.create(1)
+
+    def done() -> bool:
+        words.close()
+        return words.has_done(0)
+
+    with pytest.raises(rc.ClosedError, match="was closed"):
+        words.wait_for(done, lambda: None, 5.0, "a chunk")

@@ -7,6 +7,7 @@ import os
 import pickle
 import subprocess
 import sys
+import weakref
 from collections import UserDict
 from collections.abc import Callable
 from copy import deepcopy
@@ -619,3 +620,24 @@ def test_a_first_write_that_fails_leaves_no_memory(monkeypatch: pytest.MonkeyPat
         SharedWeightSync.from_state_dict({"w": np.ones(2, np.float32)})
     with pytest.raises(rc.ClosedError):
         made[0].version
+
+
+@pytest.mark.parametrize("method", ["publish", "latest"])
+def test_a_tensor_that_is_copied_lives_though_another_takes_its_place(
+    monkeypatch: pytest.MonkeyPatch, method: str
+) -> None:
+    """The core has its address alone, and copies without the GIL."""
+    torch = pytest.importorskip("torch")
+    weights = {"w": torch.ones(3)}
+    sync = rc.ipc.SharedWeightSync.from_state_dict(weights)
+    copied, real, lives = weakref.ref(weights["w"]), getattr(sync._box, method), []
+
+    def meanwhile(ready: list[Any]) -> int:
+        weights["w"] = torch.zeros(3)
+        lives.append(copied() is not None)
+        return int(real(ready))
+
+    monkeypatch.setattr(sync._box, method, meanwhile)
+    sync.write_weights(weights) if method == "publish" else sync.read_weights_into(weights)
+    assert lives == [True]
+    sync.cleanup()

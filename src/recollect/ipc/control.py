@@ -12,6 +12,7 @@ import numpy as np
 from recollect.errors import ClosedError, DeadlineError
 from recollect.ipc.mailbox import Mailbox
 from recollect.memory import shared
+from recollect.memory.closed import Closed
 from recollect.memory.latest import Latest
 from recollect.memory.shared import WORDS_AT, SharedSegment
 
@@ -198,7 +199,7 @@ class Control:
         """Detach this object; may be called twice."""
         if self._segment is not None:
             segment, self._segment = self._segment, None
-            del self._words
+            self._words = Closed()  # type: ignore[assignment]  # a thread that waits hears of it
             segment.release()
 
 

@@ -124,6 +124,7 @@ class SharedWeightSync(Mailbox):
 
     def write_weights(self, state_dict: Mapping[str, Any]) -> None:
         """Publish these weights as the next version; on any error the shared bytes and version stay as they were."""
+        state_dict = dict(state_dict)  # keeps what is copied, whatever another thread puts in its place
         ready = self._ready(state_dict)
         if ready is not None:
             with suppress(BufferError, ValueError):  # strided: a copy is needed
@@ -135,6 +136,7 @@ class SharedWeightSync(Mailbox):
 
     def read_weights_into(self, state_dict: Mapping[str, Any]) -> int:
         """Copy the newest weights in place and return their version; at version 0 nothing is touched."""
+        state_dict = dict(state_dict)  # as above
         ready = self._ready(state_dict)
         if ready is not None:
             with suppress(BufferError, ValueError):  # strided, or it may not be written
