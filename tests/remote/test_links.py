@@ -568,6 +568,19 @@ def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, s
         assert bytes(wait.result(SOON)[2]) == b"to the parent"
 
 
+def test_a_frame_waits_while_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*args: Any) -> Any:
+        raise OSError(errno.EMFILE, "too many open files")
+
+    end = LocalCarrier.group(2)[0]
+    end.alive()
+    with monkeypatch.context() as patch:
+        patch.setattr("recollect.remote.carriers.local.socket.socket", full)
+        sent = end.isend(1, 0, [b"x"])
+    assert not sent.is_complete()
+    end.close()
+
+
 # -- turns
 
 
@@ -635,6 +648,42 @@ def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
         turns.wait(lambda: None, 0.0, lambda: "a frame")
 
 
+@pytest.mark.parametrize("call", ["wait", "glance"])
+def test_an_interrupt_right_after_the_lead_was_taken_leaves_it_to_others(call: str) -> None:
+    class Interrupted(threading.Condition):
+        is_due = True
+
+        def __exit__(self, *error: Any) -> None:
+            super().__exit__(*error)
+            if self.is_due:
+                self.is_due = False
+                raise KeyboardInterrupt
+
+    work = Work()
+    work.may_end.set()
+    work.turns.cond = Interrupted(threading.Lock())
+    with pytest.raises(KeyboardInterrupt):
+        work.wait() if call == "wait" else work.turns.glance()
+    assert not work.turns.is_led and not work.begun.is_set()
+    assert work.wait() is True
+
+
+def test_an_interrupt_of_one_who_waits_leaves_the_leader_alone() -> None:
+    work = Work()
+    leader = work.thread()
+    assert work.begun.wait(SOON)
+
+    def interrupted() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        work.turns.wait(interrupted, SOON, lambda: "work")
+    assert work.turns.is_led
+    work.may_end.set()
+    leader.join(SOON)
+    assert not leader.is_alive() and not work.turns.is_led
+
+
 def test_a_glance_after_the_end_takes_no_lead() -> None:
     def closed(what: Callable[[], str]) -> None:
         raise ClosedError(what())
@@ -670,12 +719,12 @@ def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
 ) -> None:
     link, other = far
     with alone._cond:
-        alone._turns.is_led = True  # so that nobody moves what waits
+        alone._turns._leader = alone  # so that nobody moves what waits
     handles = [alone.isend(1, 0, [b"first"])]
     monkeypatch.setattr(alone, "_link_to", lambda dest: link)
     handles.append(alone.isend(1, 0, [b"second"]))
     with alone._cond:
-        alone._turns.is_led = False
+        alone._turns._leader = None
         alone._cond.notify_all()
     other.settimeout(SOON)
     want, got = framed(b"first", 0) + framed(b"second", 0), b""
@@ -689,12 +738,12 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
     a, b = LocalCarrier.group(2)
     a.alive()
     with a._cond:
-        a._turns.is_led = True
+        a._turns._leader = a
     a.isend(1, 0, [b"first"])
     b.alive()
     a.isend(1, 0, [b"second"])
     with a._cond:
-        a._turns.is_led = False
+        a._turns._leader = None
         a._cond.notify_all()
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
     eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more

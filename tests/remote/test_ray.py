@@ -75,6 +75,32 @@ def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytes
     own.close()
 
 
+def test_who_cannot_be_entered_or_linked_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = ray_that(monkeypatch, None)
+    closed: list[TcpCarrier] = []
+    close = TcpCarrier.close
+
+    def noted(carrier: TcpCarrier) -> None:
+        closed.append(carrier)
+        close(carrier)
+
+    def fails(*args: Any, **kwargs: Any) -> Any:
+        raise DeadlineError("no answer")
+
+    server = RayCarrier.serve("job", 2)
+    monkeypatch.setattr(TcpCarrier, "close", noted)
+    monkeypatch.setattr(TcpCarrier, "link_others", fails)
+    with pytest.raises(DeadlineError, match="no answer"):
+        RayCarrier.join("job", 1)
+    assert [carrier.rank for carrier in closed] == [1]
+    answers = [bytes(32), {}]  # the token and the addresses; then nobody answers
+    monkeypatch.setattr(made, "get", lambda found, timeout: answers.pop(0) if answers else fails())
+    with pytest.raises(DeadlineError, match="no answer"):
+        RayCarrier.serve("job", 3)
+    assert [carrier.rank for carrier in closed] == [1, 3] and all(carrier.is_closed for carrier in closed)
+    server.close()
+
+
 class Died(Exception):
     """What Ray says of an actor whose process ended."""
 

@@ -120,7 +120,10 @@ class LocalCarrier(StreamCarrier):
             return link if link is not None and link.is_open else self._connected(dest)
 
     def _connected(self, dest: int) -> Link | None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError:
+            return None  # too many open files, perhaps not for long
         sock.settimeout(1.0)
         try:
             sock.connect(self._address(dest))

@@ -76,8 +76,12 @@ class RayCarrier(TcpCarrier):
             carrier = super().serve(rank, address, token=token, **kwargs)
         except OSError:
             carrier = super().serve(rank, f"{host}:0", token=token, **kwargs)
+        try:
+            ray.get(registry.enter.remote(rank, carrier.address), timeout=_ASK_S)
+        except BaseException:
+            carrier.close()
+            raise
         carrier._registry = registry  # type: ignore[attr-defined]
-        ray.get(registry.enter.remote(rank, carrier.address), timeout=_ASK_S)
         return carrier
 
     @classmethod
@@ -104,7 +108,11 @@ class RayCarrier(TcpCarrier):
         token = ray.get(registry.token.remote(), timeout=_ASK_S)
         first = found[min(found) if own is None else own]
         carrier = super().join([first], token=token, rank=rank, timeout=timeout, max_frame=max_frame)
-        carrier.link_others(found)
+        try:
+            carrier.link_others(found)
+        except BaseException:
+            carrier.close()
+            raise
         carrier._registry = registry  # type: ignore[attr-defined]
         return carrier
 

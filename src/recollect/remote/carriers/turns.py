@@ -22,27 +22,35 @@ class Turns:
 
     def __init__(self, work: Callable[[float], None], check: Callable[[Callable[[], str]], None]) -> None:
         self.cond = threading.Condition(threading.Lock())
-        self.is_led = False
+        self._leader: object | None = None
         self._work, self._check = work, check
+
+    @property
+    def is_led(self) -> bool:
+        """Whether somebody does the work now."""
+        return self._leader is not None
 
     def wait(self, ready: Callable[[], Any], timeout: float, what: Callable[[], str]) -> Any:
         """Wait until `ready()`, called with the lock, is not None; lead the work, or let another thread do so."""
-        end = monotonic() + timeout
+        end, me = monotonic() + timeout, object()
         while True:
-            with self.cond:
-                while True:
-                    self._check(what)
-                    found = ready()
-                    if found is not None:
-                        return found
-                    left = end - monotonic()
-                    if not self.is_led:
-                        self.is_led = True
-                        break
-                    if left <= 0:
-                        raise too_late(what(), timeout)
-                    self.cond.wait(left)
-            self._lead(max(left, 0.0))
+            try:
+                with self.cond:
+                    while True:
+                        self._check(what)
+                        found = ready()
+                        if found is not None:
+                            return found
+                        left = end - monotonic()
+                        if self._leader is None:
+                            self._leader = me
+                            break
+                        if left <= 0:
+                            raise too_late(what(), timeout)
+                        self.cond.wait(left)
+                self._work(max(left, 0.0))
+            finally:
+                self._follow(me)
             if left <= 0:  # a last look at what the last poll brought
                 with self.cond:
                     self._check(what)
@@ -53,17 +61,20 @@ class Turns:
 
     def glance(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
-        with self.cond:
-            self._check(lambda: "news of its peers")
-            if self.is_led:
-                return
-            self.is_led = True
-        self._lead(0.0)
-
-    def _lead(self, timeout: float) -> None:
+        me = object()
         try:
-            self._work(timeout)
-        finally:
             with self.cond:
-                self.is_led = False
+                self._check(lambda: "news of its peers")
+                if self._leader is not None:
+                    return
+                self._leader = me
+            self._work(0.0)
+        finally:
+            self._follow(me)
+
+    def _follow(self, me: object) -> None:
+        """Leave the lead to others, if it was taken: an interrupt may come before, or right after."""
+        if self._leader is me:
+            with self.cond:
+                self._leader = None
                 self.cond.notify_all()
