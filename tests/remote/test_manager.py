@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import FrozenInstanceError
@@ -40,7 +39,6 @@ from recollect.remote import manager as managers
 from recollect.remote import timing as timings
 from recollect.remote.messages import Exit
 from recollect.remote.ranking import Ranking
-from recollect.remote.records import Phase
 from recollect.remote.timing import Timing
 from recollect.remote.wire import encode
 
@@ -979,25 +977,3 @@ def test_phases_have_their_figures_and_the_last_thousand() -> None:
         3.0,
     )
     assert timing.recent() == {"store": [2.0] * 1000}
-
-
-def test_phases_may_be_looked_at_while_one_begins(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As by a thread that asks for `stats()` while the manager works."""
-    timing, told = Timing(True), []
-
-    class Looked(deque[float]):
-        def append(self, seconds: float) -> None:
-            timing.phases()
-            super().append(seconds)
-
-    def phase(*figures: float) -> Phase:
-        told.append(figures)
-        timing.add(f"after {len(told)} looks", 1.0)
-        return Phase(*figures)  # type: ignore[arg-type]
-
-    monkeypatch.setattr("recollect.remote.timing.deque", Looked)
-    timing.add("store", 1.0)
-    timing.add("send", 2.0)
-    monkeypatch.setattr("recollect.remote.timing.deque", deque)
-    monkeypatch.setattr("recollect.remote.timing.Phase", phase)
-    assert timing.phases() == {"store": Phase(1, 1.0, 1.0, 1.0, 1.0), "send": Phase(1, 2.0, 2.0, 2.0, 2.0)}
