@@ -21,8 +21,8 @@ constexpr size_t kHoldGilNbytes = 16 * 1024;  // smaller copies are over before 
     throw nb::python_error();
 }
 
-// The memory of some contiguous arrays, kept in place while this lives. In place of an array there may be the address
-// of a tensor's memory, which lends no buffer without a detour through numpy; its caller has checked what is there.
+// The memory of some contiguous arrays, kept in place while this lives. In place of an array there may be (address, tensor)
+// of a tensor, which lends no buffer without a detour through numpy; its caller has checked what is there.
 class Pieces {
   public:
     Pieces(nb::list arrays, nb::list offsets, nb::list sizes, size_t limit, bool writable) {
@@ -46,8 +46,8 @@ class Pieces {
 
   private:
     byte* take(PyObject* item, size_t nbytes, bool writable) {
-        if (PyLong_CheckExact(item)) {
-            void* address = PyLong_AsVoidPtr(item);
+        if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 2) {
+            void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(item, 0));
             if (!address && PyErr_Occurred()) { drop(); throw nb::python_error(); }
             if (!address && nbytes) fail("arrays: an address is null");
             return static_cast<byte*>(address);
@@ -81,7 +81,8 @@ class Asking {
   public:
     explicit Asking(PyObject* names) : names_(names) {}
 
-    // An exact array as it is, or the address of an exact tensor that the host can read; nothing valid for anything else.
+    // An exact array as it is, or (address, tensor) of an exact tensor that the host can read, which keeps it; nothing valid
+    // for anything else.
     nb::object part_of(PyObject* x, PyObject* shape, PyObject* array_dtype, PyObject* tensor_dtype) {
         static PyObject* const array = nb::object(nb::module_::import_("numpy").attr("ndarray")).release().ptr();
         static PyObject *const dtype_ = word("dtype"), *const is_neg_ = word("is_neg");
@@ -92,7 +93,8 @@ class Asking {
         PyObject* name = PyDict_GetItemWithError(names_, dtype.ptr());
         if (!name || !same(name, tensor_dtype)) return {};
         const nb::object address = address_of(x, shape);
-        return address.is_valid() && called(x, is_neg_).ptr() == Py_False ? address : nb::object();
+        if (!address.is_valid() || called(x, is_neg_).ptr() != Py_False) return {};
+        return nb::steal(PyTuple_Pack(2, address.ptr(), x));
     }
 
   private:
@@ -129,8 +131,10 @@ nb::object exact_parts(nb::handle state, nb::list wanted, nb::dict names) {
     Asking asking(names.ptr());
     for (nb::handle p : wanted) {
         nb::tuple w = nb::cast<nb::tuple>(p);
-        PyObject* x = PyDict_GetItemWithError(state.ptr(), nb::handle(w[0]).ptr());
-        nb::object part = x ? asking.part_of(x, nb::handle(w[1]).ptr(), nb::handle(w[2]).ptr(), nb::handle(w[3]).ptr()) : nb::object();
+        // Held: what is asked may run Python, and another thread put something else in its place.
+        const nb::object x = nb::borrow(PyDict_GetItemWithError(state.ptr(), nb::handle(w[0]).ptr()));
+        nb::object part = x.is_valid() ? asking.part_of(x.ptr(), nb::handle(w[1]).ptr(), nb::handle(w[2]).ptr(), nb::handle(w[3]).ptr())
+                                       : nb::object();
         if (!part.is_valid()) {
             PyErr_Clear();
             return nb::none();

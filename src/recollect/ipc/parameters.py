@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 # Dtypes that numpy does not know without ml_dtypes. Their bits are moved, never their values, so none is needed.
 _BITS = re.compile(r"bfloat16|float8_\w+")
 _WORDS = {1: "uint8", 2: "int16"}
+_MAPPINGS = (dict, Mapping)  # in this order: an abstract class takes longer to ask
 
 
 def dtype_name(spec: Any, subject: str) -> str:
@@ -112,7 +113,7 @@ def parse(
 
 def checked_mapping(label: str, value: Any) -> Mapping[str, Any]:
     """Return a mapping by name, as it is; SchemaError if it is none."""
-    if isinstance(value, Mapping):
+    if isinstance(value, _MAPPINGS):
         return value
     hint = "; pass its state_dict()" if hasattr(value, "state_dict") else ""
     raise SchemaError(f"{label}: must be a mapping of names, got {type(value).__name__}{hint}")

@@ -124,7 +124,6 @@ class SharedWeightSync(Mailbox):
 
     def write_weights(self, state_dict: Mapping[str, Any]) -> None:
         """Publish these weights as the next version; on any error the shared bytes and version stay as they were."""
-        state_dict = _held(state_dict)
         ready = self._ready(state_dict)
         if ready is not None:
             with suppress(BufferError, ValueError):  # strided: a copy is needed
@@ -136,7 +135,6 @@ class SharedWeightSync(Mailbox):
 
     def read_weights_into(self, state_dict: Mapping[str, Any]) -> int:
         """Copy the newest weights in place and return their version; at version 0 nothing is touched."""
-        state_dict = _held(state_dict)
         ready = self._ready(state_dict)
         if ready is not None:
             with suppress(BufferError, ValueError):  # strided, or it may not be written
@@ -161,8 +159,8 @@ class SharedWeightSync(Mailbox):
         return version
 
     def _ready(self, state_dict: Mapping[str, Any]) -> list[Any] | None:
-        """What the core can copy as it is, exact arrays and addresses of exact tensors; None if any is not."""
-        if len(state_dict) != len(self._params):
+        """What the core can copy as it is, exact arrays and exact tensors with their addresses; None if any is not."""
+        if len(params.checked_mapping("state_dict", state_dict)) != len(self._params):
             self._check_names(state_dict)
         return exact_parts(state_dict, self._usual, params.tensor_dtypes)
 
@@ -189,11 +187,6 @@ class SharedWeightSync(Mailbox):
                     raise SchemaError(
                         f"{name}: is not declared; exclude it, or pass strict=False to ignore it"
                     )
-
-
-def _held(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """The same by name, which stays while it is copied, whatever another thread puts in its place."""
-    return dict(params.checked_mapping("state_dict", state_dict))
 
 
 def _plan(wanted: Sequence[Parameter], exclude: Sequence[str]) -> tuple[list[int], dict[str, Any]]:
