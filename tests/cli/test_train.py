@@ -14,7 +14,7 @@ from rich.console import Console
 
 from recollect.cli import run
 from recollect.cli.train_view import report
-from recollect.errors import CollectorDiedError
+from recollect.errors import CollectorDiedError, DeadlineError, PeerDiedError
 from recollect.learners.metrics import RunSummary
 from recollect.learners.sac import SACRunner
 
@@ -149,12 +149,16 @@ def test_sigterm_ends_a_run_as_ctrl_c_does(
     )  # no more are needed
 
 
-def test_the_death_of_a_collector_is_told_with_what_was_saved(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("error", [CollectorDiedError, PeerDiedError, DeadlineError])
+def test_what_collectors_end_is_told_with_what_was_saved(
+    error: type[Exception],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     def die(runner: Any, *args: Any, **kwargs: Any) -> None:
-        runner.last_run_summary = RunSummary("collector_died", 70, last_checkpoint="runs/a/model_70")
-        raise CollectorDiedError("collector 0: gone")
+        runner.last_run_summary = RunSummary("error", 70, last_checkpoint="runs/a/model_70")
+        raise error("collector 0: gone")
 
     monkeypatch.setattr(SACRunner, "learn", die)
     with pytest.raises(SystemExit) as caught:

@@ -118,6 +118,20 @@ def test_removal_killed_at_every_step(tmp_path: Path) -> None:
     remove_checkpoint(path)  # it is gone already
 
 
+def test_nobody_sees_a_checkpoint_that_is_half_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path, real, seen = save_checkpoint(tmp_path / "model_1", state()), shutil.rmtree, list[bool]()
+
+    def remove(where: Path, **kwargs: Any) -> None:
+        seen.append(path.exists())
+        real(where, **kwargs)
+
+    monkeypatch.setattr(shutil, "rmtree", remove)
+    remove_checkpoint(path)
+    assert seen == [False] and not os.listdir(tmp_path)
+
+
 def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path / "model_1", state(1))
     with pytest.raises(TypeError, match="state/bad: must be numbers"):

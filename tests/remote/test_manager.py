@@ -740,6 +740,21 @@ def test_close_waits_for_a_run_in_whatever_thread(tmp_path: Path) -> None:
         end.close()
 
 
+def test_close_waits_for_a_thread_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_begin = threading.Event()
+
+    def late(async_send: bool = True) -> None:
+        assert may_begin.wait(10.0)
+        raise OSError("what it ended with")
+
+    m = manager(n=None)
+    monkeypatch.setattr(m, "run", late)
+    m.start()
+    threading.Timer(0.2, may_begin.set).start()
+    with pytest.raises(OSError, match="what it ended with"):
+        m.close()
+
+
 def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
     begun, go_on = threading.Event(), threading.Event()
 

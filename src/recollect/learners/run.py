@@ -223,7 +223,8 @@ class ReferenceRunner(AsyncRunner):
             def write(iteration: int = iteration) -> None:
                 path = self._save(log_dir, iteration)
                 summary.last_checkpoint = str(path)
-                saved.extend([path] if path not in saved else [])
+                if path not in saved:
+                    saved.append(path)
                 while self._keep is not None and len(saved) > self._keep:
                     remove_checkpoint(saved.pop(0))
 
