@@ -825,7 +825,7 @@ def assert_fail(handles: list[Any], text: str) -> None:
 def test_what_waits_for_one_who_came_and_died_before_it_was_reached_fails(alone: LocalCarrier) -> None:
     handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(alone._address(0))
+        peer.connect(alone._addresses(0)[0])
         peer.sendall(struct.pack("<16sq", alone.group_id, 1))
     assert_fail(handles, "rank 1: is gone")
     eventually(lambda: not alone._absent and alone._flusher is None)
