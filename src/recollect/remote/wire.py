@@ -18,6 +18,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import FrameError
 from recollect.remote.messages import PROTOCOL, AnyMessage, Data, Items, Metadata, Sync
+from recollect.text import encoded
 
 PREFIX = struct.Struct("<IHHIIQII")
 MAGIC = 0x4C434552  # "RECL"
@@ -63,7 +64,7 @@ def encode(
 
     Ownership: the parts are views of the blocks; keep those unchanged until the carrier is done with them.
     """
-    head = _encoder.encode(message)
+    head = encoded(_encoder.encode, message)
     parts: list[Any] = [b""]
     crc = nbytes = 0
     at = PREFIX.size + len(head)

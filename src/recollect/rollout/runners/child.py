@@ -11,7 +11,6 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable
 from importlib import import_module
 from typing import Any
@@ -29,6 +28,7 @@ from recollect.rollout.schema import plan_of
 from recollect.rollout.tasks import find_workflow
 from recollect.rollout.threads import Threads
 from recollect.spaces import Layout
+from recollect.text import encoded, told, told_briefly
 
 LENGTH = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
@@ -98,8 +98,8 @@ class Session:
                 for role, handles in enumerate(setup.auxiliary)
             ]  # fmt: skip
             self.pool = ModelPool(rollout, auxiliary, setup.names, time.monotonic, setup.rest_s)
-        except BaseException:
-            self.send(wire.Broken(traceback.format_exc()))
+        except BaseException as error:
+            self.send(wire.Broken(told(error)))
             return
         self.send(wire.Ready())
 
@@ -116,7 +116,7 @@ class Session:
         try:
             flow = find_workflow(job.workflow)
         except Exception as error:
-            text = f"{error!r}; name its module in workflow_modules"
+            text = f"{told_briefly(error)}; name its module in workflow_modules"
             self.send(wire.Ran(job.attempt_id, None, True, text))
             return
         task = self.loop.create_task(self._run(job, flow, models))
@@ -136,10 +136,13 @@ class Session:
             await execute(job, flow, models, self.plan, self.threads, self.lag, report)
         except asyncio.CancelledError:
             pass
-        except BaseException:
-            error = traceback.format_exc()
+        except BaseException as raised:
+            error = told(raised)
         del self.attempts[job.attempt_id]
-        self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+        try:
+            self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+        except Exception as raised:  # an attempt whose end is not told would keep this runner for good
+            self.send(wire.Ran(job.attempt_id, None, True, told(raised)))
 
     def _cancel(self, attempt_id: int) -> None:
         found = self.attempts.get(attempt_id)
@@ -161,7 +164,7 @@ class Session:
         ident, future = self.n_calls, self.loop.create_future()
         self.calls[ident] = (future, model)
         try:
-            packed = msgspec.msgpack.encode((args, kwargs))
+            packed = encoded(msgspec.msgpack.encode, (args, kwargs))
             self.send(wire.Call(ident, self.current, model.role, method, packed))
             return await future
         except asyncio.CancelledError:
