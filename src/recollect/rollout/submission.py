@@ -75,7 +75,9 @@ def make_batch(
     for position, task in enumerate(tasks):
         flow = flows.get(task.workflow) if task.workflow.__hash__ is not None else None
         if flow is None:
-            flow = flows[task.workflow] = find_workflow(task.workflow, by_name=by_name)
+            flow = flows[task.workflow] = find_workflow(
+                task.workflow, by_name=by_name, modules=config.workflow_modules
+            )
         record = TaskRecord(batch, position, task, flow, _packed(task, position), first_group + position, 0)
         _check_task_id(record.task_id, position, seen)
         record.key = task_key(config.seed, batch_id, record.task_id)
@@ -115,7 +117,10 @@ def no_room(batch: BatchRecord, live: list[BatchRecord], n_queued: int, config: 
     if not live:
         return ""
     if len(live) >= config.max_batches:
-        return f"{len(live)} batches are live, max_batches is {config.max_batches}; finalize or abort one"
+        return (
+            f"{len(live)} batches are live, max_batches is {config.max_batches}; finalize or abort one, "
+            "or allow more"
+        )
     if n_queued + batch.n_runs > config.max_queued_runs:
         over = n_queued + batch.n_runs - config.max_queued_runs
         return f"{n_queued} runs wait, with {batch.n_runs} more they are {over} over max_queued_runs"

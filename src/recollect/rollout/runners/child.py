@@ -12,7 +12,6 @@ import struct
 import sys
 import time
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -25,7 +24,7 @@ from recollect.rollout.models.openai import OpenAIModel
 from recollect.rollout.models.pool import ModelPool, Models
 from recollect.rollout.runners import wire
 from recollect.rollout.schema import plan_of
-from recollect.rollout.tasks import find_workflow
+from recollect.rollout.tasks import find_workflow, import_modules
 from recollect.rollout.threads import Threads
 from recollect.spaces import Layout
 from recollect.text import encoded, told, told_briefly
@@ -89,8 +88,7 @@ class Session:
         try:
             layout = Layout.from_json(setup.layout)
             self.plan = plan_of(layout.space, dict(layout.max_lengths))
-            for module in setup.modules:
-                import_module(module)
+            import_modules(setup.modules)
             rollout = [FarModel(self, -1) if h is None else OpenAIModel.from_handle(h) for h in setup.rollout]
             auxiliary = [
                 [FarModel(self, role)] if any(h is None for h in handles)
