@@ -220,9 +220,10 @@ def test_a_damaged_log_goes_on_if_no_dump_can_be_written(
     def full(*args: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    with monkeypatch.context() as disk, pytest.warns(RuntimeWarning):
+    with monkeypatch.context() as disk:
         disk.setattr(snapshot, "dump", full)
-        b = saved(tmp_path, capacity=10)
+        with pytest.warns(RuntimeWarning):
+            b = saved(tmp_path, capacity=10)
     b.add(samples([9], [0.0]))
     assert log.read_bytes().startswith(data)
     b._desk.close()

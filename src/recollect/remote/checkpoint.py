@@ -160,7 +160,7 @@ def _record_at(data: Any, at: int) -> tuple[int, int] | None:
 
 def _next_record(data: Any, at: int) -> int:
     """Where the next whole record begins; the end if there is none."""
-    while 0 <= (at := data.find(_MARK, at)):
+    while (at := data.find(_MARK, at)) >= 0:
         if _record_at(data, at) is not None:
             return at
         at += 1

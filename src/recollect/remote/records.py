@@ -34,8 +34,8 @@ class Checkpoint:
     """Where a manager writes itself, how often, and whether it goes on from what is there.
 
     A dump that the disk refuses is counted (`dump_errors`), warned of and tried again; until then the log goes on. A
-    container that cannot be logged is refused. Damage in a log costs the containers it lies in, is warned of and counted
-    (`log_damages`), and the log is kept beside the new one.
+    container that cannot be logged is refused. Damage in a log costs the containers it lies in; it is warned of and
+    counted (`log_damages`), and the damaged log is kept beside the new one.
 
     >>> Checkpoint("runs/m0", resume=True)
     Checkpoint(path='runs/m0', every_s=300.0, resume=True, power_safe=False)
