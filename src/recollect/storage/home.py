@@ -116,6 +116,20 @@ class Home:
             raise
         self._fresh.add(self._key(name))
 
+    def adopt(self, name: str) -> None:
+        """Sync a file that was made by `place_new`, and let the next commit name it; if that fails, it stays as it is."""
+        self.files[self._key(name)] = seal(self.place(name))
+        self._fresh.add(self._key(name))
+
+    def place_new(self, name: str) -> Path:
+        """The path of a file that is about to be made."""
+        return self.place(name)
+
+    def take_back(self, name: str) -> None:
+        """Remove a file that was made since the last commit."""
+        with suppress(OSError):
+            (self.path / self._key(name)).unlink(missing_ok=True)
+
     def drop(self, name: str) -> None:
         """Do not name a file in the next commit, which deletes it; one never committed is deleted now."""
         key = self._key(name)
