@@ -18,9 +18,10 @@ import msgspec
 
 from recollect import _core
 from recollect.errors import FormatError
+from recollect.files import open_named, sync_directory
 from recollect.remote.forwarding import ForwardState
 from recollect.replay import ReplayBuffer, snapshot
-from recollect.storage.dump import STORAGE, file_crc, last_commit, open_named, read_manifest, sync_directory
+from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
 
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c
 _MAGIC = 0x474F4C52  # "RLOG"

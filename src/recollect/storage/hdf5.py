@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, Self
@@ -13,6 +14,7 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import FormatError
+from recollect.files import make_directory, sync_directory
 from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
 from recollect.storage.arrow import raw_dtype
@@ -20,7 +22,6 @@ from recollect.storage.base import PathName
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
 from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
-from recollect.storage.dump import make_directory, sync_directory
 from recollect.storage.files import Ints
 from recollect.storage.home import Home
 from recollect.storage.live import FLUSH, Live
@@ -142,7 +143,7 @@ class HDF5Storage(FileStorage):
         old = self._name
         self._close_file()
         name = self.home.new_name(f"{self.prefix}rows-", ".hdf5")
-        full = self.home.place(name)
+        full = self.home.place_new(name)
         try:
             _core.fault_point()
             if old is None:
@@ -153,7 +154,7 @@ class HDF5Storage(FileStorage):
             _core.fault_point()
             self._file = self._h5.File(full, "r+")
         except BaseException:
-            full.unlink(missing_ok=True)
+            self.home.take_back(name)
             raise
         self._name, self._is_open_to_write, self._old = name, True, old
         return self._file
@@ -351,11 +352,11 @@ class HDF5Storage(FileStorage):
 def write_single(storage: HDF5Storage, path: Path) -> None:
     """Copy the committed file to a name of its own; a temporary name is renamed when it is complete."""
     make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         source = storage.contents()["file"]
         if source is None:
-            with storage._h5.File(temporary, "w", libver="latest") as f:
+            with storage._h5.File(temporary, "x", libver="latest") as f:
                 storage._make_datasets(f)
         else:
             shutil.copyfile(storage.home.path / storage.home.base / source, temporary)
