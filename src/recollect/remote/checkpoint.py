@@ -20,10 +20,11 @@ import msgspec
 
 from recollect import _core
 from recollect.errors import FormatError
+from recollect.files import open_named, sync_directory
 from recollect.remote.forwarding import ForwardState
 from recollect.remote.wire import PREFIX, is_frame
 from recollect.replay import ReplayBuffer, snapshot
-from recollect.storage.dump import STORAGE, file_crc, last_commit, open_named, read_manifest, sync_directory
+from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
 
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c of the frame and then of what precedes
 _MAGIC = 0x474F4C52  # "RLOG"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 from pathlib import Path
 from typing import Any, Self
@@ -12,6 +13,7 @@ import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import FormatError
+from recollect.files import make_directory, sync_directory
 from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
 from recollect.storage.arrow import raw_dtype
@@ -19,7 +21,6 @@ from recollect.storage.base import PathName
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
 from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
-from recollect.storage.dump import make_directory, sync_directory
 from recollect.storage.files import Ints
 from recollect.storage.hdf5_file import HDF5File
 from recollect.storage.home import Home
@@ -387,11 +388,11 @@ class HDF5Storage(FileStorage):
 def write_single(storage: HDF5Storage, path: Path) -> None:
     """Copy the committed file to a name of its own; a temporary name is renamed when it is complete."""
     make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.tmp")
+    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
     try:
         source = storage.contents()["file"]
         if source is None:
-            with storage._h5.File(temporary, "w", libver="latest") as f:
+            with storage._h5.File(temporary, "x", libver="latest") as f:
                 storage._make_datasets(f)
         else:
             shutil.copyfile(storage.home.path / storage.home.base / source, temporary)
