@@ -19,13 +19,13 @@ from gymnasium import spaces
 
 from recollect.batch import BatchBase
 from recollect.errors import FormatError
+from recollect.files import sync_directory
 from recollect.replay import ReplayBuffer
 from recollect.replay.plain import PlainEngine
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
 from recollect.storage.columns import longest
-from recollect.storage.dump import sync_directory
 from recollect.storage.live import live_of
 
 RECORD = "convert.json"

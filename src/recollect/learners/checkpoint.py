@@ -23,7 +23,8 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import FormatError
-from recollect.storage.dump import canonical_json, file_crc, make_directory, sync_directory
+from recollect.files import make_directory, sync_directory
+from recollect.storage.dump import canonical_json, file_crc
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"

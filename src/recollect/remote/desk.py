@@ -311,7 +311,9 @@ class Desk:
 
     def stats(self, **more: Any) -> ManagerStats:
         forwarded = None if self.forwarder is None else self.forwarder.stats()
-        return self.shelf.stats(forwarded=forwarded, dump_errors=self.saving.n_failed, **more)
+        return self.shelf.stats(
+            forwarded=forwarded, dump_errors=self.saving.n_failed, log_damages=self.saving.n_damaged, **more
+        )
 
     def close(self) -> None:
         """Give up the buffer and the log."""

@@ -119,6 +119,15 @@ def decode(frame: Any, *, max_frame: int = MAX_FRAME) -> tuple[AnyMessage, int, 
     return message, tag, body
 
 
+def is_frame(prefix: bytes, nbytes: int) -> bool:
+    """Whether the first bytes of a frame fit one of this size."""
+    if len(prefix) < PREFIX.size:
+        return False
+    magic, _, _, n_head, _, n_body, _, zero = PREFIX.unpack_from(prefix)
+    at = PREFIX.size + n_head
+    return bool(magic == MAGIC and not zero and at + (-at % ALIGNMENT if n_body else 0) + n_body == nbytes)
+
+
 def check_plain(value: Any) -> None:
     """Raise ValidationError unless it is numbers, strings, and lists and dicts of them: msgpack has other types too."""
     if isinstance(value, dict):

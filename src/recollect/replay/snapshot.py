@@ -13,7 +13,7 @@ from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference, space_from_json
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import DumpWriter, check_files, read_manifest, refuse_live
+from recollect.storage.dump import DumpWriter, check_files, read_manifest
 from recollect.storage.files import FiledStorage
 from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
@@ -54,7 +54,6 @@ def dump(
             )
         live.commit()
         return 0
-    refuse_live(Path(path))
     with DumpWriter(Path(path)) as writer:
         for name, data in (beside or {}).items():
             with writer.file(f"{name}-{writer.commit}.bin") as f:
