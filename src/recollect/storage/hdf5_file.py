@@ -9,7 +9,6 @@ that was promised, since rows count once they are committed.
 from __future__ import annotations
 
 import os
-from contextlib import suppress
 from typing import Any
 
 _PART = 1 << 22
@@ -73,8 +72,11 @@ class HDF5File:
 
     def truncate(self, nbytes: int | None = None) -> int:
         self._nbytes = self._at if nbytes is None else nbytes
-        with suppress(OSError):  # `settle` does it again
+        try:
             os.ftruncate(self._fd, self._nbytes)
+        except BaseException as error:  # `settle` does it again
+            if not isinstance(error, OSError):
+                self._error = error
         self._waiting = [(at, data[: self._nbytes - at]) for at, data in self._waiting if at < self._nbytes]
         return self._nbytes
 
