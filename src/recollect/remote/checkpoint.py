@@ -10,7 +10,6 @@ from __future__ import annotations
 import os
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ import msgspec
 
 from recollect import _core
 from recollect.errors import FormatError
-from recollect.files import open_named, sync_directory
+from recollect.files import OwnedDirectory, open_inside, open_named, remove_inside, sync_directory
 from recollect.remote.forwarding import ForwardState
 from recollect.replay import ReplayBuffer, snapshot
 from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
@@ -26,7 +25,7 @@ from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c
 _MAGIC = 0x474F4C52  # "RLOG"
 _MOST = 1 << 30
-NAME = "manager"
+NAME, LOG = "manager", "log"
 VERSION = 1
 
 
@@ -52,8 +51,9 @@ class Log:
     """
 
     def __init__(self, path: Path, commit: int) -> None:
-        self.path, self.commit = path / f"log-{commit}.bin", commit
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.path, self.commit = path / f"{LOG}-{commit}.bin", commit
+        # A link of that name would let it be cut where it leads to.
+        self._fd = open_inside(path, self.path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
         self.is_torn = False  # it ends in what is no record: what followed would not be read
@@ -109,6 +109,11 @@ class Log:
         os.ftruncate(self._fd, at)
         self._end = self._before = at
 
+    def remove(self) -> None:
+        """Close it, and remove the file: a newer dump has all that is in it."""
+        self.close()
+        remove_inside(self.path.parent, self.path.name)
+
     def close(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -120,19 +125,16 @@ def exists(path: Path) -> bool:
     return (path / "manifest.json").exists()
 
 
-def write(buffer: ReplayBuffer, path: Path, state: State) -> Log:
+def write(buffer: ReplayBuffer, path: Path, state: State, owned: OwnedDirectory | None = None) -> Log:
     """Dump buffer and state in one commit, and return the log that follows it."""
-    commit = snapshot.dump(buffer, path, False, {NAME: msgspec.msgpack.encode(state)})
+    files = {NAME: msgspec.msgpack.encode(state)}
+    commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned)
     log = Log(path, commit)
     try:
         sync_directory(path)
     except BaseException:
         log.close()
         raise
-    for old in path.glob("log-*.bin"):
-        if old != log.path:
-            with suppress(OSError):  # nobody reads it any more; the next dump tries again
-                old.unlink(missing_ok=True)
     return log
 
 
