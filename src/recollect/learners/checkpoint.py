@@ -51,9 +51,8 @@ def save_checkpoint(
     _check_ours(path)
     make_directory(path.parent)
     _sweep(path)
-    temporary = path.parent / f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
-    temporary.mkdir()
-    owned = OwnedDirectory.take(temporary)
+    owned = _new_stage(path)
+    temporary = owned.path
     try:
         owned.note(CONTENTS)
         _core.fault_point()
@@ -75,10 +74,20 @@ def save_checkpoint(
         _remove(owned)
         raise
     owned.moved_to(path)
-    owned.forget()
+    with suppress(OSError):  # another save of this name took its place just now, and removes it
+        owned.forget()
     owned.release()
     _sweep(path)
     return path
+
+
+def _new_stage(path: Path) -> OwnedDirectory:
+    """Make and lock a new directory beside a checkpoint; again if another save swept it while it was empty."""
+    while True:
+        temporary = path.parent / f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+        temporary.mkdir()
+        with suppress(FileNotFoundError, LaneBusyError):
+            return OwnedDirectory.take(temporary)
 
 
 def _check_ours(path: Path) -> None:
