@@ -116,7 +116,10 @@ class OwnedDirectory:
             block, self._end = block[done:], self._end + done
 
     def note_new(self, name: str) -> None:
-        """Write down a file that is about to be made by other means; FileExistsError if there is one of that name."""
+        """Write down a file that is about to be made; FileExistsError if one is there that is not on the list."""
+        self.check()
+        if name in self._noted:
+            remove_inside(self.path, name)
         if has_name(self.path, name.removesuffix("/")):
             raise FileExistsError(
                 errno.EEXIST, "is there already, and no manifest names it", str(self.path / name)
@@ -124,9 +127,7 @@ class OwnedDirectory:
         self.note([name])
 
     def make(self, name: str) -> BinaryIO:
-        """Make a new file and open it; FileExistsError if there is one of that name that is not on the list."""
-        if name in self._noted:
-            remove_inside(self.path, name)
+        """Make a new file and open it; FileExistsError if one is there that is not on the list."""
         self.note_new(name)
         try:
             return open_named(self.path, name, "xb+")
@@ -162,6 +163,10 @@ class OwnedDirectory:
         self.left = []
 
     # -- the end
+
+    def moved_to(self, path: Path) -> None:
+        """Say that this process renamed the directory."""
+        self.path = path
 
     def release(self) -> None:
         """Give the directory to others; may be called twice. A list that is not empty stays, for the next writer."""

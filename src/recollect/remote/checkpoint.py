@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import mmap
 import os
+import shutil
 import struct
 from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ import msgspec
 
 from recollect import _core
 from recollect.errors import FormatError
-from recollect.files import open_named, sync_directory
+from recollect.files import OwnedDirectory, has_name, open_inside, open_named, remove_inside, sync_directory
 from recollect.remote.forwarding import ForwardState
 from recollect.remote.wire import PREFIX, is_frame
 from recollect.replay import ReplayBuffer, snapshot
@@ -30,7 +30,7 @@ _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c of the frame an
 _MAGIC = 0x474F4C52  # "RLOG"
 _MARK = struct.pack("<I", _MAGIC)
 _MOST = 1 << 30
-NAME = "manager"
+NAME, LOG = "manager", "log"
 VERSION = 2  # in version 1 the checksum was that of the frame alone
 
 
@@ -56,12 +56,14 @@ class Log:
     """
 
     def __init__(self, path: Path, commit: int) -> None:
-        self.path, self.commit = path / f"log-{commit}.bin", commit
-        self._fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        self.path, self.commit = path / f"{LOG}-{commit}.bin", commit
+        # A link of that name would let it be cut where it leads to.
+        self._fd = open_inside(path, self.path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
         self.is_torn = False  # it ends in what is no record
         self.damages: list[tuple[int, int]] = []  # from where to where `records` found no record
+        self._aside: str | None = None  # the copy of a damaged log
 
     def write(self, sender: int, frame: Any) -> None:
         """Append a frame; it outlives this process once this returns. All or nothing."""
@@ -119,16 +121,31 @@ class Log:
             os.ftruncate(self._fd, at)
         self._end = self._before = at
 
-    def keep_aside(self) -> Path:
-        """Give a damaged log, which another follows, a name under which nothing removes it."""
+    def keep_aside(self) -> None:
+        """Copy a damaged log, which the next commit removes, to a name that nothing removes."""
+        if self._aside is not None:
+            return
         number = 0
-        while True:
-            more = f"-{number}" if number else ""
-            aside = self.path.with_name(f"damaged-{self.path.stem}{more}.bin")
-            if not aside.exists():
-                os.rename(self.path, aside)
-                return aside
+        while has_name(self.path.parent, name := self._aside_name(number)):
             number += 1
+        with open_named(self.path.parent, name, "xb+") as copy:
+            try:
+                with open_named(self.path.parent, self.path.name) as original:
+                    shutil.copyfileobj(original, copy)
+                copy.flush()
+                os.fsync(copy.fileno())
+            except BaseException:
+                remove_inside(self.path.parent, name)
+                raise
+        self._aside = name
+
+    def _aside_name(self, number: int) -> str:
+        return f"damaged-{self.path.stem}{f'-{number}' if number else ''}.bin"
+
+    def remove(self) -> None:
+        """Close it, and remove the file: a newer dump has all that is in it."""
+        self.close()
+        remove_inside(self.path.parent, self.path.name)
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -185,22 +202,24 @@ def exists(path: Path) -> bool:
     return (path / "manifest.json").exists()
 
 
-def write(buffer: ReplayBuffer, path: Path, state: State, old: Log | None = None) -> Log:
-    """Dump buffer and state in one commit, and return the log that follows it; `old` is the one before."""
-    commit = snapshot.dump(buffer, path, False, {NAME: msgspec.msgpack.encode(state)})
+def write(
+    buffer: ReplayBuffer,
+    path: Path,
+    state: State,
+    old: Log | None = None,
+    owned: OwnedDirectory | None = None,
+) -> Log:
+    """Dump buffer and state in one commit, and return the log that follows it; `old`, the one before, is removed."""
+    if old is not None and old.damages:
+        old.keep_aside()
+    files = {NAME: msgspec.msgpack.encode(state)}
+    commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned)
     log = Log(path, commit)
     try:
         sync_directory(path)
     except BaseException:
         log.close()
         raise
-    if old is not None and old.damages and old.commit != commit:
-        with suppress(OSError):
-            old.keep_aside()
-    for other in path.glob("log-*.bin"):
-        if other != log.path and not (old is not None and old.damages and other == old.path):
-            with suppress(OSError):  # nobody reads it any more; the next dump tries again
-                other.unlink(missing_ok=True)
     return log
 
 

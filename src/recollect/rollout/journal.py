@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import sqlite3
 import threading
 import time
@@ -251,6 +252,8 @@ class Journal:
         )  # fmt: skip
 
     def _connect(self) -> sqlite3.Connection:
+        if os.path.exists(self.path) and not os.path.isfile(self.path):
+            raise FormatError(f"{self.path}: must be a journal, got no plain file")
         try:
             database = sqlite3.connect(self.path, timeout=0.0, check_same_thread=False)
         except sqlite3.OperationalError as error:
@@ -259,6 +262,11 @@ class Journal:
             ) from None
         try:
             database.execute("pragma locking_mode = exclusive")
+            tables = {
+                name for (name,) in database.execute("select name from sqlite_master where type = 'table'")
+            }
+            if tables and not {"meta", "batches", "runs"} <= tables:
+                raise sqlite3.DatabaseError(f"another program's database, with the tables {sorted(tables)}")
             database.execute("pragma journal_mode = wal")
             database.execute(f"pragma synchronous = {'full' if self.power_safe else 'normal'}")
             database.execute("begin exclusive")

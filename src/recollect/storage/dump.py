@@ -88,12 +88,14 @@ class DumpWriter:
                 )
             self.directories += make_inside(path, STORAGE)
             _core.fault_point()
-            self.commit: int = 1 + max(self._last.get("commit", 0), _last_number(path / STORAGE))
+            numbers = (_last_number(path / STORAGE), _last_number(path))
+            self.commit: int = 1 + max(self._last.get("commit", 0), *numbers)
         except BaseException:
             self._end(failed=True)
             raise
         self.files: dict[str, About] = {}
         self.keep: set[str] = set()  # live files, which have no entry
+        self.log: str | None = None  # a file `<log>-<commit>.bin` follows this commit and goes with it
         self._synced: set[Path] = set()  # directories with new names
         self._same: set[str] = set()  # files of the last dump that no manifest names, and that stay
 
@@ -214,6 +216,8 @@ class DumpWriter:
             sync_directory(directory)
         _core.fault_point()
         kept = {*self.files, *self.keep}
+        if self.log is not None:
+            manifest = {**manifest, "log": f"{self.log}-{self.commit}.bin"}
         self.owned.note(name for name in named_files(self.path, self._last) if name not in kept)
         write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files}, self.owned)
         _core.fault_point()
@@ -245,6 +249,14 @@ def check_owned(owned: OwnedDirectory) -> dict[str, Any]:
     return manifest
 
 
+def remove_dump(path: Path, more: Collection[str] = ()) -> None:
+    """Remove a dump, `more` files that were made beside it, and its directory if nothing else is in it."""
+    with OwnedDirectory.take(path) as owned:
+        owned.note([*named_files(path, check_owned(owned)), *more, MANIFEST])
+        owned.remove_noted(())
+    remove_empty([path, path / STORAGE])
+
+
 def last_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a directory, {} if there is none that can be read."""
     try:
@@ -273,6 +285,8 @@ def named_files(path: Path, manifest: dict[str, Any]) -> list[str]:
         return []
     base, storage = manifest.get("storage_path_relative", STORAGE), manifest["storage"]
     names = list(manifest["files"])
+    if isinstance(manifest.get("log"), str):
+        names.append(check_name(path, manifest["log"]))
     if manifest.get("live") and isinstance(storage["options"].get("file"), str):
         names.append(f"{base}/{storage['options']['file']}")
     if _has_more(storage):
@@ -338,7 +352,11 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
             f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged"
         )
     _check_kinds(file, manifest)
-    for name in (manifest.get("storage_path_relative", STORAGE), *manifest["files"]):
+    for name in (
+        manifest.get("storage_path_relative", STORAGE),
+        manifest.get("log", STORAGE),
+        *manifest["files"],
+    ):
         check_name(path, name)
     return manifest
 
