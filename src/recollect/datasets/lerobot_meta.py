@@ -69,9 +69,8 @@ def read_meta(path: Path) -> Meta:
     except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
         if isinstance(error, FormatError):
             raise
-        raise FormatError(
-            f"{path}: its metadata lack or garble {error!r}; it is damaged or foreign"
-        ) from None
+        said = f"must have {error.args[0]!r}" if type(error) is KeyError else f"are garbled ({error!r})"
+        raise FormatError(f"{path}: its metadata {said}; it is damaged or foreign") from None
     if not any(episode.length for episode in episodes):
         raise FormatError(f"{path}: must hold episodes, got none")
     total = info.get("total_episodes", len(episodes))

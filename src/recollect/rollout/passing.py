@@ -179,7 +179,7 @@ async def pass_payloads(desk: Desk, payloads: list[bytes]) -> dict[str, float]:
         )
     )
     desk.other_passes[passing] = False
-    passing.add_done_callback(desk.other_passes.pop)
+    passing.add_done_callback(partial(_forget_payloads, desk))
     try:
         delivery = await asyncio.shield(passing)
     except asyncio.CancelledError:
@@ -189,6 +189,12 @@ async def pass_payloads(desk: Desk, payloads: list[bytes]) -> dict[str, float]:
             passing.cancel()
         raise
     return delivery.metrics
+
+
+def _forget_payloads(desk: Desk, passing: asyncio.Task[Any]) -> None:
+    del desk.other_passes[passing]
+    if not passing.cancelled():
+        passing.exception()  # its caller may have been cancelled
 
 
 async def stop_passes(desk: Desk) -> None:
