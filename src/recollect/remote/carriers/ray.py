@@ -131,7 +131,7 @@ class _Rank:
 
     def run(self, worker: Any, manager: Any, layout: RankLayout, job: str, rank: int, seed: int) -> Any:
         from recollect.remote.backends import set_launched
-        from recollect.remote.launching import run_rank
+        from recollect.remote.launching import run_rank, take_leave
 
         if rank in layout.managers:
             carrier = RayCarrier.serve(job, rank)
@@ -142,6 +142,7 @@ class _Rank:
         try:
             return run_rank(worker, manager, layout, carrier, seed)
         finally:
+            take_leave(layout, carrier)
             set_launched("ray", None)
             carrier.close()
 
