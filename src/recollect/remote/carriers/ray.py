@@ -116,6 +116,18 @@ class RayCarrier(TcpCarrier):
         carrier._registry = registry  # type: ignore[attr-defined]
         return carrier
 
+    def _look_up(self, dest: int, timeout: float) -> str | None:
+        """Ask the registry: a manager that was started again may listen elsewhere."""
+        known = super()._look_up(dest, timeout)
+        if self._registry is None:
+            return known
+        try:
+            found = _ray().get(self._registry.addresses.remote(), timeout=min(timeout, _ASK_S))
+        except Exception:  # the registry does not answer, or is gone: look where it was last
+            return known
+        address: str | None = found.get(dest, known)
+        return address
+
     @staticmethod
     def forget(job: str) -> None:
         """End the registry of a job."""

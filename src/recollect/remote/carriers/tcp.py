@@ -321,11 +321,11 @@ class TcpCarrier(StreamCarrier):
         link = self._outward.get(dest)
         if link is not None and link.is_open:
             return
-        address = self._addresses.get(dest)
-        if address is None:
-            raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
         while True:
             self._check_open()
+            address = self._look_up(dest, max(0.05, end - monotonic()))
+            if address is None:
+                raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
@@ -334,6 +334,10 @@ class TcpCarrier(StreamCarrier):
                 if left <= 0:
                     raise PeerDiedError(f"rank {dest}: does not answer at {address} ({error})") from None
                 threading.Event().wait(min(left, 0.02))
+
+    def _look_up(self, dest: int, timeout: float) -> str | None:
+        """Where a serving end listens, as far as this end knows."""
+        return self._addresses.get(dest)
 
     # -- ending
 
