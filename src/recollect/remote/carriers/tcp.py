@@ -290,13 +290,18 @@ class TcpCarrier(StreamCarrier):
                     self._next_rank += 1
                 self._known.add(self._next_rank)
                 self._gone.add(self._next_rank)
-                return _OK, self._next_rank
+                self._next_rank += 1  # given once: who had it may be forgotten by then
+                return _OK, self._next_rank - 1
             if asked in self._banned:
                 return _SHUT_OUT, -1
             live = asked in self._outward and self._sessions.get(asked) != session
             if asked == self.rank or live:
                 return _RANK_TAKEN, -1
             return _OK, asked
+
+    def _forget(self, rank: int) -> None:
+        super()._forget(rank)
+        self._sessions.pop(rank, None)
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close a peer's connection; for ever: it may not join again either."""
