@@ -247,6 +247,19 @@ def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPat
     assert list(known.by_id) == [b"a", b"c"]
 
 
+def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(writers, "MOST_WRITERS", 2)
+    m = made()
+    silent, left, new = (Peer(m, rank, bytes([rank]) * 16) for rank in range(3))
+    for peer in (silent, left):
+        peer.hello()
+        peer.data(1, [peer.rank])
+    left.say(Exit(8, left.writer, 0, ""))
+    new.hello()
+    (again,) = silent.data(1, [0])
+    assert isinstance(again, Scores) and held(m) == [0, 1]  # its first answer; nothing is stored twice
+
+
 def test_another_layout_is_refused_and_takes_no_number() -> None:
     m = made()
     peer = Peer(m)

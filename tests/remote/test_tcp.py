@@ -24,7 +24,7 @@ import pytest
 
 from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
-from recollect.remote.carriers import tcp
+from recollect.remote.carriers import stream, tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
 from recollect.remote.carriers.listening import accepted
 from recollect.remote.messages import Sample
@@ -930,3 +930,20 @@ def test_a_client_connects_again_when_its_connection_was_closed(server: TcpCarri
                     eventually(lambda: 0 not in carrier.alive())
         assert made.buffer[:]["id"].tolist() == [0, 1, 2, 3, 4]
         carrier.close()
+
+
+def test_of_clients_that_left_only_so_many_are_remembered(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rank that was given is given to nobody else, though who had it is forgotten."""
+    monkeypatch.setattr(stream, "MOST_GONE", 2)
+    given = []
+    for _ in range(6):
+        worker = TcpCarrier.join([server.address], token=TOKEN)
+        worker.send(0, 0, [b"x"], SOON)
+        server.recv(worker.rank, timeout=SOON)
+        given.append(worker.rank)
+        worker.close()
+        eventually(lambda: server.alive() == {0})
+    assert given == [1, 2, 3, 4, 5, 6]
+    assert len(server._known) <= 2 and len(server._sessions) <= 2 and not server._inbox._nbytes

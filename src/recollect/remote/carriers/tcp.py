@@ -290,13 +290,18 @@ class TcpCarrier(StreamCarrier):
                     self._next_rank += 1
                 self._known.add(self._next_rank)
                 self._gone.add(self._next_rank)
-                return _OK, self._next_rank
+                self._next_rank += 1  # given once: who had it may be forgotten by then
+                return _OK, self._next_rank - 1
             if asked in self._banned:
                 return _SHUT_OUT, -1
             live = asked in self._outward and self._sessions.get(asked) != session
             if asked == self.rank or live:
                 return _RANK_TAKEN, -1
             return _OK, asked
+
+    def _forget(self, rank: int) -> None:
+        super()._forget(rank)
+        self._sessions.pop(rank, None)
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close a peer's connection; for ever: it may not join again either."""
@@ -321,11 +326,11 @@ class TcpCarrier(StreamCarrier):
         link = self._outward.get(dest)
         if link is not None and link.is_open:
             return
-        address = self._addresses.get(dest)
-        if address is None:
-            raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
         while True:
             self._check_open()
+            address = self._look_up(dest, max(0.05, end - monotonic()))
+            if address is None:
+                raise PeerDiedError(f"rank {dest}: is gone, and has to join again by itself")
             try:
                 self._join(address, max(0.05, end - monotonic()))
                 return
@@ -334,6 +339,10 @@ class TcpCarrier(StreamCarrier):
                 if left <= 0:
                     raise PeerDiedError(f"rank {dest}: does not answer at {address} ({error})") from None
                 threading.Event().wait(min(left, 0.02))
+
+    def _look_up(self, dest: int, timeout: float) -> str | None:
+        """Where a serving end listens, as far as this end knows."""
+        return self._addresses.get(dest)
 
     # -- ending
 
