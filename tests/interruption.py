@@ -4,8 +4,8 @@
 
 - "signal": where CPython 3.11 runs signal handlers: as a function begins, after a call, at a jump backwards. The signal
   is pending when the interpreter arrives there, as a real one is, in every Python frame that the call runs.
-- "line": before every line of this package. A few of these no signal can reach; those that leave a `with` block are
-  left out, because an exception between the block and `__exit__` cannot come from a signal, and nothing could guard it.
+- "line": before every line of this package. Some of these no signal can reach. Those that only leave a `with` block, or
+  the end of a `try` inside of it, are left out: an exception there comes from no signal, and nothing could guard it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,12 @@ def _exits(code: CodeType) -> frozenset[int]:
     """Where nothing is left of a `with` block but to leave it."""
     steps = list(dis.get_instructions(code))
     found = set()
+    guarded = [range(e.start, e.end) for e in dis._parse_exception_table(code)]  # type: ignore[attr-defined]
     for k, step in enumerate(steps):
+        if step.opname == "NOP" and k and not any(step.offset in some for some in guarded):
+            found.add(
+                step.offset
+            )  # the end of a `try` within: no handler guards it, and no signal comes there
         for at, later in enumerate(steps[k : k + 8], k):
             ahead = steps[at : at + 4]
             if later.opname == "WITH_EXCEPT_START" or (
