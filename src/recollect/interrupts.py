@@ -1,8 +1,9 @@
-"""Ctrl-C reaches all processes of a terminal's group, but it is for the parent to handle, also while a child starts."""
+"""Ctrl-C: for the parent alone, also while a child starts, and nothing of ours stays taken because of it."""
 
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -49,3 +50,13 @@ def drop_held_back() -> None:
     """In the child: forget what came meanwhile, and ignore SIGINT from now on."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+
+
+def is_entered(turn: object) -> bool:
+    """Whether a call further up this thread's stack is inside of `with self._turn`; one that was cut short is not."""
+    frame = sys._getframe(1).f_back
+    while frame is not None:
+        if "_turn" in frame.f_code.co_names and getattr(frame.f_locals.get("self"), "_turn", None) is turn:
+            return True
+        frame = frame.f_back
+    return False

@@ -345,7 +345,7 @@ def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
     carrier, _ = piped
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(carrier.recv, 1, 0, 3 * SOON) for _ in range(2)]
-        eventually(lambda: carrier._turns.is_led and len(carrier._cond._waiters) == 1)  # type: ignore[attr-defined]
+        eventually(lambda: carrier._turns.is_led and carrier._cond.n_waiting == 1)
         carrier.refuse(1)
         for wait in waits:
             assert isinstance(wait.exception(SOON), PeerDiedError)
@@ -358,7 +358,7 @@ def test_nobody_joins_while_the_links_of_a_peer_are_looked_for(piped: tuple[Pipe
     class Other:
         @property
         def rank(self) -> int:
-            held.append(carrier._cond._lock.locked())  # type: ignore[attr-defined]
+            held.append(carrier._cond.is_held)
             return 2
 
     carrier._links[-1] = Other()  # type: ignore[assignment]
@@ -659,7 +659,7 @@ def test_who_leads_wakes_the_others() -> None:
     assert work.begun.wait(SOON)
     other = threading.Thread(target=work.wait, args=(60.0,), daemon=True)
     other.start()
-    eventually(lambda: len(work.turns.cond._waiters) == 1)  # type: ignore[attr-defined]
+    eventually(lambda: work.turns.cond.n_waiting == 1)
     work.may_end.set()
     for thread in (leader, other):
         thread.join(SOON)

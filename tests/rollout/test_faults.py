@@ -86,7 +86,7 @@ def test_what_a_full_queue_did_not_take_in_time_does_not_enter_it_later(how: str
                 )
             await c.finalize_train_batch(1)
             waiting = asyncio.create_task(c.finalize_train_batch(2))
-            while not queue._changed._waiters:  # type: ignore[attr-defined]
+            while not queue._changed.n_waiting:
                 await asyncio.sleep(0)
             c.clock.advance(5.0)
             with pytest.raises(PipelineError, match="the sink"):

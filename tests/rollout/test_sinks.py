@@ -188,7 +188,7 @@ def test_a_writer_that_waits_is_woken(how: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    while not sink._changed._waiters:  # type: ignore[attr-defined]
+    while not sink._changed.n_waiting:
         pass
     if how == "get":
         assert len(run(sink.get(1))) == 1

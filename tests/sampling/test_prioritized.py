@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -455,11 +456,24 @@ class TestSources:
     def test_one_thread_at_a_time(self, tmp_path: Path) -> None:
         sampler = rc.PrioritizedSampler(source_of("memory", tmp_path), 4)
         meta = all_of(sampler)
-        sampler._enter()
-        with pytest.raises(RuntimeError, match="one thread at a time"):
-            sampler.update_priorities(meta, np.ones(10))
-        with pytest.raises(RuntimeError, match="one thread at a time"):
-            sampler.sample()
+        entered, asked = threading.Event(), threading.Event()
+
+        def hold() -> None:
+            with sampler._turn:
+                entered.set()
+                asked.wait()
+
+        thread = threading.Thread(target=hold)
+        thread.start()
+        entered.wait()
+        try:
+            with pytest.raises(RuntimeError, match="one thread at a time"):
+                sampler.update_priorities(meta, np.ones(10))
+            with pytest.raises(RuntimeError, match="one thread at a time"):
+                sampler.sample()
+        finally:
+            asked.set()
+            thread.join()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -25,5 +25,6 @@ void bind_latest(nb::module_& m);
 void bind_prioritized(nb::module_& m);
 void bind_windows(nb::module_& m);
 void bind_values(nb::module_& m);
+void bind_turns(nb::module_& m);
 
 }  // namespace recollect

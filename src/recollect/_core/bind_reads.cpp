@@ -1,4 +1,5 @@
 // Bindings of Rows, reading: samples, draws, places, segments. Stubs are in _native.pyi.
+#include "turns.hpp"
 #include "bind.hpp"
 #include "edits.hpp"
 #include "recycle.hpp"
@@ -101,21 +102,6 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
     return draw_into(*m, codec, stream, n, leaves) ? batch : nb::none();
 }
 
-// One thread at a time: whoever has entered has the turn until it leaves. Under the GIL throughout.
-struct Turn {
-    bool taken = false;
-    uint64_t batches = 0;  // drawn in all
-
-    void enter() {
-        if (taken) throw nb::index_error("taken");
-        taken = true;
-    }
-    void leave(uint64_t drawn = 0) {
-        taken = false;
-        batches += drawn;
-    }
-};
-
 // What a sampler of plain rows needs for a batch, bound once: a draw is one call.
 class Drawer {
   public:
@@ -127,6 +113,7 @@ class Drawer {
     nb::object next(Stream& stream, size_t n) {
         if (at_.taken) return nb::none();
         at_.taken = true;
+        at_.thread = PyThread_get_thread_ident();
         struct Leave { Turn& turn; ~Leave() { turn.leave(); } } leave{at_};
         auto m = of_.memory(by_);
         PerLeaf<byte*> leaves(by_.size());
@@ -273,11 +260,6 @@ nb::object open_segment(const Rows& self, size_t k) {
 
 void bind_reads(nb::module_& m, nb::class_<Rows>& rows) {
     arrays::load_numpy();
-    nb::class_<Turn>(m, "Turn")
-        .def(nb::init<>())
-        .def("enter", &Turn::enter)
-        .def("leave", &Turn::leave, nb::arg("batches") = 0)
-        .def_rw("batches", &Turn::batches);
     nb::class_<Drawer>(m, "Drawer")
         .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("rows"), nb::arg("codec"), nb::arg("turn"))
         .def("next", &Drawer::next, nb::arg("stream"), nb::arg("n"));

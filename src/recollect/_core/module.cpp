@@ -40,6 +40,7 @@ NB_MODULE(_native, m) {
     watch_forks();
     nb::set_leak_warnings(false);  // module-level tables may outlive the interpreter's teardown order
     nb::register_exception_translator(translate);
+    bind_turns(m);
     bind_mapping(m);
     bind_rows(m);
     bind_trees(m);

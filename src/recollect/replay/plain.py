@@ -2,13 +2,17 @@
 
 For storages that are not packed rows (files, wrappers, those of users). Positions count for ever; position p is in
 row p mod capacity, and [low, cursor) are the live ones.
+
+A change takes several steps, and Ctrl-C may come between any two. Before the first of them `_unfinished` says how to
+take the change back, or how to complete it; the last step forgets that. Whatever is called next, should it find
+something unfinished, does so first.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -35,12 +39,14 @@ class PlainEngine:
         self.storage, self.tracked = storage, tracked
         self._lock = threading.RLock()
         self._low = self._cursor = 0
-        self._segments: list[list[int]] = []  # [id, first position, end position, step of the first]
+        # [id, first position, end position, step of the first], each replaced, never changed
+        self._segments: list[list[int]] = []
         self._open = self._copying = False  # whether the last of them is open
         self._next_id = 1
         self._generations = np.zeros(storage.capacity or 0, np.int64)
         self._renewals = 0
         self._extra: dict[str, Any] = {}
+        self._unfinished: Callable[[], None] | None = None
         self._doors = {"evicted": 0, "removed": 0, "rejected": 0, "offered": 0}
         if state is not None:
             self._restore(state)
@@ -67,6 +73,7 @@ class PlainEngine:
 
     def _follow(self) -> None:
         """Forget the samples of an open segment that the storage was told to drop (`abort_segment`)."""
+        self._mend()
         if not self.storage.is_cut_by_segment:
             return
         with self._lock:
@@ -77,6 +84,25 @@ class PlainEngine:
                 if self._open:
                     self._segments.pop()
                 self._open = self._copying = False
+
+    def _mend(self) -> None:
+        """Take back, or complete, what an interrupt left unfinished."""
+        if self._unfinished is None:
+            return
+        with self._lock:  # unless another thread is at it
+            if self._unfinished is not None:
+                self._unfinished()
+                self._unfinished = None
+
+    def _complete(self, change: Callable[[], None]) -> None:
+        """Make a change that can be made again from its start."""
+        self._unfinished = change
+        try:
+            change()
+        except Exception:
+            self._unfinished = None
+            raise
+        self._unfinished = None
 
     def _rows(self, positions: Ints) -> Ints:
         return positions % self.storage.capacity if self.storage.capacity else positions
@@ -131,10 +157,7 @@ class PlainEngine:
         with self._lock:
             self._follow()
             block = self.storage.checked_one(value)
-            with self._all_or_nothing():
-                self._put(block, 1)
-                self._tag(1, None, keep_open=True)
-                self.storage.settle()
+            self._add(block, 1, None, keep_open=True)
 
     def extend(self, value: Any, ends: Any = None) -> None:
         self._extend(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
@@ -158,9 +181,20 @@ class PlainEngine:
                 raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
             if n == 0:
                 return
-            with self._all_or_nothing():
-                self._write(block, n, ends, keep_open)
-                self.storage.settle()
+            self._add(block, n, ends, keep_open)
+
+    def _add(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
+        """Write samples, and make the commit that they bring about; if it fails they are taken back."""
+        self._unfinished = self._taking_back(n)
+        try:
+            self._write(block, n, ends, keep_open)
+            self.storage.settle()
+        except Exception:
+            if self.storage.capacity is None:
+                self._mend()
+            self._unfinished = None  # of a ring the storage has kept what the write would have displaced
+            raise
+        self._unfinished = None
 
     def _write(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
         capacity, space = self.storage.capacity, self.storage.single_instance_space
@@ -179,33 +213,36 @@ class PlainEngine:
                 self.storage.mark_segment_end()
         self._tag(n, ends, keep_open=keep_open)
 
-    @contextmanager
-    def _all_or_nothing(self) -> Iterator[None]:
-        """Take a write back if it, or the commit that it brings about, fails; in a ring what it displaced is gone."""
-        before = self._low, self._cursor, self._next_id, self._open, len(self._segments), dict(self._doors)
-        last = list(self._segments[-1]) if self._segments else None
-        try:
-            yield
-        except BaseException:
-            if self.storage.capacity is None:
-                more, n = self._cursor - before[1], before[4]
-                self._low, self._cursor, self._next_id, self._open, _, self._doors = before
-                del self._segments[n:]
-                if last is not None:
-                    self._segments[n - 1] = last
-                if more:
-                    self.storage.shrink_length(more)
-            raise
+    def _taking_back(self, n: int) -> Callable[[], None]:
+        """What takes back a write of `n` samples; in a ring what it displaced is gone."""
+        capacity = self.storage.capacity
+        low = (
+            self._low if capacity is None else min(self._cursor, max(self._low, self._cursor + n - capacity))
+        )
+        before = low, self._cursor, self._next_id, self._open, self._copying, dict(self._doors)
+        last = self._segments[-1:]
+
+        def take_back() -> None:
+            self._low, self._cursor, self._next_id, self._open, self._copying, self._doors = before
+            while self._segments and self._segments[-1][0] >= self._next_id:
+                self._segments.pop()
+            if self._segments and last and self._segments[-1][0] == last[0][0]:
+                self._segments[-1] = last[0]
+            self._clip()
+            if self._open and not self._segments:  # all its samples are gone, but it goes on
+                self._segments = [[last[0][0], low, low, last[0][3] + low - last[0][1]]]
+            if capacity is None:
+                self.storage.cut_to(self._cursor)
+
+        return take_back
 
     def _restart(self, skip: int = 0) -> None:
         """Empty the ring and go to row 0; an open segment goes on `skip` positions before it."""
         capacity = self.storage.capacity or 1
         self._low = self._cursor = -(-self._cursor // capacity) * capacity
-        self._segments = self._segments[-1:] if self._open else []
-        for segment in self._segments:
-            shift = self._cursor - skip - segment[2]
-            segment[1] += shift
-            segment[2] += shift
+        ident, start, end, step = self._segments[-1] if self._open else (0, 0, 0, 0)
+        shift = self._cursor - skip - end
+        self._segments = [[ident, start + shift, end + shift, step]] if self._open else []
 
     def _check_mutable(self) -> None:
         if not self.storage.is_mutable:
@@ -217,12 +254,7 @@ class PlainEngine:
         at = np.arange(self._cursor, self._cursor + n)
         if self.storage.capacity is None:
             self.storage.extend_length(n)
-        try:
-            self.storage.set(self._rows(at), block)
-        except BaseException:
-            if self.storage.capacity is None:
-                self.storage.shrink_length(n)
-            raise
+        self.storage.set(self._rows(at), block)
         self._renew(at)
         self._cursor += n
         self._doors["offered"] += n
@@ -244,7 +276,7 @@ class PlainEngine:
         start = first
         for cut in _cuts(ends, n):
             if self._open:
-                self._segments[-1][2] = first + cut
+                self._segments[-1] = [*self._segments[-1][:2], first + cut, self._segments[-1][3]]
             else:
                 self._segments.append([self._next_id, start, first + cut, 0])
                 self._next_id += 1
@@ -256,17 +288,19 @@ class PlainEngine:
         while self._segments and self._segments[0][2] <= self._low:
             self._segments.pop(0)
         if self._segments and self._segments[0][1] < self._low:
-            oldest = self._segments[0]
-            oldest[3] += self._low - oldest[1]
-            oldest[1] = self._low
+            ident, start, end, step = self._segments[0]
+            self._segments[0] = [ident, self._low, end, step + self._low - start]
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
         at = np.atleast_1d(index)
         with self._lock:
             block = self.check_overwrite(index, value)
-            self.storage.set(self._rows(self._low + at), block)
-            self._renew(np.unique(self._low + at))
-            self.storage.settle()
+            self._complete(partial(self._overwrite, self._low + at, block))
+
+    def _overwrite(self, at: Ints, block: Any) -> None:
+        self.storage.set(self._rows(at), block)
+        self._renew(np.unique(at))
+        self.storage.settle()
 
     def check_overwrite(self, index: int | Ints, value: Any) -> Any:
         """Raise what `overwrite` would, and change nothing; return the value as a block."""
@@ -303,18 +337,24 @@ class PlainEngine:
             up = self.storage.capacity is not None and last + 1 < self.count() - first
             keep = np.setdiff1d(np.arange(0, last + 1) if up else np.arange(first, self.count()), gone)
             to = self._low + np.arange(len(keep)) + (len(gone) if up else first)
-            if len(keep):
-                self.storage.set(self._rows(to), self.read(keep))
-                self._renew(to)
-            self._cut(gone, len(gone) if up else 0)
-            if up:
-                self._low += len(gone)
-            else:
-                self._cursor -= len(gone)
-            self._doors["removed"] += len(gone)
-            if self.storage.capacity is None:
-                self.storage.shrink_length(len(gone))
-            self.storage.settle()
+            moved = self.read(keep) if len(keep) else None
+            self._complete(partial(self._remove, to, moved, self._without(gone, len(gone) if up else 0, up)))
+
+    def _remove(self, to: Ints, moved: Any, after: tuple[Any, ...]) -> None:
+        if moved is not None:
+            self.storage.set(self._rows(to), moved)
+            self._renew(to)
+        self._segments, self._low, self._cursor, self._next_id, self._doors = after
+        if self.storage.capacity is None:
+            self.storage.cut_to(self._cursor)
+        self.storage.settle()
+
+    def _without(self, gone: Ints, shift: int, up: bool) -> tuple[Any, ...]:
+        """Segments, ends, the next id and the counters after the removal of these indices."""
+        n = len(gone)
+        segments, next_id = self._cut(gone, shift)
+        doors = {**self._doors, "removed": self._doors["removed"] + n}
+        return segments, self._low + n * up, self._cursor - n * (not up), next_id, doors
 
     def truncate(self, length: int) -> None:
         """Drop the newest samples of an unbounded storage so that `length` stay; an append-only one can do this too."""
@@ -324,10 +364,7 @@ class PlainEngine:
                 return
             if self._open or self.storage.capacity is not None:
                 raise SegmentOpenError("truncate: must be of an unbounded storage with no open segment")
-            self._cut(gone, 0)
-            self._cursor -= len(gone)
-            self._doors["removed"] += len(gone)
-            self.storage.shrink_length(len(gone))
+            self._complete(partial(self._remove, gone, None, self._without(gone, 0, up=False)))
             self.storage.flush()
 
     def _refuse_to_change(self, verb: str) -> None:
@@ -337,9 +374,13 @@ class PlainEngine:
                 "copy what you keep into a new buffer with extend_from(buf.get_slice(keep))"
             )
 
-    def _cut(self, gone: Ints, up: int) -> None:
-        """Shrink, split and move segments for the removal of these indices; `up` is how far the older move."""
+    def _cut(self, gone: Ints, up: int) -> tuple[list[list[int]], int]:
+        """Segments shrunk, split and moved for the removal of these indices, and the next id.
+
+        `up` is how far the older move.
+        """
         kept: list[list[int]] = []
+        next_id = self._next_id
         removed = gone + self._low
         for ident, start, end, step in self._segments:
             inside = removed[(removed >= start) & (removed < end)]
@@ -347,31 +388,34 @@ class PlainEngine:
             parts = np.split(alive, np.flatnonzero(np.diff(alive) > 1) + 1) if len(alive) else ()
             for number, part in enumerate(parts):  # the first keeps the id
                 shift = int(np.searchsorted(removed, part[0])) - up
-                kept.append([self._take_id() if number else ident, int(part[0]) - shift, int(part[-1]) + 1 - shift,
+                kept.append([next_id if number else ident, int(part[0]) - shift, int(part[-1]) + 1 - shift,
                              step + int(part[0]) - start])  # fmt: skip
-        self._segments = kept
-
-    def _take_id(self) -> int:
-        self._next_id += 1
-        return self._next_id - 1
+                next_id += bool(number)
+        return kept, next_id
 
     def clear(self) -> None:
         with self._lock:
-            self.storage.clear()
-            self._doors["removed"] += self._held()
-            self._segments, self._open = [], False
-            self._restart() if self.storage.capacity else self._empty()
+            doors = {**self._doors, "removed": self._doors["removed"] + self._held()}
+            capacity = self.storage.capacity
+            at = -(-self._cursor // capacity) * capacity if capacity else 0
+            self._complete(partial(self._clear, at, doors))
 
-    def _empty(self) -> None:
-        self._low = self._cursor = 0
+    def _clear(self, at: int, doors: dict[str, int]) -> None:
+        # First the storage, which may refuse. What it has dropped before an interrupt, it drops again.
+        self.storage.clear()
+        self._segments, self._open, self._doors, self._low, self._cursor = [], False, doors, at, at
 
     # -- segments
 
     def end_segment(self) -> None:
         with self._lock:
-            self.storage.mark_segment_end()  # first: if it fails, the segment stays open
-            self._open = self._copying = False
-            self.storage.settle()
+            self._follow()
+            self._complete(self._end_segment)
+
+    def _end_segment(self) -> None:
+        self.storage.mark_segment_end()  # first: if it fails, the segment stays open
+        self._open = self._copying = False
+        self.storage.settle()
 
     def open_segment(self) -> tuple[int, int] | None:
         with self._lock:
@@ -432,7 +476,7 @@ class PlainEngine:
         live = live_of(self.storage)
         if live is not None and live.home.is_writable:
             self._extra = extra
-            live.owner = self.record
+            live.owner, live.mend = self.record, self._mend
 
     def dump(self, writer: DumpWriter) -> dict[str, Any]:
         """Let the storage write itself below `storage/`; return the manifest's part."""
@@ -445,7 +489,7 @@ class PlainEngine:
 
     def record(self, stored: int | None = None) -> dict[str, Any]:
         """What a manifest says of the ring, of an unbounded one as far as `stored` rows go."""
-        capacity, count = self.storage.capacity, self._held()
+        capacity, count = self.storage.capacity, self._cursor - self._low
         if capacity is None and stored is not None:
             count = min(count, max(0, stored - self._low))
         return {

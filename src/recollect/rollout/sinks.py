@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import asyncio
 import re
-import threading
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from math import inf
 from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
 
+from recollect._core import Condition
 from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError
 from recollect.files import make_directory, replace_file
 from recollect.replay import ReplayBuffer
@@ -170,7 +171,7 @@ class QueueSink:
         self.dropped_stale = 0
         self._parts: deque[Experiences] = deque()
         self._n = 0
-        self._changed = threading.Condition()
+        self._changed = Condition()
         self._waiting: list[Callable[[], None]] = []
         self._done: OrderedDict[str, None] = OrderedDict()
         self._wanted: set[str] = set()  # commits that wait for room
@@ -184,7 +185,7 @@ class QueueSink:
         with self._changed:
             self._wanted.add(commit_id)
             while self._n and self._n + len(x) > self.capacity and not self._closed:
-                self._changed.wait()
+                self._changed.wait(inf)
                 if commit_id not in self._wanted:
                     raise DeadlineError(
                         f"sink: {len(x)} rows did not fit in time beside {self._n}; take some out"

@@ -19,6 +19,7 @@ from recollect.batch.structure import fill
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
 from recollect.batch.view import Read, View, as_source
+from recollect.interrupts import is_entered
 from recollect.replay import RateLimiter, ReplayBuffer
 from recollect.sampling.epoch import Epoch
 from recollect.sampling.stream import IndexStream, Ints, mix
@@ -82,10 +83,12 @@ class BatchSampler(View):
         self._lock()
 
     def _lock(self, batches: int = 0) -> None:
-        # Much faster than a Lock, and a native draw takes it by itself. Bound once: the fast path is a few loads.
-        self._turn = Turn()
+        # Much faster than a Lock, and a native draw takes it by itself.
+        name = type(self).__name__
+        self._turn = Turn(
+            f"{name}: must be used by one thread at a time, got a second; make one sampler each", is_entered
+        )
         self._turn.batches = batches
-        self._enter, self._leave = self._turn.enter, self._turn.leave
 
     @property
     def _batches(self) -> int:
@@ -106,7 +109,7 @@ class BatchSampler(View):
         self._limiter = limiter_of(self._data) if isinstance(self._data, BatchBase) else None
 
     def _unpicklable(self) -> tuple[str, ...]:
-        return ("_turn", "_enter", "_leave", "_limiter")
+        return ("_turn", "_limiter")
 
     # The source
 
@@ -172,12 +175,8 @@ class BatchSampler(View):
 
     def sample_index(self) -> Ints:
         """Draw the indices of a batch, and gather nothing."""
-        self._take_turn()
-        try:
-            with self._drawing(self.batch_size):
-                return self._draw_index()
-        finally:
-            self._leave()
+        with self._turn, self._drawing(self.batch_size):
+            return self._draw_index()
 
     def _drawing(self, n: int) -> AbstractContextManager[None]:
         """A block that draws `n` samples: it waits for the source's limiter and counts unless it raises."""
@@ -208,8 +207,7 @@ class BatchSampler(View):
         return None
 
     def _sample(self, flat: bool, metadata: bool) -> Read:
-        self._take_turn()
-        try:
+        with self._turn:
             if self._limiter is None:
                 found = self._sample_once(flat, metadata)
             else:
@@ -217,24 +215,10 @@ class BatchSampler(View):
                     found = self._sample_once(flat, metadata)
             self._batches += 1
             return found
-        finally:
-            self._leave()
 
     def _sample_once(self, flat: bool, metadata: bool) -> Read:
         found: Read = drawn(self._data, lambda size: self.batch._read(self._draw_index(), (), flat, metadata))
         return found
-
-    def _take_turn(self) -> None:
-        try:
-            self._enter()
-        except IndexError:
-            raise self._busy() from None
-
-    def _busy(self) -> RuntimeError:
-        name = type(self).__name__
-        return RuntimeError(
-            f"{name}: must be used by one thread at a time, got a second; make one sampler each"
-        )
 
     # Epochs
 
@@ -279,17 +263,13 @@ class BatchSampler(View):
             self._end_epoch(epoch)
 
     def _begin_epoch(self) -> Epoch:
-        self._take_turn()
-        try:
+        with self._turn:
             epoch = self._resumed or Epoch.start(self._epoch_batch, self._stream)
             self._epoch, self._resumed = epoch, None
             return epoch
-        finally:
-            self._leave()
 
     def _next_of(self, epoch: Epoch, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
-        self._take_turn()
-        try:
+        with self._turn:
             before = epoch.skipped
             n = epoch.next_size(self.batch_size, drop_last)
             with self._drawing(n):
@@ -298,8 +278,6 @@ class BatchSampler(View):
             self._skipped += epoch.skipped - before
             self._batches += found is not None
             return found
-        finally:
-            self._leave()
 
     def _end_epoch(self, epoch: Epoch) -> None:
         if self._epoch is epoch:
@@ -316,11 +294,8 @@ class BatchSampler(View):
 
     def manual_seed(self, seed: int) -> None:
         """Restart the index stream and the transformations' randomness, and forget a resumed epoch."""
-        self._take_turn()
-        try:
+        with self._turn:
             self._seed(seed)
-        finally:
-            self._leave()
 
     def _seed(self, seed: int) -> None:
         stream = IndexStream(seed)
@@ -350,11 +325,8 @@ class BatchSampler(View):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called; a state of another configuration raises ValueError."""
         self._check_configuration(state)
-        self._take_turn()
-        try:
+        with self._turn:
             self._load(state)
-        finally:
-            self._leave()
 
     def _load(self, state: dict[str, Any]) -> None:
         epoch = state["epoch"]

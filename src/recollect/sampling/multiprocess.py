@@ -182,32 +182,26 @@ class MultiprocessingSampler(BatchSampler):
     def sample(self, *, out: Any = None) -> Any:
         """Return the next batch, copied into the arrays `out` if they are given."""
         # The hot path: a batch that lies ready costs one native call.
-        try:
-            self._enter()
-        except IndexError:
-            raise self._busy() from None
-        n_drawn = 0
-        try:
-            pool = self._pool
-            if self._is_plain and pool is not None and self._drawing_run == pool.run:
+        with self._turn:
+            pool, run = self._pool, self._drawing_run
+            if self._is_plain and pool is not None and run == pool.run:
+                self._drawing_run = (
+                    -1
+                )  # until the batch is counted: what comes between makes the workers begin again
                 found = self._fetch(self._number % self.n_workers, LOOK_S, pool.run, pool.data, None, out)
                 if type(found) is tuple and found[0] == 0:
-                    self._number += 1
-                    n_drawn = 1
+                    self._number, self._drawing_run = self._number + 1, run
+                    self._turn.batches += 1
                     return found[2]
+                self._drawing_run = run
                 if type(found) is tuple:  # an error or the like, and it is taken: say what it is
                     self._refuse(pool, found)
             data = self._next(False, False)[0]
-        finally:
-            self._leave(n_drawn)
         return data if out is None else fill(out, data)
 
     def _sample(self, flat: bool, metadata: bool) -> Read:
-        self._take_turn()
-        try:
+        with self._turn:
             return self._next(flat, metadata)
-        finally:
-            self._leave()
 
     def _next(self, flat: bool, metadata: bool) -> Read:
         pool = self._workers()
@@ -275,8 +269,7 @@ class MultiprocessingSampler(BatchSampler):
 
     def sample_index(self) -> Ints:
         """Draw the indices of the next batch, and gather nothing: it is passed over."""
-        self._take_turn()
-        try:
+        with self._turn:
             self._check_open()
             stream, k = self.sampler._stream, self._number % self.n_workers
             stream.key, stream.counter = key_of(self._stream.seed, k), self._number // self.n_workers << 32
@@ -285,8 +278,6 @@ class MultiprocessingSampler(BatchSampler):
             self._number += 1
             self._drawing_run = -1  # what lies ready is one batch behind
             return index
-        finally:
-            self._leave()
 
     def _outward_all(self, data: Any, metadata: Any, labels: Any, n: int, flat: bool) -> Read:
         """What was copied out of a slot, in the form and on the device that the caller wants.
@@ -320,20 +311,16 @@ class MultiprocessingSampler(BatchSampler):
         return all(getattr(cls, name) is getattr(BatchSampler, name) for name in names)
 
     def _begin_epoch(self) -> Any:
-        self._take_turn()
-        try:
+        with self._turn:
             self._check_open()
             epoch: Any = self._resumed or PlannedEpoch.start(
                 self.sampler._epoch_batch, self._stream, self.batch_size
             )
             self._epoch, self._resumed = epoch, None
             return epoch
-        finally:
-            self._leave()
 
     def _next_of(self, epoch: Any, drop_last: bool, flat: bool, metadata: bool) -> Read | None:
-        self._take_turn()
-        try:
+        with self._turn:
             epoch.drop_last = drop_last
             before, size = epoch.skipped, epoch.next_size()
             metadata = metadata and self._form.metadata is not None
@@ -353,8 +340,6 @@ class MultiprocessingSampler(BatchSampler):
             self._batches += 1
             labels = self.sampler._labels_at(epoch.places(chosen)) if metadata else None
             return self._outward_all(data, about, labels, n, flat)
-        finally:
-            self._leave()
 
     def _end_epoch(self, epoch: Any) -> None:
         super()._end_epoch(epoch)

@@ -213,8 +213,7 @@ class PrioritizedSampler(BatchSampler):
         backend. Those of samples overwritten or removed meanwhile are dropped and counted in `stats().late`. A
         negative or non-finite value raises ValueError, and none is applied.
         """
-        self._take_turn()
-        try:
+        with self._turn:
             if self._rows is not None:
                 # The core takes exact arrays only, all or nothing. What it refuses is converted or explained below.
                 try:
@@ -229,8 +228,6 @@ class PrioritizedSampler(BatchSampler):
                     f"meta: row and generation must have one shape, got {row.shape} and {generation.shape}"
                 )
             return self._applied_of(self._ledger.update(row, generation, numbers), len(row))
-        finally:
-            self._leave()
 
     def _applied_of(self, applied: int, n: int) -> int:
         self._applied += applied

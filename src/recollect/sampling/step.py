@@ -82,11 +82,7 @@ class StepSampler(BatchSampler):
             data = draw_next(self._stream, self.batch_size)
             if data is not None:
                 return data
-        try:
-            self._enter()
-        except IndexError:
-            raise self._busy() from None
-        try:
+        with self._turn:
             if out is None:
                 data = self._draw_at(self._stream, self.batch_size)
             elif self.replace and self._limiter is None:
@@ -96,8 +92,6 @@ class StepSampler(BatchSampler):
             if data is None:
                 raise self._data._empty()
             self._batches += 1
-        finally:
-            self._leave()
         return data
 
     def _drawn_rows(self) -> tuple[Any, Any] | None:

@@ -174,6 +174,12 @@ class SpaceStorage(ABC):
                 f"{type(self).__name__}: an unbounded storage must define shrink_length"
             )
 
+    def cut_to(self, length: int) -> None:
+        """Take off an unbounded storage what it has beyond its first `length` rows, written or not."""
+        more = len(self) + self.pending_segment_length - length
+        if more > 0:
+            self.shrink_length(more)
+
     def clear(self) -> None:
         """Drop all rows and any open segment."""
         if self.capacity is None:

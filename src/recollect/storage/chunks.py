@@ -58,11 +58,11 @@ class ChunkCache:
     def forget_from(self, chunk: int) -> None:
         """Forget a chunk and all that follow; their numbers may mean other rows from now on."""
         held = self._chunk >= chunk
+        self._slot[chunk:] = -1  # first: from here on they are read anew
         for slot in [slot for slot in self._coming if held[slot]]:
             self._give_up(slot)
         self._chunk[held] = -1
         self._used[held] = 0
-        self._slot[chunk:] = -1
 
     def gather(self, ends: Ints, rows: Ints) -> tuple[Layout, list[Array]]:
         """Copy rows out; chunk k holds the rows from `ends[k - 1]` up to `ends[k]`."""

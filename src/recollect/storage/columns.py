@@ -30,8 +30,8 @@ class Columns:
     def widen(self, layout: Layout) -> None:
         """Make room for the values of a layout with longer Sequences."""
         if layout.hash != self.layout.hash:
-            self.arrays = [widened(a, f.shape) for a, f in zip(self.arrays, layout.fields)]
-            self.layout = layout
+            arrays = [widened(a, f.shape) for a, f in zip(self.arrays, layout.fields)]
+            self.arrays, self.layout = arrays, layout
 
     def add(self, arrays: Sequence[Array], n: int) -> None:
         """Append rows, doubling the room when it is used up."""
@@ -47,10 +47,12 @@ class Columns:
         """Views of the rows from `first` to `end`."""
         return [a[first:end] for a in self.arrays]
 
-    def drop_front(self, n: int) -> None:
-        """Take the oldest `n` rows off."""
-        self.arrays = [a[n : self.n].copy() for a in self.arrays]
-        self.n -= n
+    def without_front(self, n: int) -> Columns:
+        """A copy without the oldest `n` rows."""
+        rest = Columns(self.layout)
+        rest.arrays = [a[n : self.n].copy() for a in self.arrays]
+        rest.n = self.n - n
+        return rest
 
 
 def widened(array: Array, shape: tuple[int, ...]) -> Array:

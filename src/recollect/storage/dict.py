@@ -281,6 +281,10 @@ class DictStorage(FiledStorage):
         for storage in self.storages:
             storage.shrink_length(length)
 
+    def cut_to(self, length: int) -> None:
+        for storage in self.storages:  # an interrupt may have left them at different lengths
+            storage.cut_to(length)
+
     def clear(self) -> None:
         self._check_mutable("clear")
         self._cursor = 0

@@ -33,6 +33,9 @@ class ForwardingStorage(SpaceStorage):
     def shrink_length(self, length: int) -> None:
         self.inner.shrink_length(length)
 
+    def cut_to(self, length: int) -> None:
+        self.inner.cut_to(length)
+
     def clear(self) -> None:
         self.inner.clear()
 

@@ -136,13 +136,15 @@ class ImageStorage(FileStorage):
         self._unsaved = 0
 
     def _write_index(self, number: int) -> None:
-        old = self._index.pop(number, None)
+        old = self._index.get(number)
         part = self._entries[number * _BLOCK : (number + 1) * _BLOCK]
         if part["generation"].any():
             name = self.home.new_name(f"{self.prefix}index-{number}-", ".bin")
             with self.home.writing(name) as path:
                 path.write_bytes(part.tobytes())
             self._index[number] = name
+        else:
+            self._index.pop(number, None)
         if old is not None:
             self.home.drop(old)
         self._changed.discard(number)
@@ -212,8 +214,8 @@ class ImageStorage(FileStorage):
             self._reach(max(last, default=-1) + 1)
             for row, name in written:
                 self._forget(row)
+                self._unsynced[name] = row  # first: of an entry that is there the next commit must know
                 self._entries[row] = (self._newest, 0, 0, 0)
-                self._unsynced[name] = row
             self._wrote(len(written), self.piece_size)
 
     def _forget(self, row: int) -> None:
@@ -232,16 +234,15 @@ class ImageStorage(FileStorage):
     def _reach(self, end: int) -> None:
         """Count reserved rows that were written now."""
         new = max(0, end - self._length)
-        self._reserved -= new
         if end > len(self._entries):
             more = np.zeros(max(end, 2 * len(self._entries), 64) - len(self._entries), _ENTRY)
             self._entries = np.concatenate([self._entries, more])
-        self._length += new
+        self._length, self._reserved = self._length + new, self._reserved - new
 
     def _truncate(self, length: int) -> None:
-        for row in range(length, self._length):
+        end, self._length = self._length, length
+        for row in range(length, end):
             self._forget(row)
-        self._length = length
 
     def clear(self) -> None:
         with self._live.lock:

@@ -35,6 +35,7 @@ class Live:
         self.home = home
         self.root: SpaceStorage | None = None
         self.owner: Owner | None = None  # a buffer: counters and segments for so many stored rows
+        self.mend: Callable[[], None] | None = None  # of the owner: what an interrupt left unfinished
         self.lock = threading.RLock()
         self._due = -1
         self.waits_for_flush = (
@@ -51,13 +52,18 @@ class Live:
         """Make the commit that was asked for."""
         urgency, self._due = self._due, -1
         if urgency >= 0 and not self.waits_for_flush:
-            self.commit(urgency)
+            self._commit(urgency)
         elif urgency == PIECE and self.root is not None and self.root.commits_from == PIECE:
             with self.lock:
                 self.root.write_out(PIECE)
 
     def commit(self, urgency: int = FLUSH) -> None:
         """Write out what is pending and name it; less urgent than what the storages take part in: nothing."""
+        if self.mend is not None:
+            self.mend()
+        self._commit(urgency)
+
+    def _commit(self, urgency: int) -> None:
         with self.lock:
             root = self.root
             if root is None or not self.home.is_writable or urgency < root.commits_from:

@@ -21,12 +21,16 @@ from recollect.storage.files import Ints
 from recollect.storage.live import PIECE, Live
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """One file, of whose rows the first `n` count."""
 
     name: str
     n: int
+
+
+def _ends_of(pieces: list[Piece]) -> Ints:
+    return np.cumsum(np.array([piece.n for piece in pieces], np.int64))
 
 
 class ParquetStorage(AppendStorage):
@@ -84,7 +88,7 @@ class ParquetStorage(AppendStorage):
             storage._pieces = [Piece(str(name), int(n)) for name, n in known["contents"]["pieces"]]
             storage._layout = wide_layout(storage.single_instance_space, known["contents"]["longest"])
             storage._pending = Columns(storage._layout)
-            storage._recount()
+            storage._ends = _ends_of(storage._pieces)
             return storage
 
         storage: Self = from_saved(live.home.path, saved, make)
@@ -155,18 +159,16 @@ class ParquetStorage(AppendStorage):
             return
         first = int(np.searchsorted(self._ends, length, side="right"))
         start = int(self._ends[first - 1]) if first else 0
-        for piece in self._pieces[first + (length > start) :]:
-            self.home.drop(piece.name)
-        del self._pieces[first + (length > start) :]
+        kept = self._pieces[:first]
         if length > start:
-            self._pieces[-1].n = length - start
+            kept.append(Piece(self._pieces[first].name, length - start))
+        gone = self._pieces[len(kept) :]
         self._forget_from(first)
-
-    def _recount(self) -> None:
-        self._ends = np.cumsum(np.array([piece.n for piece in self._pieces], np.int64))
+        self._pieces, self._ends = kept, _ends_of(kept)
+        for piece in gone:
+            self.home.drop(piece.name)
 
     def _forget_from(self, piece: int) -> None:
-        self._recount()
         for cache in self._caches.values():
             cache.forget_from(piece)
 
@@ -192,11 +194,17 @@ class ParquetStorage(AppendStorage):
             for piece in written:
                 self.home.drop(piece.name)
             raise
-        if tail:
-            self.home.drop(self._pieces.pop().name)
-        self._pending.drop_front(n_rows - tail)
-        self._pieces += written
-        self._forget_from(len(self._pieces) - len(written))
+        old = self._pieces[-1:] if tail else []
+        pieces = [*self._pieces[: len(self._pieces) - len(old)], *written]
+        self._forget_from(len(pieces) - len(written))
+        ends, rest = _ends_of(pieces), self._pending.without_front(n_rows - tail)
+        self._pieces, self._ends, self._pending = (
+            pieces,
+            ends,
+            rest,
+        )  # at once: an interrupt may come before or after
+        for piece in old:
+            self.home.drop(piece.name)
 
     def _with_tail(self) -> Columns:
         """The pending rows after those of the last piece."""

@@ -24,7 +24,7 @@ from recollect.storage.live import FLUSH, SEGMENT, Live
 _CHUNK_NBYTES = 4 << 20
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class Clip:
     """One file, of whose frames the first `n` count."""
 
@@ -67,7 +67,7 @@ class VideoStorage(AppendStorage):
         self.codec, self.codec_options = codec, {str(k): str(v) for k, v in (codec_options or {}).items()}
         self.chunk_rows = max(1, min(64, _CHUNK_NBYTES // self.layout.row_nbytes))
         self._clips: list[Clip] = []
-        self._ends = self._chunk_ends = np.zeros(0, np.int64)  # of clips, and of the chunks within
+        self._ends, self._chunk_ends = self._counted([])  # of clips, and of the chunks within
         self._checked: set[str] = set()  # clips whose checksum was found right
         self._pending: list[Array] = []
         self._cut: Clip | None = None  # the open segment as far as it was flushed
@@ -85,7 +85,7 @@ class VideoStorage(AppendStorage):
             kept = {k: v for k, v in known.items() if k != "contents"}
             storage = cls(live, prefix, space, **{**kept, **options})
             storage._clips = [Clip(str(name), int(n)) for name, n in known["contents"]]
-            storage._recount()
+            storage._ends, storage._chunk_ends = storage._counted(storage._clips)
             return storage
 
         storage: Self = from_saved(live.home.path, saved, make)
@@ -130,26 +130,29 @@ class VideoStorage(AppendStorage):
             return
         first = int(np.searchsorted(self._ends, length, side="right"))
         start = int(self._ends[first - 1]) if first else 0
-        keep = first + (length > start)
-        for clip in self._clips[keep:]:
-            self.home.drop(clip.name)
-        del self._clips[keep:]
+        kept = self._clips[:first]
         if length > start:
-            self._clips[-1].n = length - start
-        self._recount()
+            kept.append(Clip(self._clips[first].name, length - start))
+        gone = self._clips[len(kept) :]
+        ends, chunk_ends = self._counted(kept)
         self._cache.clear()
+        self._clips, self._ends, self._chunk_ends = kept, ends, chunk_ends
+        for clip in gone:
+            self.home.drop(clip.name)
 
     def _forget_cut(self, longest: int) -> None:
-        if self._cut is not None and self._cut.n > longest:
-            self.home.drop(self._cut.name)
+        cut = self._cut
+        if cut is not None and cut.n > longest:
             self._cut = None
+            self.home.drop(cut.name)
 
-    def _recount(self) -> None:
-        self._ends = np.cumsum(np.array([clip.n for clip in self._clips], np.int64))
-        starts = np.concatenate([[0], self._ends[:-1]]) if self._clips else self._ends
+    def _counted(self, clips: list[Clip]) -> tuple[Ints, Ints]:
+        """Where clips end, and the chunks within."""
+        ends = np.cumsum(np.array([clip.n for clip in clips], np.int64))
+        starts = np.concatenate([[0], ends[:-1]]) if clips else ends
         step = self.chunk_rows  # chunks begin anew in each clip
-        parts = [np.append(np.arange(a + step, b, step), b) for a, b in zip(starts, self._ends)]
-        self._chunk_ends = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+        parts = [np.append(np.arange(a + step, b, step), b) for a, b in zip(starts, ends)]
+        return ends, np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
     def _write_clip(self) -> Clip:
         name = self.home.new_name(f"{self.prefix}segment-", ".mkv")
@@ -169,6 +172,8 @@ class VideoStorage(AppendStorage):
     def prepare_segment_end(self) -> None:
         """Write the file of the open segment."""
         self._check_mutable("mark_segment_end")
+        if self._ending is not None and self._ending.n != len(self._pending):
+            self.cancel_segment_end()  # an interrupt left it, and more frames have come
         if self._pending and self._ending is None:
             self._ending = self._write_clip()
 
@@ -180,11 +185,18 @@ class VideoStorage(AppendStorage):
 
     def finish_segment_end(self) -> None:
         """End the open segment, whose file is written."""
-        if self._ending is not None:
+        ending = self._ending
+        if ending is not None:
             self._forget_cut(-1)
-            self._clips.append(self._ending)
-            self._pending, self._ending = [], None
-            self._recount()
+            clips = [*self._clips, ending]
+            ends, chunk_ends = self._counted(clips)
+            self._clips, self._ends, self._chunk_ends, self._pending, self._ending = (
+                clips,
+                ends,
+                chunk_ends,
+                [],
+                None,
+            )
 
     def mark_segment_start(self, row: int) -> None:
         if row != self._written():
@@ -215,8 +227,9 @@ class VideoStorage(AppendStorage):
         if urgency < FLUSH or not self._pending or (self._cut and self._cut.n == len(self._pending)):
             return
         clip = self._write_clip()
-        self._forget_cut(-1)
-        self._cut = clip
+        old, self._cut = self._cut, clip
+        if old is not None:
+            self.home.drop(old.name)
 
     # -- frames out
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from threading import Condition
 
+from recollect._core import Condition
 from recollect.errors import DeadlineError
 from recollect.remote.carriers.link import Outgoing
 

@@ -384,8 +384,10 @@ class StreamCarrier:
             self._cond.notify_all()
         self._wake()
         self._stop_listening()
+        end = monotonic() + 5.0
         with self._cond:
-            self._cond.wait_for(lambda: not self._turns.is_led, 5.0)
+            while self._turns.is_led and (left := end - monotonic()) > 0:
+                self._cond.wait(left)
             flusher = self._flusher
         if flusher is not None and flusher is not threading.current_thread():
             flusher.join(5.0)

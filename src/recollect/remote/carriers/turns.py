@@ -6,11 +6,11 @@ it wanted, another takes over. So a frame costs no change of threads.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from time import monotonic
 from typing import Any
 
+from recollect._core import Condition
 from recollect.remote.carriers.base import too_late
 
 
@@ -21,7 +21,7 @@ class Turns:
     """
 
     def __init__(self, work: Callable[[float], None], check: Callable[[Callable[[], str]], None]) -> None:
-        self.cond = threading.Condition(threading.Lock())
+        self.cond = Condition()
         self._leader: object | None = None
         self._work, self._check = work, check
 

@@ -1,0 +1,200 @@
+"""A Ctrl-C at any point of a call leaves an object that works, and all samples that were acknowledged."""
+
+from __future__ import annotations
+
+import threading
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from tests.interruption import POINTS, Case, apart, interrupted
+
+import recollect as rc
+from recollect._core import Condition
+
+FRAME = ((4, 4, 3), "uint8")
+BOTH = {"image": FRAME, "x": ((), "int64")}
+KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "parquet": ("parquet", {"x": ((), "int64")}, {"piece_size": 4}),
+    "image": ("image", FRAME, {"piece_size": 4}),
+    "video": ("video", FRAME, {}),
+    "dict": ("dict", BOTH, {"storages": {"image": "video", "*": ("parquet", {"piece_size": 4})}}),
+    "memory": ("memory", {"x": ((), "int64")}, {"capacity": 64, "maintain_segment_metadata": True}),
+}
+
+
+def values(space: Any, first: int, n: int) -> Any:
+    numbers = np.arange(first, first + n)
+    frames = np.tile(numbers.astype("uint8")[:, None, None, None], (1, 4, 4, 3))
+    if space is FRAME:
+        return frames
+    return {"x": numbers, "image": frames} if "image" in space else {"x": numbers}
+
+
+def one(space: Any, value: int) -> Any:
+    block = values(space, value, 1)
+    return block[0] if space is FRAME else {name: leaf[0] for name, leaf in block.items()}
+
+
+class Buffer(Case):
+    """A call of a buffer of five samples; what it shows afterwards, what it says of itself, and what it saved."""
+
+    def __init__(self, kind: str, verb: str, directory: Path) -> None:
+        self.name, self.verb, self.directory = f"{kind}.{verb}", verb, directory
+        self.storage, self.space, self.options = KINDS[kind]
+        self.numbers = count()
+        self.path = directory
+
+    def make(self) -> rc.ReplayBuffer:
+        self.path = self.directory / str(next(self.numbers))
+        where = {} if self.storage == "memory" else {"cache_path": self.path}
+        buffer = rc.ReplayBuffer.create(self.storage, self.space, **self.options, **where)
+        buffer.extend(values(self.space, 0, 5))
+        return buffer
+
+    def call(self, buffer: rc.ReplayBuffer) -> None:
+        n = buffer.stats().live
+        if self.verb == "append":
+            buffer.append(one(self.space, n))
+        elif self.verb == "extend":
+            buffer.extend(values(self.space, n, 6))
+        elif self.verb == "clear":
+            buffer.clear()
+        else:
+            buffer.set_at([0, 2], values(self.space, 100, 2))
+
+    def look(self, buffer: rc.ReplayBuffer) -> Any:
+        shown = buffer.get_at(np.arange(len(buffer))) if len(buffer) else None
+        leaves = shown if isinstance(shown, dict) else {"": shown}
+        read = {name: None if leaf is None else leaf.tolist() for name, leaf in leaves.items()}
+        return read, buffer.get_segments(), buffer.stats().live, buffer.stats().removed
+
+    def saved(self, buffer: rc.ReplayBuffer) -> Any:
+        live = buffer.stats().live
+        buffer.close()
+        if self.storage != "memory":
+            with rc.ReplayBuffer.load_from(self.path) as loaded:
+                assert len(loaded) == live
+
+
+VERBS = [  # and how many points are left out for each that is tried, in the short run
+    ("parquet", "append", 37), ("parquet", "extend", 131), ("parquet", "clear", 11), ("image", "append", 47),
+    ("image", "extend", 211), ("image", "set_at", 97), ("image", "clear", 17), ("video", "append", 29),
+    ("video", "extend", 251), ("dict", "append", 151), ("dict", "extend", 401), ("memory", "append", 1),
+    ("memory", "extend", 1),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize(("kind", "verb", "step"), VERBS, ids=[f"{kind}-{verb}" for kind, verb, _ in VERBS])
+def test_a_buffer_goes_on_after_an_interrupt_anywhere_in_a_call(
+    kind: str, verb: str, step: int, at: str, tmp_path: Path
+) -> None:
+    pytest.importorskip(
+        {"parquet": "pyarrow", "image": "PIL", "video": "av", "dict": "av"}.get(kind, "numpy")
+    )
+    assert Buffer(kind, verb, tmp_path).run(at, step=step) > 0
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize(("kind", "verb"), [(kind, verb) for kind, verb, _ in VERBS])
+def test_a_buffer_goes_on_after_an_interrupt_at_every_point_of_a_call(
+    kind: str, verb: str, at: str, tmp_path: Path
+) -> None:
+    assert Buffer(kind, verb, tmp_path).run(at) > 0
+
+
+def drawn(sampler: Any) -> None:
+    """What a sampler can be asked for."""
+    sampler.sample()
+    sampler.sample_with_metadata()
+    sampler.sample_index()
+    for _ in sampler.epoch_iter():
+        pass
+    sampler.manual_seed(1)
+    sampler.load_state_dict(sampler.state_dict())
+
+
+SAMPLERS = {
+    "step": lambda buffer: rc.StepSampler(buffer, 4, seed=0),
+    "once": lambda buffer: rc.StepSampler(buffer, 4, seed=0, replace=False),
+    "prioritized": lambda buffer: rc.PrioritizedSampler(buffer, 4, seed=0),
+}
+
+
+@pytest.mark.parametrize("at", POINTS)
+@pytest.mark.parametrize("kind", SAMPLERS)
+def test_a_sampler_can_be_used_after_an_interrupt_anywhere_in_a_call(kind: str, at: str) -> None:
+    buffer = rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=16)
+    buffer.extend({"x": np.arange(10)})
+    sampler = SAMPLERS[kind](buffer)
+    drawn(sampler)
+    n = 0
+    while interrupted(lambda: drawn(sampler), n, at):
+        apart(lambda: drawn(sampler))
+        n += 7
+    assert n > 100
+
+
+def test_a_condition_is_free_after_an_interrupt_anywhere() -> None:
+    condition = Condition()
+
+    def enter() -> None:
+        with condition:
+            condition.wait(0.0)
+            condition.notify_all()
+
+    n = 0
+    while interrupted(enter, n, "signal"):
+        assert not condition.is_held
+        n += 1
+    assert n > 2
+
+
+def test_a_condition_wakes_those_who_wait_and_refuses_who_did_not_enter() -> None:
+    condition, woken = Condition(), []
+
+    def wait() -> None:
+        with condition:
+            woken.append(condition.wait(60.0))
+
+    threads = [threading.Thread(target=wait) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    while condition.n_waiting < 3:
+        threading.Event().wait(0.001)
+    with condition, condition:
+        condition.notify_all()
+    for thread in threads:
+        thread.join(60.0)
+    assert woken == [True] * 3 and not condition.is_held
+    with pytest.raises(RuntimeError, match="entered by this thread"):
+        condition.notify_all()
+
+
+@pytest.mark.parametrize("at", POINTS)
+def test_a_carrier_can_be_used_and_closed_after_an_interrupt_anywhere(at: str) -> None:
+    n = 0
+    while True:
+        a, b = rc.remote.LocalCarrier.group(2)
+        a.send(1, 0, [b"first"])
+        b.recv(timeout=20.0)
+
+        def call(a: Any = a, b: Any = b) -> None:
+            a.send(1, 0, [b"second"])
+            b.recv(timeout=20.0)
+
+        came = interrupted(call, n, at)
+        apart(lambda a=a: a.send(1, 0, [b"third"]))  # type: ignore[misc]
+        last = b""
+        while last != b"third":
+            last = bytes(apart(lambda b=b: b.recv(timeout=20.0))[2])  # type: ignore[misc]
+        apart(a.close)
+        apart(b.close)
+        if not came:
+            break
+        n += 9
+    assert n > 20
