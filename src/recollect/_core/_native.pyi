@@ -101,6 +101,7 @@ class Rows:
         is_private: bool,
         fd: int,
         sections: Any,
+        is_file: bool = False,
     ) -> None: ...
     def close(self) -> None: ...
     @property

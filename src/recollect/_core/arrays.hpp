@@ -8,8 +8,11 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <cstring>
 #include <initializer_list>
+#include <memory>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 namespace nb = nanobind;
@@ -24,17 +27,115 @@ template <> struct Type<int64_t> { static constexpr int number = NPY_INT64; stat
 template <> struct Type<float> { static constexpr int number = NPY_FLOAT32; static constexpr const char* name = "float32"; };
 template <> struct Type<double> { static constexpr int number = NPY_FLOAT64; static constexpr const char* name = "float64"; };
 
+// A 1-D contiguous array of exactly this type, in the order of bytes that this machine has.
+template <typename T> PyArrayObject* checked(nb::handle h, const char* what) {
+    auto* a = reinterpret_cast<PyArrayObject*>(h.ptr());
+    if (!PyArray_Check(h.ptr()) || PyArray_TYPE(a) != Type<T>::number || PyArray_NDIM(a) != 1 || !PyArray_IS_C_CONTIGUOUS(a) ||
+        !PyArray_ISNOTSWAPPED(a))
+        throw nb::type_error((std::string(what) + ": must be a contiguous 1-D array of " + Type<T>::name).c_str());
+    return a;
+}
+
+// A copy of the values of such an array: what is checked is what is used, whatever another thread or process writes into
+// the array meanwhile. The GIL does not keep them from it: numpy copies without it, and the array may lie in shared memory.
+template <typename T> class Values {
+  public:
+    Values(nb::handle h, const char* what) {
+        auto* a = checked<T>(h, what);
+        n = static_cast<size_t>(PyArray_DIM(a, 0));
+        if (n > kFew) heap_.reset(new T[n]);
+        T* to = n > kFew ? heap_.get() : few_;
+        if constexpr (std::is_same_v<T, bool>) {  // any byte but 0 is true to numpy, and only 1 is to C++
+            const auto* from = static_cast<const unsigned char*>(PyArray_DATA(a));
+            for (size_t i = 0; i < n; ++i) to[i] = from[i] != 0;
+        } else if (n) {
+            std::memcpy(to, PyArray_DATA(a), n * sizeof(T));
+        }
+        data = to;
+    }
+    Values(const Values&) = delete;
+
+    const T* data;
+    size_t n;
+
+  private:
+    static constexpr size_t kFew = 16;
+    T few_[kFew];
+    std::unique_ptr<T[]> heap_;
+};
+
 template <typename T> struct View {
     T* data;
     size_t n;
 };
 
-// The data of a 1-D array of exactly this type; the caller's reference keeps it alive.
+// The values themselves, to look over or to change under the GIL; for anything that is trusted afterwards there is Values.
 template <typename T> View<T> view(nb::handle h, const char* what) {
-    auto* a = reinterpret_cast<PyArrayObject*>(h.ptr());
-    if (!PyArray_Check(h.ptr()) || PyArray_TYPE(a) != Type<T>::number || PyArray_NDIM(a) != 1 || !PyArray_IS_C_CONTIGUOUS(a))
-        throw nb::type_error((std::string(what) + ": must be a contiguous 1-D array of " + Type<T>::name).c_str());
+    auto* a = checked<T>(h, what);
+    if (!PyArray_ISALIGNED(a)) throw nb::type_error((std::string(what) + ": must be aligned").c_str());
     return {static_cast<T*>(PyArray_DATA(a)), static_cast<size_t>(PyArray_DIM(a, 0))};
+}
+
+// Arrays whose memory a call reads or fills. They are held from the moment on in which they are found: another thread may
+// take them out of what named them, and looking for the next may run Python. Before the memory is used, `keep` says that
+// each is still where it was found and as large.
+class Held {
+  public:
+    Held() = default;
+    Held(const Held&) = delete;
+    ~Held() {
+        for (PyObject* pin : pins_) Py_DECREF(pin);
+        for (size_t i = 0; i < n_; ++i) Py_DECREF(at(i).array);
+    }
+
+    void add(PyObject* array) {
+        auto* a = reinterpret_cast<PyArrayObject*>(array);
+        Py_INCREF(array);
+        const Entry entry{array, PyArray_DATA(a), PyArray_NBYTES(a)};
+        if (n_ < kFew) few_[n_] = entry;
+        else many_.push_back(entry);
+        ++n_;
+    }
+    // Anything else that lends its memory keeps it in place by itself.
+    void add_if_array(PyObject* x) {
+        if (PyArray_Check(x)) add(x);
+    }
+
+    // Call it when nothing will run Python or give up the GIL any more, except the copy itself, if `unlocks`.
+    void keep(bool unlocks) {
+        for (size_t i = 0; i < n_; ++i) {
+            const Entry& e = at(i);
+            auto* a = reinterpret_cast<PyArrayObject*>(e.array);
+            if (PyArray_DATA(a) != e.data || PyArray_NBYTES(a) != e.nbytes)
+                throw nb::value_error("arrays: must keep their memory during a call, got one that was resized; resize it before or after");
+            if (unlocks) pin(a);
+        }
+    }
+
+  private:
+    // numpy resizes no array in place that a weak reference speaks of, not even with refcheck=False.
+    void pin(PyArrayObject* a) {
+        for (PyObject* x = reinterpret_cast<PyObject*>(a); x && PyArray_Check(x); x = PyArray_BASE(reinterpret_cast<PyArrayObject*>(x))) {
+            PyObject* pin = PyWeakref_NewRef(x, nullptr);
+            if (!pin) throw nb::python_error();
+            pins_.push_back(pin);
+        }
+    }
+
+    struct Entry { PyObject* array; const void* data; npy_intp nbytes; };
+    const Entry& at(size_t i) const { return i < kFew ? few_[i] : many_[i - kFew]; }
+
+    static constexpr size_t kFew = 16;
+    size_t n_ = 0;
+    Entry few_[kFew];
+    std::vector<Entry> many_;
+    std::vector<PyObject*> pins_;
+};
+
+// Item i of a list that others may change meanwhile, held.
+inline nb::object item(nb::handle list, size_t i) {
+    if (i >= size_t(PyList_GET_SIZE(list.ptr()))) throw nb::value_error("list: must keep its length during a call, got a shorter one");
+    return nb::borrow(PyList_GET_ITEM(list.ptr(), i));
 }
 
 template <typename T> nb::object make(std::initializer_list<npy_intp> shape, T*& data) {

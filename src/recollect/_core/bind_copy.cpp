@@ -3,6 +3,7 @@
 
 #include <vector>
 
+#include "arrays.hpp"
 #include "copy.hpp"
 #include "gil.hpp"
 #include "parallel.hpp"
@@ -30,9 +31,13 @@ void copy_arrays(nb::list targets, nb::list sources) {
     std::vector<std::unique_ptr<Buffer>> held;
     std::vector<Piece> pieces;
     size_t total = 0;
+    arrays::Held in_place;
     for (size_t i = 0; i < nb::len(targets); ++i) {
-        auto to = std::make_unique<Buffer>(nb::object(targets[i]).ptr(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
-        auto from = std::make_unique<Buffer>(nb::object(sources[i]).ptr(), PyBUF_C_CONTIGUOUS);
+        const nb::object target = arrays::item(targets, i), source = arrays::item(sources, i);
+        auto to = std::make_unique<Buffer>(target.ptr(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
+        in_place.add_if_array(target.ptr());
+        auto from = std::make_unique<Buffer>(source.ptr(), PyBUF_C_CONTIGUOUS);
+        in_place.add_if_array(source.ptr());
         if (to->view.len != from->view.len) throw nb::value_error("targets: must have the bytes of their sources");
         const size_t n = size_t(to->view.len);
         for (size_t at = 0; at < n; at += kPiece)
@@ -41,6 +46,7 @@ void copy_arrays(nb::list targets, nb::list sources) {
         held.push_back(std::move(to));
         held.push_back(std::move(from));
     }
+    in_place.keep(true);
     nb::gil_scoped_release unlocked;
     in_parallel(pieces.size(), total, [&](size_t begin, size_t end) {
         for (size_t i = begin; i < end; ++i) copy_bytes(pieces[i].to, pieces[i].from, pieces[i].nbytes);
@@ -49,6 +55,9 @@ void copy_arrays(nb::list targets, nb::list sources) {
 
 }  // namespace
 
-void bind_copy(nb::module_& m) { m.def("copy_arrays", &copy_arrays, nb::arg("targets"), nb::arg("sources")); }
+void bind_copy(nb::module_& m) {
+    arrays::load_numpy();
+    m.def("copy_arrays", &copy_arrays, nb::arg("targets"), nb::arg("sources"));
+}
 
 }  // namespace recollect

@@ -9,8 +9,8 @@ namespace {
 
 std::vector<Move> moves_of(nb::list given, size_t from_nbytes, size_t to_nbytes, size_t times, const char* what) {
     std::vector<Move> moves;
-    for (nb::handle item : given) {
-        nb::tuple t = tuple_of(item, 3, what);
+    for (size_t i = 0; i < nb::len(given); ++i) {
+        nb::tuple t = tuple_of(arrays::item(given, i), 3, what);
         const Move move{nb::cast<size_t>(t[0]), nb::cast<size_t>(t[1]), nb::cast<size_t>(t[2])};
         size_t all;
         if (move.from > from_nbytes || move.nbytes > from_nbytes - move.from || move.to > to_nbytes ||
@@ -31,27 +31,28 @@ void make_plan(ItemPlan* self, size_t row_nbytes, nb::list steps, size_t step_nb
 }
 
 // The bytes of a contiguous uint8 array (n, nbytes).
-arrays::View<const byte> table(nb::handle h, size_t nbytes, const char* what) {
+arrays::View<const byte> table(nb::handle h, size_t nbytes, const char* what, arrays::Held& held) {
     auto* a = reinterpret_cast<PyArrayObject*>(h.ptr());
     if (!PyArray_Check(h.ptr()) || PyArray_TYPE(a) != NPY_UINT8 || PyArray_NDIM(a) != 2 || !PyArray_IS_C_CONTIGUOUS(a) ||
         size_t(PyArray_DIM(a, 1)) != nbytes)
         throw nb::type_error((std::string(what) + ": must be a contiguous array of packed rows").c_str());
+    held.add(h.ptr());
     return {static_cast<const byte*>(PyArray_DATA(a)), size_t(PyArray_DIM(a, 0))};
 }
 
 // Items checked against their plan, so that whatever `index` names can be stored.
 PackedItems items_of(const ItemPlan& plan, nb::handle steps, nb::handle lengths, nb::handle fields, const int64_t* index,
-                     size_t n_index) {
+                     size_t n_index, arrays::Held& held) {
     PackedItems items;
-    const auto rows = table(fields, plan.field_nbytes, "fields");
+    const auto rows = table(fields, plan.field_nbytes, "fields", held);
     items.fields = rows.data;
     for (size_t i = 0; i < n_index; ++i) check_index(index[i], rows.n);
     if (!plan.room) return items;
-    const auto walked = table(steps, plan.step_nbytes, "steps");
-    const auto counts = arrays::view<int32_t>(lengths, "lengths");
+    const auto walked = table(steps, plan.step_nbytes, "steps", held);
+    const arrays::Values<int32_t> counts(lengths, "lengths");
     if (counts.n != rows.n) throw nb::value_error("lengths: must be one per item");
     items.steps = walked.data;
-    items.lengths = counts.data;
+    items.lengths.assign(counts.data, counts.data + counts.n);
     items.starts.resize(counts.n);
     size_t total = 0;
     for (size_t i = 0; i < counts.n; ++i) {
@@ -78,12 +79,15 @@ std::shared_ptr<Memory> writable_memory(nb::handle rows, const ItemPlan& plan) {
 nb::object newest(const ItemPlan& plan, nb::handle rows, nb::handle steps, nb::handle lengths, nb::handle fields,
                   nb::handle index) {
     auto m = writable_memory(rows, plan);
-    const auto at = arrays::view<int64_t>(index, "index");
-    const PackedItems items = items_of(plan, steps, lengths, fields, at.data, at.n);
+    const arrays::Values<int64_t> at(index, "index");
+    arrays::Held held;
+    const PackedItems items = items_of(plan, steps, lengths, fields, at.data, at.n, held);
     int64_t* out;
     nb::object found = arrays::make<int64_t>(at.n, out);
     Locked lock(m->lock(0));
-    Unlocked unlocked(at.n * m->row_nbytes > kHoldGil);
+    const bool unlocks = at.n * m->row_nbytes > kHoldGil;
+    held.keep(unlocks);
+    Unlocked unlocked(unlocks);
     place_newest(*m, 0, plan, items, at.data, at.n, out);
     return found;
 }
@@ -92,20 +96,23 @@ nb::object newest(const ItemPlan& plan, nb::handle rows, nb::handle steps, nb::h
 nb::tuple lowest(const ItemPlan& plan, nb::handle rows, Tree<Min>& tree, nb::handle steps, nb::handle lengths,
                  nb::handle fields, nb::handle index, nb::handle keys, int64_t first) {
     auto m = writable_memory(rows, plan);
-    const auto at = arrays::view<int64_t>(index, "index");
-    const auto k = arrays::view<double>(keys, "keys");
+    const arrays::Values<int64_t> at(index, "index");
+    const arrays::Values<double> k(keys, "keys");
     if (k.n != at.n) throw nb::value_error("keys: must be one per item");
     for (size_t i = 0; i < k.n; ++i)
         if (std::isnan(k.data[i])) throw nb::value_error("keys: must not be NaN");
     if (!m->tagged || tree.capacity() < m->capacity) throw nb::value_error("tree: must be that of these rows, with tags");
-    const PackedItems items = items_of(plan, steps, lengths, fields, at.data, at.n);
+    arrays::Held held;
+    const PackedItems items = items_of(plan, steps, lengths, fields, at.data, at.n, held);
     int64_t* out;
     nb::object found = arrays::make<int64_t>(at.n, out);
     Placed placed;
     {
         Hold hold(*m);
         hold.take(0);
-        Unlocked unlocked(at.n * m->row_nbytes > kHoldGil);
+        const bool unlocks = at.n * m->row_nbytes > kHoldGil;
+        held.keep(unlocks);
+        Unlocked unlocked(unlocks);
         auto fill = [&](byte* row, size_t i) { fill_item(row, plan, items, size_t(at.data[i])); };
         placed = place_lowest(*m, tree, k.data, at.n, first, out, fill);
     }
@@ -113,16 +120,17 @@ nb::tuple lowest(const ItemPlan& plan, nb::handle rows, Tree<Min>& tree, nb::han
 }
 
 int64_t mirror(Tree<Min>& tree, nb::handle values, nb::handle rows, nb::handle keys) {
+    const arrays::Values<int64_t> at(rows, "rows");
+    const arrays::Values<double> k(keys, "keys");
     const auto held = arrays::view<double>(values, "values");
-    const auto at = arrays::view<int64_t>(rows, "rows");
-    const auto k = arrays::view<double>(keys, "keys");
+    if (!PyArray_ISWRITEABLE(reinterpret_cast<PyArrayObject*>(values.ptr()))) throw nb::value_error("values: must be writable");
     if (at.n != k.n) throw nb::value_error("rows, keys: must have equal lengths");
     for (size_t i = 0; i < at.n; ++i) check_index(at.data[i], std::min(held.n, tree.capacity()));
     return mirror_keys(tree, held.data, at.data, k.data, at.n);
 }
 
 // New rows (n, row_nbytes), from the pool if they are large, and their crc32c.
-nb::tuple packed(const Codec& codec, const byte* const* leaves, size_t n) {
+nb::tuple packed(const Codec& codec, const byte* const* leaves, size_t n, arrays::Held& held) {
     npy_intp dims[2] = {npy_intp(n), npy_intp(codec.row_nbytes())};
     const size_t nbytes = n * codec.row_nbytes();
     nb::object rows;
@@ -138,7 +146,12 @@ nb::tuple packed(const Codec& codec, const byte* const* leaves, size_t n) {
     }
     auto* to = static_cast<byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(rows.ptr())));
     uint32_t crc;
-    { Unlocked unlocked(nbytes > kHoldGil); crc = pack_rows(to, n, codec, leaves); }
+    {
+        const bool unlocks = nbytes > kHoldGil;
+        held.keep(unlocks);
+        Unlocked unlocked(unlocks);
+        crc = pack_rows(to, n, codec, leaves);
+    }
     return nb::make_tuple(rows, crc);
 }
 
@@ -155,15 +168,17 @@ nb::tuple length_bounds(nb::handle lengths) {
 
 nb::tuple pack_fields(const Codec& codec, nb::list arrays, size_t n) {
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(arrays, npy_intp(n), leaves.data());
-    return packed(codec, leaves.data(), n);
+    arrays::Held held;
+    codec.take_fields(arrays, npy_intp(n), leaves.data(), held);
+    return packed(codec, leaves.data(), n, held);
 }
 
 nb::object pack_batch(const Codec& codec, nb::handle batch) {
     std::vector<const byte*> leaves(codec.size());
     npy_intp n = -1;
-    if (!codec.take_batch(batch.ptr(), n, leaves.data())) return nb::none();
-    return packed(codec, leaves.data(), size_t(std::max<npy_intp>(n, 0)));
+    arrays::Held held;
+    if (!codec.take_batch(batch.ptr(), n, leaves.data(), held)) return nb::none();
+    return packed(codec, leaves.data(), size_t(std::max<npy_intp>(n, 0)), held);
 }
 
 }  // namespace

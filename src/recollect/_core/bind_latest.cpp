@@ -29,44 +29,47 @@ class Pieces {
         const size_t n = nb::len(arrays);
         if (nb::len(offsets) != n || nb::len(sizes) != n) throw nb::value_error("offsets, sizes: one per array is needed");
         views_.reserve(n);
+        kept_.reserve(n);
         pieces_.reserve(n);
         for (size_t i = 0; i < n; ++i) {
-            const size_t offset = nb::cast<size_t>(offsets[i]), nbytes = nb::cast<size_t>(sizes[i]);
+            const size_t offset = nb::cast<size_t>(arrays::item(offsets, i)), nbytes = nb::cast<size_t>(arrays::item(sizes, i));
             if (offset > limit || nbytes > limit - offset) fail("offsets: an array reaches past the end of the slot");
-            pieces_.push_back({take(nb::handle(arrays[i]).ptr(), nbytes, writable), offset, nbytes});
+            const nb::object item = arrays::item(arrays, i);
+            kept_.push_back(item);
+            pieces_.push_back({take(item.ptr(), nbytes, writable), offset, nbytes});
             total_ += nbytes;
         }
     }
     Pieces(const Pieces&) = delete;
-    ~Pieces() { drop(); }
 
     const Piece* data() const { return pieces_.data(); }
     size_t size() const { return pieces_.size(); }
     bool is_large() const { return total_ > kHoldGilNbytes; }
+    void keep() { in_place_.keep(is_large()); }
 
   private:
     byte* take(PyObject* item, size_t nbytes, bool writable) {
         if (PyTuple_CheckExact(item) && PyTuple_GET_SIZE(item) == 2) {
             void* address = PyLong_AsVoidPtr(PyTuple_GET_ITEM(item, 0));
-            if (!address && PyErr_Occurred()) { drop(); throw nb::python_error(); }
+            if (!address && PyErr_Occurred()) throw nb::python_error();
             if (!address && nbytes) fail("arrays: an address is null");
             return static_cast<byte*>(address);
         }
         Py_buffer view;
-        if (PyObject_GetBuffer(item, &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE)) { drop(); throw nb::python_error(); }
+        if (PyObject_GetBuffer(item, &view, writable ? PyBUF_WRITABLE : PyBUF_SIMPLE)) throw nb::python_error();
         views_.push_back(view);
+        in_place_.add_if_array(item);
         if (size_t(view.len) != nbytes) fail("arrays: one has another size than its piece");
         return static_cast<byte*>(view.buf);
     }
-    [[noreturn]] void fail(const char* what) {
-        drop();
-        throw nb::value_error(what);
-    }
-    void drop() {
-        for (Py_buffer& view : views_) PyBuffer_Release(&view);
-        views_.clear();
-    }
-    std::vector<Py_buffer> views_;
+    [[noreturn]] static void fail(const char* what) { throw nb::value_error(what); }
+
+    struct Views : std::vector<Py_buffer> {
+        ~Views() { for (Py_buffer& view : *this) PyBuffer_Release(&view); }
+    };
+    Views views_;
+    std::vector<nb::object> kept_;  // a tensor beside its address is in a tuple that the list may let go
+    arrays::Held in_place_;
     std::vector<Piece> pieces_;
     size_t total_ = 0;
 };
@@ -129,8 +132,8 @@ nb::object exact_parts(nb::handle state, nb::list wanted, nb::dict names) {
     if (!PyDict_Check(state.ptr())) return nb::none();
     nb::list parts;
     Asking asking(names.ptr());
-    for (nb::handle p : wanted) {
-        nb::tuple w = nb::cast<nb::tuple>(p);
+    for (size_t i = 0; i < nb::len(wanted); ++i) {
+        const nb::tuple w = tuple_of(arrays::item(wanted, i), 4, "wanted");
         // Held: what is asked may run Python, and another thread put something else in its place.
         const nb::object x = nb::borrow(PyDict_GetItemWithError(state.ptr(), nb::handle(w[0]).ptr()));
         nb::object part = x.is_valid() ? asking.part_of(x.ptr(), nb::handle(w[1]).ptr(), nb::handle(w[2]).ptr(), nb::handle(w[3]).ptr())
@@ -170,6 +173,7 @@ class PyLatest {
             raise("LaneBusyError", "writer: must be one process, process " + std::to_string(busy.pid) +
                                        " writes this; close or release_lane() there first");
         }
+        pieces.keep();
         Unlocked unlocked(pieces.is_large());
         return latest->publish(pieces.data(), pieces.size());
     }
@@ -177,9 +181,11 @@ class PyLatest {
         auto latest = open();
         Pieces pieces(arrays, offsets, sizes, latest->slot_nbytes(), true);
         try {
+            pieces.keep();
             Unlocked unlocked(pieces.is_large());
             return latest->read(pieces.data(), pieces.size());
-        } catch (const Overtaken&) {
+        } catch (const Overtaken& e) {
+            if (e.damaged) raise("AttachError", "latest: its words must be those of a writer, got others; the memory was overwritten: create it again");
             raise("ContentionError", "latest: the writer overtook every copy of 60 s; what was read is not whole");
         }
     }
@@ -228,6 +234,7 @@ class PyLatest {
 }  // namespace
 
 void recollect::bind_latest(nb::module_& m) {
+    arrays::load_numpy();
     m.attr("LATEST_WORDS_NBYTES") = sizeof(LatestWords);
     m.def("exact_parts", &exact_parts, nb::arg("state"), nb::arg("wanted"), nb::arg("names"));
     nb::class_<PyLatest>(m, "Latest")

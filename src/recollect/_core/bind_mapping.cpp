@@ -59,7 +59,10 @@ void bind_mapping(nb::module_& m) {
         Py_buffer view;
         if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
         uint32_t crc;
+        arrays::Held held;
+        held.add_if_array(data.ptr());
         {
+            held.keep(size_t(view.len) > kHoldGil);
             Unlocked unlocked(size_t(view.len) > kHoldGil);
             crc = sum_parts(size_t(view.len), 1, [seed, bytes = static_cast<const byte*>(view.buf)](size_t first, size_t last) {
                 return crc32c(first ? 0 : seed, bytes + first, last - first);

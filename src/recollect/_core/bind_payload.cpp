@@ -16,16 +16,16 @@ struct PayloadPlan {
 
 void make_plan(PayloadPlan* self, nb::list fixed, nb::list ragged, size_t row_nbytes, size_t alignment) {
     new (self) PayloadPlan{{}, {}, row_nbytes, alignment, nb::str("step"), nb::str("tokens"), nb::str("prompt_length"), false};
-    for (nb::handle item : fixed) {
-        nb::tuple t = tuple_of(item, 3, "fixed");
+    for (size_t i = 0; i < nb::len(fixed); ++i) {
+        nb::tuple t = tuple_of(arrays::item(fixed, i), 3, "fixed");
         auto* type = reinterpret_cast<PyArray_Descr*>(nb::handle(t[1]).ptr());
         if (!PyArray_DescrCheck(type)) throw nb::type_error("fixed: must have dtypes");
         const size_t offset = nb::cast<size_t>(t[2]), nbytes = size_t(PyDataType_ELSIZE(type));
         if (nbytes > row_nbytes || offset > row_nbytes - nbytes) throw nb::value_error("fixed: one reaches past its row");
         self->fixed.push_back({t[0], offset, PyArray_ISNBO(type->byteorder) ? put_of(type->type_num) : nullptr});
     }
-    for (nb::handle item : ragged) {
-        nb::tuple t = tuple_of(item, 6, "ragged");
+    for (size_t i = 0; i < nb::len(ragged); ++i) {
+        nb::tuple t = tuple_of(arrays::item(ragged, i), 6, "ragged");
         RaggedLeaf leaf{t[0], t[1], {}, nb::cast<npy_intp>(t[3]), nb::cast<bool>(t[4]), nb::cast<bool>(t[5])};
         for (nb::handle n : nb::cast<nb::tuple>(t[2])) leaf.shape.push_back(nb::cast<npy_intp>(n));
         self->is_token |= leaf.name.equal(self->tokens);
@@ -33,9 +33,10 @@ void make_plan(PayloadPlan* self, nb::list fixed, nb::list ragged, size_t row_nb
     }
 }
 
-PyObject* found(PyObject* dict, const nb::object& name) {
-    PyObject* value = PyDict_GetItemWithError(dict, name.ptr());
-    if (!value && PyErr_Occurred()) throw nb::python_error();
+// Held: looking for the next one may run Python, and another thread put something else in its place.
+nb::object found(PyObject* dict, const nb::object& name) {
+    nb::object value = nb::borrow(PyDict_GetItemWithError(dict, name.ptr()));
+    if (!value.is_valid() && PyErr_Occurred()) throw nb::python_error();
     return value;
 }
 
@@ -69,28 +70,27 @@ nb::object new_bytes(size_t n, byte*& data) {
 // One packed row; false unless every fixed leaf is a plain number. `used` counts the leaves that came from the row.
 bool put_fixed(const PayloadPlan& plan, PyObject* leaves, PyObject* base, PyObject* stamps, size_t step, byte* to, size_t& used) {
     for (const FixedLeaf& leaf : plan.fixed) {
-        PyObject* own = found(leaves, leaf.name);
-        used += own != nullptr;
-        PyObject* value = found(stamps, leaf.name);
-        nb::object number;
-        if (!value) value = own;
-        if (!value && leaf.name.equal(plan.step)) number = nb::int_(step), value = number.ptr();
-        if (!value) value = found(base, leaf.name);
-        if (!value || !leaf.put || !leaf.put(value, to + leaf.offset)) return false;
+        const nb::object own = found(leaves, leaf.name);
+        used += own.is_valid();
+        nb::object value = found(stamps, leaf.name);
+        if (!value.is_valid()) value = own;
+        if (!value.is_valid() && leaf.name.equal(plan.step)) value = nb::int_(step);
+        if (!value.is_valid()) value = found(base, leaf.name);
+        if (!value.is_valid() || !leaf.put || !leaf.put(value.ptr(), to + leaf.offset)) return false;
     }
     return true;
 }
 
 // The tokens after the prompt, -1 if they cannot be told without looking closer.
 npy_intp response_of(const PayloadPlan& plan, PyObject* leaves) {
-    PyObject* tokens = found(leaves, plan.tokens);
-    PyObject* prompt = found(leaves, plan.prompt_length);
-    if (!tokens || !PyArray_CheckExact(tokens) || PyArray_NDIM(reinterpret_cast<PyArrayObject*>(tokens)) < 1) return -1;
-    const npy_intp n = PyArray_DIM(reinterpret_cast<PyArrayObject*>(tokens), 0);
-    if (!prompt) return n;
-    if (!PyLong_CheckExact(prompt)) return -1;
+    const nb::object tokens = found(leaves, plan.tokens), prompt = found(leaves, plan.prompt_length);
+    auto* a = reinterpret_cast<PyArrayObject*>(tokens.ptr());
+    if (!tokens.is_valid() || !PyArray_CheckExact(tokens.ptr()) || PyArray_NDIM(a) < 1) return -1;
+    const npy_intp n = PyArray_DIM(a, 0);
+    if (!prompt.is_valid()) return n;
+    if (!PyLong_CheckExact(prompt.ptr())) return -1;
     int overflow;
-    const long long given = PyLong_AsLongLongAndOverflow(prompt, &overflow);
+    const long long given = PyLong_AsLongLongAndOverflow(prompt.ptr(), &overflow);
     return overflow || given < 0 || given > n ? -1 : n - npy_intp(given);
 }
 
@@ -102,7 +102,8 @@ nb::object all_true(npy_intp n) {
 }
 
 // (parts of the body, their bytes, elements by ragged leaf), or None when a value has to be looked at closer.
-nb::object body_of(const PayloadPlan& plan, nb::list rows, nb::dict base, nb::dict stamps) {
+nb::object body_of(const PayloadPlan& plan, nb::list given, nb::dict base, nb::dict stamps) {
+    const nb::tuple rows(given);  // as it is now
     const size_t n = rows.size();
     std::vector<size_t> used(n);
     std::vector<npy_intp> responses(n);
@@ -126,11 +127,11 @@ nb::object body_of(const PayloadPlan& plan, nb::list rows, nb::dict base, nb::di
         size_t element = size_t(PyDataType_ELSIZE(reinterpret_cast<PyArray_Descr*>(leaf.dtype.ptr())));
         for (const npy_intp d : leaf.shape) element *= size_t(d);
         for (size_t i = 0; i < n; ++i) {
-            PyObject* value = found(nb::handle(rows[i]).ptr(), leaf.name);
-            used[i] += value != nullptr;
-            const npy_intp count = value ? elements_of(value, leaf) : leaf.all_true ? responses[i] : -1;
+            const nb::object value = found(nb::handle(rows[i]).ptr(), leaf.name);
+            used[i] += value.is_valid();
+            const npy_intp count = value.is_valid() ? elements_of(value.ptr(), leaf) : leaf.all_true ? responses[i] : -1;
             if (count < 0 || count > leaf.most || (leaf.per_response && count != responses[i])) return nb::none();
-            body.add(value ? nb::borrow(value) : all_true(count), size_t(count) * element);
+            body.add(value.is_valid() ? value : all_true(count), size_t(count) * element);
             const int32_t length = int32_t(count);
             std::memcpy(sizes, &length, sizeof length);
             sizes += sizeof length, total += count;
@@ -166,13 +167,19 @@ nb::object join_summed(nb::bytes lead, nb::list given, size_t crc_at) {
     if (lead.size() < 4 || crc_at > lead.size() - 4) throw nb::value_error("crc_at: must lie in the lead");
     std::vector<Part> parts;
     parts.reserve(given.size());
+    arrays::Held held;
     size_t nbytes = 0;
-    for (nb::handle part : given) nbytes += parts.emplace_back(part).nbytes;
+    for (size_t i = 0; i < given.size(); ++i) {
+        const Part& part = parts.emplace_back(arrays::item(given, i));
+        held.add_if_array(part.owner.ptr());
+        nbytes += part.nbytes;
+    }
     byte* to;
     nb::object out = new_bytes(lead.size() + nbytes, to);
     std::memcpy(to, lead.c_str(), lead.size());
     uint32_t crc;
     {
+        held.keep(nbytes > kHoldGil);
         Unlocked unlocked(nbytes > kHoldGil);
         SummingCopy copy(to + lead.size());
         for (const Part& part : parts) copy.add(part.data, part.nbytes);

@@ -8,6 +8,8 @@
 namespace recollect {
 namespace {
 
+using Ints = arrays::Values<int64_t>;
+
 // The mass that each value comes to; none may be beyond what can be added up.
 std::vector<double> masses_of(const Priorities& p, const double* values, size_t n) {
     std::vector<double> masses = p.masses_of(values, n);
@@ -83,22 +85,20 @@ class PriorityDrawer {
 
 size_t update(Priorities& self, nb::handle rows, nb::handle generations, nb::handle values) {
     auto m = self.lock();
-    auto [r, n] = arrays::view<int64_t>(rows, "row");
-    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
-    auto [v, n_v] = arrays::view<double>(values, "values");
-    if (n != n_g || n != n_v) throw nb::value_error("row, generation, values: must have equal lengths");
-    const std::vector<double> masses = masses_of(self, v, n);
-    return self.update(*m, r, g, v, masses.data(), n);
+    const Ints r(rows, "row"), g(generations, "generation");
+    const arrays::Values<double> v(values, "values");
+    if (r.n != g.n || r.n != v.n) throw nb::value_error("row, generation, values: must have equal lengths");
+    const std::vector<double> masses = masses_of(self, v.data, v.n);
+    return self.update(*m, r.data, g.data, v.data, masses.data(), r.n);
 }
 
 nb::tuple look(Priorities& self, nb::handle rows, nb::handle generations, double beta) {
     auto m = self.lock();
-    auto [r, n] = arrays::view<int64_t>(rows, "row");
-    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
-    if (n != n_g) throw nb::value_error("row, generation: must have equal lengths");
+    const Ints r(rows, "row"), g(generations, "generation");
+    if (r.n != g.n) throw nb::value_error("row, generation: must have equal lengths");
     float *p, *w;
-    nb::object probability = arrays::make<float>(n, p), weight = arrays::make<float>(n, w);
-    self.look(*m, r, g, n, beta, p, w);
+    nb::object probability = arrays::make<float>(r.n, p), weight = arrays::make<float>(r.n, w);
+    self.look(*m, r.data, g.data, r.n, beta, p, w);
     return nb::make_tuple(probability, weight);
 }
 
@@ -115,14 +115,13 @@ nb::tuple state(Priorities& self) {
 
 void restore(Priorities& self, nb::handle rows, nb::handle generations, nb::handle masses, double top) {
     auto m = self.lock();
-    auto [r, n] = arrays::view<int64_t>(rows, "row");
-    auto [g, n_g] = arrays::view<int64_t>(generations, "generation");
-    auto [v, n_v] = arrays::view<double>(masses, "mass");
-    if (n != n_g || n != n_v) throw nb::value_error("row, generation, mass: must have equal lengths");
-    for (size_t i = 0; i < n; ++i)
-        if (!(v[i] >= 0.0 && v[i] <= kMostMass)) throw nb::value_error("mass: must be finite and not negative");
+    const Ints r(rows, "row"), g(generations, "generation");
+    const arrays::Values<double> v(masses, "mass");
+    if (r.n != g.n || r.n != v.n) throw nb::value_error("row, generation, mass: must have equal lengths");
+    for (size_t i = 0; i < v.n; ++i)
+        if (!(v.data[i] >= 0.0 && v.data[i] <= kMostMass)) throw nb::value_error("mass: must be finite and not negative");
     if (!(top >= 0.0 && self.mass_of(top) <= kMostMass)) throw nb::value_error("top: must be finite and not negative");
-    self.restore(*m, r, g, v, n, top);
+    self.restore(*m, r.data, g.data, v.data, r.n, top);
 }
 
 }  // namespace

@@ -9,10 +9,10 @@ namespace recollect {
 namespace {
 
 void prepare(const Codec& codec, npy_intp n, nb::object& out, PerLeaf<nb::object>& arrays,
-                    PerLeaf<byte*>& leaves) {
+                    PerLeaf<byte*>& leaves, arrays::Held& held) {
     if (out.is_none()) return codec.make_arrays(n, arrays, leaves);
     npy_intp rows = n;
-    if (n < 0 || !codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
+    if (n < 0 || !codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), held, true))
         throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
 }
 
@@ -56,36 +56,42 @@ nb::list windows(const Rows& self) {
 // another number at the moment of the read is an IndexError, and the caller counts again.
 nb::object read(const Rows& self, const Codec& codec, nb::handle index, bool single, nb::object out, int64_t counted) {
     auto m = self.memory(codec);
-    auto [at, n] = arrays::view<int64_t>(index, "index");
+    const arrays::Values<int64_t> places(index, "index");
+    const size_t n = places.n;
     if (single && n != 1) throw nb::value_error("index: must be one for a single sample");
+    arrays::Held held;
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
-    prepare(codec, single ? -1 : npy_intp(n), out, arrays, leaves);
+    prepare(codec, single ? -1 : npy_intp(n), out, arrays, leaves, held);
     {
-        Unlocked unlocked(n * m->row_nbytes > kHoldGil);
+        const bool unlocks = n * m->row_nbytes > kHoldGil;
+        held.keep(unlocks);
+        Unlocked unlocked(unlocks);
         Reader reader(*m);
-        const int64_t* places = at;
-        reader.run([&, count = n] {
+        reader.run([&] {
             const Snapshot& s = reader.snapshot();
             check_count(s, counted);
-            for (size_t i = 0; i < count; ++i) check_index(places[i], s.total());
-            auto index = [places](size_t i) { return uint64_t(places[i]); };
-            gather(*m, s, count, index, codec, leaves.data());
-            return all_whole(s, count, index);
+            for (size_t i = 0; i < n; ++i) check_index(places.data[i], s.total());
+            auto index = [places = places.data](size_t i) { return uint64_t(places[i]); };
+            gather(*m, s, n, index, codec, leaves.data());
+            return all_whole(s, n, index);
         });
     }
     return out.is_none() ? codec.build(arrays, single) : out;
 }
 
 // The next n draws of a stream, uniform with replacement, into leaves; false when there is nothing to draw from.
-bool draw_into(Memory& m, const Codec& codec, Stream& stream, size_t n, PerLeaf<byte*>& leaves) {
+bool draw_into(Memory& m, const Codec& codec, Stream& stream, size_t n, PerLeaf<byte*>& leaves, arrays::Held* held = nullptr) {
+    const auto [key, counter] = stream;  // another thread may set it meanwhile
     bool empty = false;
     {
-        Unlocked unlocked(n * m.row_nbytes > kHoldGil);
+        const bool unlocks = n * m.row_nbytes > kHoldGil;
+        if (held) held->keep(unlocks);
+        Unlocked unlocked(unlocks);
         Reader reader(m);
-        reader.run([&] {
+        reader.run([&, key = key, counter = counter] {
             empty = reader.snapshot().total() == 0;
-            return empty || Draw(m, reader.snapshot(), stream.key, stream.counter, stream.counter + n, n).run(codec, leaves.data());
+            return empty || Draw(m, reader.snapshot(), key, counter, counter + n, n).run(codec, leaves.data());
         });
     }
     if (!empty) stream.counter += n;
@@ -97,9 +103,10 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
     auto m = self.memory(codec);
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
-    prepare(codec, npy_intp(n), out, arrays, leaves);
+    arrays::Held held;
+    prepare(codec, npy_intp(n), out, arrays, leaves, held);
     nb::object batch = out.is_none() ? codec.build(arrays, false) : out;
-    return draw_into(*m, codec, stream, n, leaves) ? batch : nb::none();
+    return draw_into(*m, codec, stream, n, leaves, &held) ? batch : nb::none();
 }
 
 // What a sampler of plain rows needs for a batch, bound once: a draw is one call.
@@ -134,17 +141,18 @@ class Drawer {
 // Physical rows, in the window or not: each is whole, checked by its stamp.
 nb::object read_rows(const Rows& self, const Codec& codec, nb::handle rows, bool single) {
     auto m = self.memory(codec);
-    auto [at, n] = arrays::view<int64_t>(rows, "rows");
+    const arrays::Values<int64_t> at(rows, "rows");
+    const size_t n = at.n;
     if (single && n != 1) throw nb::value_error("rows: must be one for a single sample");
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
     codec.make_arrays(single ? -1 : npy_intp(n), arrays, leaves);
-    for (size_t i = 0; i < n; ++i) check_row(*m, at[i]);
+    for (size_t i = 0; i < n; ++i) check_row(*m, at.data[i]);
     {
         Unlocked unlocked(n * m->row_nbytes > kHoldGil);
         const double start = monotonic_s();
         for (size_t i = 0; i < n; ++i)
-            while (!copy_row(*m, size_t(at[i]), i, codec, leaves.data()))
+            while (!copy_row(*m, size_t(at.data[i]), i, codec, leaves.data()))
                 if (monotonic_s() - start > kContention_s) throw Lapped("a row was being written for 1 s");
     }
     return codec.build(arrays, single);
@@ -152,24 +160,24 @@ nb::object read_rows(const Rows& self, const Codec& codec, nb::handle rows, bool
 
 nb::tuple locate(const Rows& self, nb::handle index, int64_t counted) {
     auto m = self.memory();
-    auto [at, n] = arrays::view<int64_t>(index, "index");
+    const arrays::Values<int64_t> places(index, "index");
+    const size_t n = places.n;
     int64_t *row, *generation, *segment, *step;
     nb::object rows = arrays::make<int64_t>(n, row), generations = arrays::make<int64_t>(n, generation);
     nb::object segments = arrays::make<int64_t>(n, segment), steps = arrays::make<int64_t>(n, step);
     Reader reader(*m);
-    const int64_t* places = at;
-    reader.run([&, count = n] {
+    reader.run([&] {
         const Snapshot& s = reader.snapshot();
         check_count(s, counted);
-        for (size_t i = 0; i < count; ++i) {
-            check_index(places[i], s.total());
-            const size_t r = s.row(uint64_t(places[i]));
+        for (size_t i = 0; i < n; ++i) {
+            check_index(places.data[i], s.total());
+            const size_t r = s.row(uint64_t(places.data[i]));
             row[i] = int64_t(r);
             generation[i] = int64_t(m->generation(r));
             segment[i] = m->tagged ? m->segment(r) : -1;
             step[i] = m->tagged ? m->step(r) : -1;
         }
-        return all_whole(s, count, [&](size_t i) { return uint64_t(places[i]); });
+        return all_whole(s, n, [&](size_t i) { return uint64_t(places.data[i]); });
     });
     return nb::make_tuple(rows, generations, segments, steps);
 }
@@ -177,17 +185,16 @@ nb::tuple locate(const Rows& self, nb::handle index, int64_t counted) {
 // The index of each (row, generation) that still holds the same sample, -1 for the others.
 nb::object index_of(const Rows& self, nb::handle rows, nb::handle generations) {
     auto m = self.memory();
-    auto [row, n] = arrays::view<int64_t>(rows, "row");
-    auto [generation, n2] = arrays::view<int64_t>(generations, "generation");
-    if (n != n2) throw nb::value_error("row, generation: must have equal lengths");
+    const arrays::Values<int64_t> row(rows, "row"), generation(generations, "generation");
+    const size_t n = row.n;
+    if (n != generation.n) throw nb::value_error("row, generation: must have equal lengths");
     int64_t* out;
     nb::object result = arrays::make<int64_t>(n, out);
     Reader reader(*m);
-    const int64_t *r = row, *g = generation;
-    reader.run([&, count = n] {
+    reader.run([&] {
         const Snapshot& s = reader.snapshot();
-        for (size_t i = 0; i < count; ++i) {
-            const auto at = place_of_row(*m, s, r[i], g[i]);
+        for (size_t i = 0; i < n; ++i) {
+            const auto at = place_of_row(*m, s, row.data[i], generation.data[i]);
             out[i] = at ? int64_t(index_of_place(s, *at)) : -1;
         }
         return s.is_untouched();

@@ -27,10 +27,13 @@ struct Blocks {
     nb::object copy(const byte* slot, size_t n, nb::object out) const {
         PerLeaf<byte*> leaves(codec.size());
         npy_intp rows = npy_intp(n);
+        arrays::Held held;
         if (out.is_none()) out = recycled.take(rows, leaves);
-        else if (!codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), true))
+        else if (!codec.take_batch(out.ptr(), rows, const_cast<const byte**>(leaves.data()), held, true))
             throw nb::value_error("out: must have the batch's structure, writable contiguous arrays of the exact shapes and dtypes");
-        Unlocked unlocked(n * codec.row_nbytes() > 2 * kHoldGil);
+        const bool unlocks = n * codec.row_nbytes() > 2 * kHoldGil;
+        held.keep(unlocks);
+        Unlocked unlocked(unlocks);
         for (size_t i = 0; i < offsets.size(); ++i) std::memcpy(leaves[i], slot + offsets[i], codec.spans()[i].nbytes * n);
         return out;
     }
@@ -95,9 +98,10 @@ class BoundRing {
         nb::object found = nb::none();
         while (found.is_none()) {
             const int64_t outcome = ring_->with_next(k, std::max(0.0, end - monotonic_s()), [&](size_t s) {
-                const Slot& it = ring_->slot(s);
-                if (it.info[0] != run && it.info[1] != 1) return;  // an error is news whatever it belongs to
-                found = batch(s, it, data, metadata, out);
+                int64_t info[kInfoWords];  // once: the writer has it, and may be broken
+                std::copy_n(ring_->slot(s).info, kInfoWords, info);
+                if (info[0] != run && info[1] != 1) return;  // an error is news whatever it belongs to
+                found = batch(s, info, data, metadata, out);
             });
             if (outcome < 0) return nb::int_(outcome);
         }
@@ -143,12 +147,12 @@ class BoundRing {
         return !empty;
     }
 
-    nb::object batch(size_t s, const Slot& it, const Blocks& data, nb::object metadata, nb::object out) const {
-        nb::tuple words = nb::make_tuple(it.info[2], it.info[3], it.info[4], it.info[5]);
-        const size_t n = size_t(std::max<int64_t>(it.info[2], 0));
-        if (it.info[1] != 0) {
+    nb::object batch(size_t s, const int64_t* info, const Blocks& data, nb::object metadata, nb::object out) const {
+        nb::tuple words = nb::make_tuple(info[2], info[3], info[4], info[5]);
+        const size_t n = size_t(std::max<int64_t>(info[2], 0));
+        if (info[1] != 0) {
             nb::bytes text(reinterpret_cast<const char*>(bytes(s)), std::min(n, slot_nbytes_));
-            return nb::make_tuple(it.info[1], words, text, nb::none());
+            return nb::make_tuple(info[1], words, text, nb::none());
         }
         if (n > data.most) throw nb::value_error("slot: holds more rows than its blocks");
         nb::object first = data.copy(bytes(s), n, out), second = nb::none();

@@ -40,7 +40,7 @@ void set_window(const Rows& self, size_t lane, uint64_t low, uint64_t cursor) {
     if (low > cursor || (m->run && cursor - low > m->run)) throw nb::value_error("set_window: must fit its lane");
     Hold hold(*m);
     hold.take(lane);
-    m->reach(cursor);
+    m->reach(m->checked(cursor));
     // A row that a removal left behind may still say that it is to be removed.
     for (uint64_t p = low; p < cursor; ++p) m->stamp(m->row_of(lane, p)).fetch_and(~kTomb);
     m->install(lane, low, cursor, cursor, (cursor - low) - cursor, 0);
@@ -64,10 +64,12 @@ void set_open(const Rows& self, size_t lane, int64_t segment) {
 }
 void set_generations(const Rows& self, size_t first_row, nb::handle generations) {
     auto m = self.writable();
-    auto [g, n] = arrays::view<int64_t>(generations, "generations");
-    m->reach(first_row + n);
-    if (n) check_row(*m, int64_t(first_row)), check_row(*m, int64_t(first_row + n - 1));
-    for (size_t i = 0; i < n; ++i) m->stamp(first_row + i).store(uint64_t(g[i]) * 2);
+    const arrays::Values<int64_t> g(generations, "generations");
+    size_t end;
+    if (__builtin_add_overflow(first_row, g.n, &end)) throw nb::value_error("first_row: is out of range");
+    m->reach(end);
+    if (g.n) check_row(*m, int64_t(first_row)), check_row(*m, int64_t(end - 1));
+    for (size_t i = 0; i < g.n; ++i) m->stamp(first_row + i).store(uint64_t(g.data[i]) * 2);
 }
 nb::object generations(const Rows& self, size_t first_row, size_t n) {
     auto m = self.memory();
@@ -150,9 +152,9 @@ void bind_rows(nb::module_& m) {
     }, nb::arg("key"), nb::arg("counter"), nb::arg("bound"), nb::arg("n"));
 
     nb::class_<Rows> rows(m, "Rows");
-    rows.def(nb::init<MappingPtr, size_t, size_t, size_t, bool, bool, bool, int, nb::object>(), nb::arg("header"),
+    rows.def(nb::init<MappingPtr, size_t, size_t, size_t, bool, bool, bool, int, nb::object, bool>(), nb::arg("header"),
              nb::arg("capacity"), nb::arg("n_lanes"), nb::arg("row_nbytes"), nb::arg("tagged"), nb::arg("writable"),
-             nb::arg("is_private"), nb::arg("fd"), nb::arg("sections").none())
+             nb::arg("is_private"), nb::arg("fd"), nb::arg("sections").none(), nb::arg("is_file") = false)
         .def("close", &Rows::close)
         .def_prop_ro("is_closed", &Rows::is_closed)
         .def("memory", [](const Rows& self) { return self.memory(); })

@@ -7,7 +7,7 @@ namespace recollect {
 
 namespace {
 
-using Ints = arrays::View<int64_t>;
+using Ints = arrays::Values<int64_t>;
 
 // New arrays for the leaves of n samples.
 struct Leaves {
@@ -22,13 +22,11 @@ void check_codec(const Memory& m, const Codec& codec) {
     if (codec.row_nbytes() != m.row_nbytes) throw nb::value_error("codec: must be made for these rows");
 }
 
-Ints offsets_of(nb::handle h) {
-    const Ints offsets = arrays::view<int64_t>(h, "offsets");
+void check_offsets(const Ints& offsets) {
     for (size_t i = 1; i < offsets.n; ++i)
         if (offsets.data[i] <= offsets.data[i - 1]) throw nb::value_error("offsets: must increase strictly");
     if (std::find(offsets.data, offsets.data + offsets.n, 0) == offsets.data + offsets.n)
         throw nb::value_error("offsets: must have 0, the anchor");
-    return offsets;
 }
 
 // Location of samples as the arrays index, row, generation, segment, step.
@@ -51,10 +49,12 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
                        bool tracked, int64_t counted) {
     auto m = memory_of(rows);
     check_codec(*m, codec);
-    const Ints anchors = arrays::view<int64_t>(at, "index"), offsets = offsets_of(offsets_);
+    const Ints anchors(at, "index"), offsets(offsets_, "offsets");
+    check_offsets(offsets);
     const bool located = !generations.is_none();
-    const Ints generation = located ? arrays::view<int64_t>(generations, "generation") : Ints{nullptr, anchors.n};
-    if (generation.n != anchors.n) throw nb::value_error("row, generation: must have equal lengths");
+    std::optional<Ints> generation;
+    if (located) generation.emplace(generations, "generation");
+    if (located && generation->n != anchors.n) throw nb::value_error("row, generation: must have equal lengths");
     bool* valid;
     int64_t *segment, *step;
     nb::object mask = arrays::make<bool>({npy_intp(anchors.n), npy_intp(offsets.n)}, valid);
@@ -73,7 +73,7 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
             for (size_t j = 0; j < anchors.n; ++j) {
                 Place& a = places[j];
                 if (located) {
-                    const auto found = place_of_row(*m, s, anchors.data[j], generation.data[j]);
+                    const auto found = place_of_row(*m, s, anchors.data[j], generation->data[j]);
                     if (!found) return gone = true;
                     a = *found;
                 } else {
@@ -103,7 +103,8 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
 nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64_t counter, size_t n, nb::handle offsets_,
                        bool tracked, uint64_t length, bool pad, bool labelled) {
     auto m = memory_of(rows);
-    const Ints offsets = offsets_of(offsets_);
+    const Ints offsets(offsets_, "offsets");
+    check_offsets(offsets);
     bool* valid;
     int64_t *segment = nullptr, *step = nullptr;
     nb::object mask = arrays::make<bool>({npy_intp(n), npy_intp(offsets.n)}, valid), segments, steps;
@@ -148,7 +149,7 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
 // Where samples are, and the steps of the first sample of their run and of the one behind its last.
 nb::tuple runs_at(nb::handle rows, nb::handle index, bool tracked, int64_t counted) {
     auto m = memory_of(rows);
-    const Ints at = arrays::view<int64_t>(index, "index");
+    const Ints at(index, "index");
     Located located(at.n);
     int64_t *first, *end;
     nb::object firsts = arrays::make<int64_t>(at.n, first), ends = arrays::make<int64_t>(at.n, end);
@@ -171,8 +172,8 @@ nb::tuple runs_at(nb::handle rows, nb::handle index, bool tracked, int64_t count
             const uint64_t low = m->low_of(m->lane(places[i].lane)), p = places[i].position;
             if (p < low) return false;
             const int64_t step = located.field[4][i];
-            first[i] = step - int64_t(p - std::max(low, uint64_t(first[i])));  // its head may be gone by now
-            end[i] = step + int64_t(uint64_t(end[i]) - p);
+            first[i] = int64_t(uint64_t(step) - (p - std::max(low, uint64_t(first[i]))));  // its head may be gone by now
+            end[i] = int64_t(uint64_t(step) + (uint64_t(end[i]) - p));
         }
         return true;
     });
@@ -209,7 +210,7 @@ nb::tuple window_starts(nb::handle rows, bool tracked, uint64_t length, bool pad
 nb::object read_located(nb::handle rows, const Codec& codec, nb::handle at, nb::handle generations) {
     auto m = memory_of(rows);
     check_codec(*m, codec);
-    const Ints row = arrays::view<int64_t>(at, "row"), generation = arrays::view<int64_t>(generations, "generation");
+    const Ints row(at, "row"), generation(generations, "generation");
     if (row.n != generation.n) throw nb::value_error("row, generation: must have equal lengths");
     Leaves leaves(codec, row.n);
     bool gone = false;

@@ -11,38 +11,45 @@
 namespace recollect {
 namespace {
 
-const bool* flags_of(nb::object ends, size_t n) {
-    if (ends.is_none()) return nullptr;
-    auto [flags, n_flags] = arrays::view<bool>(ends, "ends");
-    if (n_flags != n) throw nb::value_error("ends: must have one flag per sample");
-    return flags;
-}
+using Ints = arrays::Values<int64_t>;
 
-void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, size_t n, int64_t lane, nb::object ends,
-                  bool keep_open, const Patches* patches = nullptr) {
-    const Ends e{flags_of(ends, n), keep_open};
+// One flag per sample, or none at all.
+struct Flags {
+    Flags(nb::object ends, size_t n) {
+        if (ends.is_none()) return;
+        given.emplace(ends, "ends");
+        if (given->n != n) throw nb::value_error("ends: must have one flag per sample");
+    }
+    const bool* data() const { return given ? given->data : nullptr; }
+    std::optional<arrays::Values<bool>> given;
+};
+
+void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, arrays::Held& held, size_t n, int64_t lane,
+                  nb::object ends, bool keep_open, const Patches* patches = nullptr) {
+    const Flags flags(ends, n);
     if (n == 0) return;
     const size_t k = lane_for(m, lane);
     Locked lock(m.lock(k));
-    Unlocked unlocked(n * m.row_nbytes > kHoldGil);
-    Writer(m, k, patches).write(leaves, n, codec, e);
+    const bool unlocks = n * m.row_nbytes > kHoldGil;
+    held.keep(unlocks);
+    Unlocked unlocked(unlocks);
+    Writer(m, k, patches).write(leaves, n, codec, {flags.data(), keep_open});
 }
 
-// Which samples of a batch of `size`; null for all, in order.
-const int64_t* rows_of(nb::object rows, size_t size, size_t n) {
-    if (rows.is_none()) return nullptr;
-    auto [at, count] = arrays::view<int64_t>(rows, "rows");
-    if (count != n) throw nb::value_error("rows: must be one for each lane");
-    for (size_t i = 0; i < n; ++i) check_index(at[i], size);
-    return at;
+// Which samples of a batch of `size`.
+void check_rows(const Ints& rows, size_t size, size_t n) {
+    if (rows.n != n) throw nb::value_error("rows: must be one for each lane");
+    for (size_t i = 0; i < n; ++i) check_index(rows.data[i], size);
 }
 
-void write_to_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const int64_t* lanes, size_t n,
-                           nb::object ends, const int64_t* rows = nullptr) {
-    const bool* flags = flags_of(ends, n);
-    for (size_t i = 0; i < n; ++i) check_lane(m, size_t(lanes[i]));
-    Unlocked unlocked(n * m.row_nbytes > kHoldGil);
-    recollect::write_lanes(m, codec, leaves, lanes, n, flags, rows);
+void write_to_lanes(Memory& m, const Codec& codec, const byte* const* leaves, arrays::Held& held, const Ints& lanes,
+                    nb::object ends, const int64_t* rows = nullptr) {
+    const Flags flags(ends, lanes.n);
+    for (size_t i = 0; i < lanes.n; ++i) check_lane(m, size_t(lanes.data[i]));
+    const bool unlocks = lanes.n * m.row_nbytes > kHoldGil;
+    held.keep(unlocks);
+    Unlocked unlocked(unlocks);
+    recollect::write_lanes(m, codec, leaves, lanes.data, lanes.n, flags.data(), rows, [&] { if (!unlocks) held.keep(false); });
 }
 
 bool append(const Rows& self, const Codec& codec, nb::handle sample, int64_t lane) {
@@ -51,9 +58,11 @@ bool append(const Rows& self, const Codec& codec, nb::handle sample, int64_t lan
     std::vector<Source> heap;
     Source* sources = stack;
     if (codec.size() > 32) { heap.resize(codec.size()); sources = heap.data(); }
-    if (!codec.take_one(sample.ptr(), sources)) return false;
+    arrays::Held held;
+    if (!codec.take_one(sample.ptr(), sources, held)) return false;
     const size_t k = lane_for(*m, lane);
     Locked lock(m->lock(k));
+    held.keep(false);
     Writer(*m, k).append(sources, codec);
     return true;
 }
@@ -63,58 +72,65 @@ int64_t extend(const Rows& self, const Codec& codec, nb::handle batch, int64_t l
     auto m = self.writable(codec);
     std::vector<const byte*> leaves(codec.size());
     npy_intp n = -1;
-    if (!codec.take_batch(batch.ptr(), n, leaves.data())) return -1;
-    write_leaves(*m, codec, leaves.data(), size_t(std::max<npy_intp>(n, 0)), lane, ends, keep_open);
+    arrays::Held held;
+    if (!codec.take_batch(batch.ptr(), n, leaves.data(), held)) return -1;
+    write_leaves(*m, codec, leaves.data(), held, size_t(std::max<npy_intp>(n, 0)), lane, ends, keep_open);
     return n;
 }
 
 // `patches`: (samples, [(field, array)]) or None. Where a sample is named, ascending, those arrays count instead.
-Patches patches_of(nb::object patches, const Codec& codec, size_t n) {
-    if (patches.is_none()) return {};
+void take_patches(nb::object patches, const Codec& codec, size_t n, arrays::Held& held, std::optional<Ints>& samples, Patches& found) {
+    if (patches.is_none()) return;
     nb::tuple pair = tuple_of(patches, 2, "patches");
-    auto [samples, count] = arrays::view<int64_t>(pair[0], "patches");
-    for (size_t i = 0; i < count; ++i) {
-        check_index(samples[i], n);
-        if (i && samples[i] <= samples[i - 1]) throw nb::value_error("patches: samples must be ascending");
+    samples.emplace(pair[0], "patches");
+    for (size_t i = 0; i < samples->n; ++i) {
+        check_index(samples->data[i], n);
+        if (i && samples->data[i] <= samples->data[i - 1]) throw nb::value_error("patches: samples must be ascending");
     }
-    Patches found{samples, count, {}};
-    for (nb::handle item : nb::cast<nb::list>(pair[1])) {
-        nb::tuple leaf = tuple_of(item, 2, "patches");
+    found.samples = samples->data, found.n = samples->n;
+    const nb::list leaves = nb::cast<nb::list>(pair[1]);
+    for (size_t i = 0; i < nb::len(leaves); ++i) {
+        nb::tuple leaf = tuple_of(arrays::item(leaves, i), 2, "patches");
         const size_t k = nb::cast<size_t>(leaf[0]);
-        const byte* values = codec.take_field(k, nb::object(leaf[1]), npy_intp(n));
+        const byte* values = codec.take_field(k, nb::object(leaf[1]), npy_intp(n), held);
         found.leaves.push_back({codec.spans()[k], values});
     }
-    return found;
 }
 
 void write(const Rows& self, const Codec& codec, nb::list arrays, size_t n, int64_t lane, nb::object ends, bool keep_open,
            nb::object patches) {
     auto m = self.writable(codec);
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(arrays, npy_intp(n), leaves.data());
-    const Patches found = patches_of(patches, codec, n);
-    write_leaves(*m, codec, leaves.data(), n, lane, ends, keep_open, &found);
+    arrays::Held held;
+    codec.take_fields(arrays, npy_intp(n), leaves.data(), held);
+    std::optional<Ints> samples;
+    Patches found;
+    take_patches(patches, codec, n, held, samples, found);
+    write_leaves(*m, codec, leaves.data(), held, n, lane, ends, keep_open, &found);
 }
 
 // Sample i of a batch of field arrays to lane lanes[i]; `ends` (or None) tells whose segment ends with it.
 void write_fields_to_lanes(const Rows& self, const Codec& codec, nb::list arrays, nb::handle lanes, nb::object ends) {
     auto m = self.writable(codec);
-    auto [k, n] = arrays::view<int64_t>(lanes, "lanes");
+    const Ints k(lanes, "lanes");
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(arrays, npy_intp(n), leaves.data());
-    write_to_lanes(*m, codec, leaves.data(), k, n, ends);
+    arrays::Held held;
+    codec.take_fields(arrays, npy_intp(k.n), leaves.data(), held);
+    write_to_lanes(*m, codec, leaves.data(), held, k, ends);
 }
 
 // The same of a nested batch of exact arrays, of its samples `rows` (None: all, in order); false (nothing done) if
 // it needs conversion or a message.
 bool extend_lanes(const Rows& self, const Codec& codec, nb::handle batch, nb::handle lanes, nb::object ends, nb::object rows) {
     auto m = self.writable(codec);
-    auto [k, n] = arrays::view<int64_t>(lanes, "lanes");
+    const Ints k(lanes, "lanes");
     std::vector<const byte*> leaves(codec.size());
-    npy_intp size = rows.is_none() ? npy_intp(n) : -1;
-    if (!codec.take_batch(batch.ptr(), size, leaves.data())) return false;
-    const int64_t* chosen = rows_of(rows, size_t(size), n);
-    write_to_lanes(*m, codec, leaves.data(), k, n, ends, chosen);
+    npy_intp size = rows.is_none() ? npy_intp(k.n) : -1;
+    arrays::Held held;
+    if (!codec.take_batch(batch.ptr(), size, leaves.data(), held)) return false;
+    std::optional<Ints> chosen;
+    if (!rows.is_none()) chosen.emplace(rows, "rows"), check_rows(*chosen, size_t(std::max<npy_intp>(size, 0)), k.n);
+    write_to_lanes(*m, codec, leaves.data(), held, k, ends, chosen ? chosen->data : nullptr);
     return true;
 }
 
@@ -123,10 +139,14 @@ bool extend_chosen(const Rows& self, const Codec& codec, nb::handle batch, nb::o
     auto m = self.writable(codec);
     std::vector<const byte*> leaves(codec.size());
     npy_intp size = -1;
-    if (!codec.take_batch(batch.ptr(), size, leaves.data())) return false;
-    const size_t n = arrays::view<int64_t>(rows, "rows").n;
-    const Chosen chosen(codec, leaves.data(), rows_of(rows, size_t(size), n), n);
-    write_leaves(*m, codec, chosen.leaves(), n, lane, nb::none(), false);
+    arrays::Held held;
+    if (!codec.take_batch(batch.ptr(), size, leaves.data(), held)) return false;
+    const Ints at(rows, "rows");
+    check_rows(at, size_t(std::max<npy_intp>(size, 0)), at.n);
+    held.keep(false);
+    const Chosen chosen(codec, leaves.data(), at.data, at.n);
+    arrays::Held none;  // they are copied
+    write_leaves(*m, codec, chosen.leaves(), none, at.n, lane, nb::none(), false);
     return true;
 }
 
@@ -140,28 +160,32 @@ void end_segment(const Rows& self, int64_t lane) {
 
 void overwrite_at(const Rows& self, const Codec& codec, nb::handle index, nb::list arrays) {
     auto m = self.writable(codec);
-    auto [at, n] = arrays::view<int64_t>(index, "index");
+    const Ints at(index, "index");
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(arrays, npy_intp(n), leaves.data());
+    arrays::Held held;
+    codec.take_fields(arrays, npy_intp(at.n), leaves.data(), held);
     Hold hold(*m);
     std::vector<std::pair<size_t, size_t>> rows;
-    for (auto& [k, p] : hold_places(*m, hold, at, n)) rows.emplace_back(k, m->row_of(k, p));
+    for (auto& [k, p] : hold_places(*m, hold, at.data, at.n)) rows.emplace_back(k, m->row_of(k, p));
+    held.keep(false);
     recollect::overwrite(*m, rows, leaves.data(), codec);
 }
 
 void overwrite_rows(const Rows& self, const Codec& codec, nb::handle index, nb::list arrays) {
     auto m = self.writable(codec);
-    auto [at, n] = arrays::view<int64_t>(index, "rows");
+    const Ints at(index, "rows");
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(arrays, npy_intp(n), leaves.data());
+    arrays::Held held;
+    codec.take_fields(arrays, npy_intp(at.n), leaves.data(), held);
     Hold hold(*m);
     std::vector<std::pair<size_t, size_t>> rows;
-    for (size_t i = 0; i < n; ++i) {
-        check_row(*m, at[i]);
-        const size_t k = m->run ? size_t(at[i]) / m->run : 0;
+    for (size_t i = 0; i < at.n; ++i) {
+        check_row(*m, at.data[i]);
+        const size_t k = m->run ? size_t(at.data[i]) / m->run : 0;
         hold.take(k);
-        rows.emplace_back(k, size_t(at[i]));
+        rows.emplace_back(k, size_t(at.data[i]));
     }
+    held.keep(false);
     recollect::overwrite(*m, rows, leaves.data(), codec);
 }
 
@@ -169,31 +193,35 @@ void overwrite_rows(const Rows& self, const Codec& codec, nb::handle index, nb::
 // order of arrival of the first. How many stayed, each in a row of its own or in another's, and how many were rejected.
 nb::tuple extend_lowest(const Rows& self, const Codec& codec, nb::list fields, Tree<Min>& tree, nb::handle keys, int64_t first) {
     auto m = self.writable(codec);
-    auto [key, n] = arrays::view<double>(keys, "keys");
+    const arrays::Values<double> key(keys, "keys");
+    const size_t n = key.n;
     for (size_t i = 0; i < n; ++i)
-        if (std::isnan(key[i])) throw nb::value_error("keys: must not be NaN");
+        if (std::isnan(key.data[i])) throw nb::value_error("keys: must not be NaN");
     if (!m->tagged || !m->capacity || m->n_lanes != 1 || tree.capacity() < m->capacity)
         throw nb::value_error("tree: must be that of these rows, with tags, of one lane and a capacity");
     std::vector<const byte*> leaves(codec.size());
-    codec.take_fields(fields, npy_intp(n), leaves.data());
+    arrays::Held held;
+    codec.take_fields(fields, npy_intp(n), leaves.data(), held);
     m->default_lane();
     std::vector<int64_t> rows(n);
     Hold hold(*m);
     hold.take(0);
     auto fill = [&](byte* row, size_t i) { copy_fields(row, codec, leaves.data(), i); };
-    const double* given = key;
     Placed placed;
     {
-        Unlocked unlocked(n * m->row_nbytes > kHoldGil);
-        placed = place_lowest(*m, tree, given, n, first, rows.data(), fill);
+        const bool unlocks = n * m->row_nbytes > kHoldGil;
+        held.keep(unlocks);
+        Unlocked unlocked(unlocks);
+        placed = place_lowest(*m, tree, key.data, n, first, rows.data(), fill);
     }
     return nb::make_tuple(placed.fresh + placed.replaced, placed.rejected);
 }
 
 void remove(const Rows& self, nb::handle index) {
     auto m = self.writable();
-    auto [at, n] = arrays::view<int64_t>(index, "index");
-    remove_samples(*m, at, n);
+    const Ints at(index, "index");
+    if (at.n >= size_t(1) << 31) throw nb::value_error("index: must be fewer than 2**31 at a time");  // see compact()
+    remove_samples(*m, at.data, at.n);
 }
 
 void clear(const Rows& self) { auto m = self.writable(); clear_all(*m); }

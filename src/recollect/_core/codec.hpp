@@ -16,6 +16,7 @@
 #include <string>
 #include <vector>
 
+#include "arrays.hpp"
 #include "copy.hpp"
 #include "pool.hpp"
 
@@ -107,20 +108,23 @@ class Codec {
     const Extent& extent() const { return extent_; }
     bool has_plan() const { return has_plan_; }
 
-    bool take_one(PyObject* sample, Source* into) const { return has_plan_ && take_one(root_, sample, into); }
+    bool take_one(PyObject* sample, Source* into, arrays::Held& held) const {
+        return has_plan_ && take_one(root_, sample, into, held);
+    }
 
     // Leaves of a batch with equal leading axes; n < 0 takes it from the first. `writable`: they are to be filled.
-    bool take_batch(PyObject* batch, npy_intp& n, const byte** into, bool writable = false) const {
-        return has_plan_ && take_batch(root_, batch, n, into, writable);
+    bool take_batch(PyObject* batch, npy_intp& n, const byte** into, arrays::Held& held, bool writable = false) const {
+        return has_plan_ && take_batch(root_, batch, n, into, held, writable);
     }
 
     // Arrays per field, as recollect.spaces encodes them. They come from our own code: a misfit is a bug there.
-    void take_fields(nb::list arrays, npy_intp n, const byte** into) const {
+    void take_fields(nb::list arrays, npy_intp n, const byte** into, arrays::Held& held) const {
         if (nb::len(arrays) != fields_.size()) throw nb::value_error("arrays: one per field is needed");
-        for (size_t k = 0; k < fields_.size(); ++k) into[k] = take_field(k, nb::object(arrays[k]), n);
+        for (size_t k = 0; k < fields_.size(); ++k) into[k] = take_field(k, arrays::item(arrays, k), n, held);
     }
-    const byte* take_field(size_t k, nb::handle array, npy_intp n) const {
+    const byte* take_field(size_t k, nb::handle array, npy_intp n, arrays::Held& held) const {
         if (k >= fields_.size() || !fits(fields_[k], array.ptr(), n)) throw nb::value_error("arrays: one does not fit its field");
+        held.add(array.ptr());
         return static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(array.ptr())));
     }
 
@@ -217,9 +221,10 @@ class Codec {
             case Node::kDict:
                 if (!PyDict_CheckExact(value) || PyDict_GET_SIZE(value) != Py_ssize_t(node.keys.size())) return false;
                 for (size_t i = 0; i < node.keys.size(); ++i) {
-                    PyObject* child = PyDict_GetItemWithError(value, node.keys[i].ptr());
-                    if (!child) { PyErr_Clear(); return false; }
-                    if (!walk(node.children[i], child, leaf)) return false;
+                    // Held: keys of the caller's own may run Python when they are compared.
+                    const nb::object child = nb::borrow(PyDict_GetItemWithError(value, node.keys[i].ptr()));
+                    if (!child.is_valid()) { PyErr_Clear(); return false; }
+                    if (!walk(node.children[i], child.ptr(), leaf)) return false;
                 }
                 return true;
             default:
@@ -248,12 +253,13 @@ class Codec {
         return true;
     }
 
-    bool take_one(const Node& root, PyObject* sample, Source* into) const {
+    bool take_one(const Node& root, PyObject* sample, Source* into, arrays::Held& held) const {
         return walk(root, sample, [&](const Node& node, PyObject* value) {
             const Field& f = fields_[node.leaf];
             Source& source = into[node.leaf];
             if (PyArray_CheckExact(value)) {
                 if (!fits(f, value, -1)) return false;
+                held.add(value);
                 source.data = static_cast<const byte*>(PyArray_DATA(reinterpret_cast<PyArrayObject*>(value)));
                 return true;
             }
@@ -262,12 +268,13 @@ class Codec {
         });
     }
 
-    bool take_batch(const Node& root, PyObject* batch, npy_intp& n, const byte** into, bool writable) const {
+    bool take_batch(const Node& root, PyObject* batch, npy_intp& n, const byte** into, arrays::Held& held, bool writable) const {
         return walk(root, batch, [&](const Node& node, PyObject* value) {
             if (!PyArray_CheckExact(value)) return false;
             auto* a = reinterpret_cast<PyArrayObject*>(value);
             if (n < 0) n = PyArray_NDIM(a) ? PyArray_DIM(a, 0) : 0;
             if (!fits(fields_[node.leaf], value, n) || (writable && !PyArray_ISWRITEABLE(a))) return false;
+            held.add(value);
             into[node.leaf] = static_cast<const byte*>(PyArray_DATA(a));
             return true;
         });

@@ -163,7 +163,7 @@ void gather_short(Row row, size_t begin, size_t end, size_t beyond, const Extent
                 });
             }
         };
-        while (asked < std::min(kAhead, n)) ask();
+        while (asked < std::min(kAhead, to_ask)) ask();  // also of the next ones: below, those soon to be copied have been asked for
         size_t i = 0;
         for (; i + kGroup <= n; i += kGroup) {
             if (asked + kGroup <= to_ask) {

@@ -116,6 +116,8 @@ inline void remove_samples(Memory& m, const int64_t* index, size_t n) {
     if (n == 0) return;
     Hold hold(m);
     const Places places = hold_places(m, hold, index, n);
+    for (size_t i = 1; i < n; ++i)
+        if (index[i] <= index[i - 1]) throw std::invalid_argument("index: must be ascending");
     std::map<size_t, std::vector<uint64_t>> by_lane;
     for (auto& [k, p] : places) {
         const uint64_t open = m.lane(k).open_segment.load();
@@ -134,7 +136,7 @@ inline void clear_all(Memory& m) {
         const Window v = m.window(k);
         w.open_segment.store(0);
         // A ring starts again at row 0: the next multiple of its run. Generations go on in the stamps.
-        const uint64_t at = m.run ? (w.reserved.load() + m.run - 1) / m.run * m.run : 0;
+        const uint64_t at = m.run ? (m.checked(std::max(w.reserved.load(), v.cursor)) + m.run - 1) / m.run * m.run : 0;
         m.install(k, at, at, at, v.cursor + w.skip.load() - at, w.removed.load() + v.count());
     }
 }

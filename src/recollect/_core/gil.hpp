@@ -20,12 +20,14 @@ struct Unlocked {
 struct Locked {
     explicit Locked(std::mutex& m) : mutex(m) {
         if (mutex.try_lock()) return;
+        waited = true;
         Unlocked unlocked(PyGILState_Check());
         mutex.lock();
     }
     Locked(const Locked&) = delete;
     ~Locked() { mutex.unlock(); }
     std::mutex& mutex;
+    bool waited = false;  // then other threads have run
 };
 
 }  // namespace recollect

@@ -49,7 +49,7 @@ struct ItemPlan {
 struct PackedItems {
     const byte* steps = nullptr;
     const byte* fields = nullptr;
-    const int32_t* lengths = nullptr;
+    std::vector<int32_t> lengths;
     std::vector<size_t> starts;  // the first step of each item
 };
 

@@ -17,8 +17,10 @@
 // when a row is written.
 #pragma once
 
+#include <array>
 #include <memory>
 #include <stdexcept>
+#include <string>
 #include <vector>
 
 #include "gil.hpp"
@@ -71,6 +73,15 @@ struct Busy : std::runtime_error {
     int lane;
 };
 struct Forked : std::runtime_error { using std::runtime_error::runtime_error; };
+// Words that no writer of ours leaves: something else has written into the memory.
+struct Damaged : std::runtime_error {
+    Damaged(bool is_file_, const std::string& what) : std::runtime_error(what), is_file(is_file_) {}
+    bool is_file;
+};
+
+constexpr uint64_t kMostPositions = uint64_t(1) << 62;  // far more than can ever be written; sums of two do not overflow
+constexpr size_t kMostChunks = 48;
+constexpr uint64_t kHalf = uint64_t(1) << 31;
 
 class Memory {
   public:
@@ -79,6 +90,7 @@ class Memory {
     bool tagged, writable, is_private;
     const bool can_repair;  // the mapping is writable, whatever its user may do
     int fd;  // of an unbounded file; chunks are appended to it
+    bool is_file = false;  // not memory alone
 
     Memory(std::shared_ptr<Mapping> header, size_t capacity_, size_t n_lanes_, size_t row_nbytes_, bool tagged_,
            bool writable_, bool is_private_, int fd_)
@@ -169,13 +181,27 @@ class Memory {
     // --- growth of an unbounded lane ------------------------------------------------------------------------------
     // Chunks never move: a reader's addresses stay good while the lane grows. Another process's chunks are mapped
     // here when its cursor first reaches them.
+    // For a writer, who then makes those that are missing.
     void reach(size_t n_rows) {
         if (capacity) return;
         while (held_rows() < n_rows) {
-            Locked hold(growth());
+            std::lock_guard hold(growth());  // with the GIL or without: whoever has it does not need that to finish
             if (held_rows() >= n_rows) return;
-            grow();
+            grow(true);
         }
+    }
+    // The same of rows that a cursor speaks of. They were there before it was moved, so nothing is made.
+    void find_rows(size_t n_rows) {
+        if (capacity) return;
+        while (held_rows() < n_rows) {
+            std::lock_guard hold(growth());
+            if (held_rows() >= n_rows) return;
+            if (!grow(false)) damaged("a cursor at " + std::to_string(n_rows) + " of " + std::to_string(held_rows()) + " rows");
+        }
+    }
+    [[noreturn]] void damaged(const std::string& what) const {
+        throw Damaged(is_file, "lanes: their words must be those of a writer, got " + what + "; the " +
+                               (is_file ? "file is damaged: load another" : "memory was overwritten: create it again"));
     }
     size_t held_rows() const {
         const size_t n = ready_.load(std::memory_order_acquire);
@@ -235,7 +261,11 @@ class Memory {
             if (owner && is_alive(owner)) return false;
             if (!w.owner.compare_exchange_strong(owner, me, std::memory_order_acq_rel)) continue;
             w.open_segment.store(0, std::memory_order_relaxed);  // it ended at its last committed row
-            repair(k);
+            try { repair(k); }
+            catch (const Damaged&) {  // for whoever comes next to find out too
+                w.owner.store(0, std::memory_order_release);
+                throw;
+            }
             return true;
         }
     }
@@ -274,11 +304,27 @@ class Memory {
         const uint64_t tail = w.tail.load(std::memory_order_acquire);
         return std::max(tail, run && reserved > run ? reserved - run : 0);
     }
+    // Never more than a lane holds, whatever its words say: each is loaded once, and what is made of them is all that
+    // readers go by.
     Window window(size_t k) const {
         const Lane& w = lane(k);
         const uint64_t epoch = w.epoch.load(std::memory_order_acquire);
-        const uint64_t cursor = w.cursor.load(std::memory_order_acquire);  // before reserved, which is never behind it
-        return {std::min(low_of(w), cursor), cursor, epoch};
+        const uint64_t cursor = checked(w.cursor.load(std::memory_order_acquire));  // before reserved, which is never behind it
+        return within({std::min(low_of(w), cursor), cursor, epoch});
+    }
+    Window within(Window v) const {
+        if (run && v.count() > run) [[unlikely]] v.low = v.cursor - run;
+        return v;
+    }
+    uint64_t checked(uint64_t cursor) const {
+        if (cursor >= kMostPositions) [[unlikely]] damaged("a cursor at " + std::to_string(cursor));
+        return cursor;
+    }
+    // Where the writer of lane k goes on; the rows before it are there.
+    uint64_t cursor_of(size_t k) {
+        const uint64_t cursor = checked(lane(k).cursor.load(std::memory_order_relaxed));
+        if (!capacity) find_rows(cursor);
+        return cursor;
     }
 
     // --- changes inside the window; the caller holds the lane and its lock ----------------------------------------
@@ -300,23 +346,26 @@ class Memory {
     // Move the window in one step that survives a kill at any point.
     void install(size_t k, uint64_t tail, uint64_t cursor, uint64_t reserved, uint64_t skip, uint64_t removed) {
         Lane& w = lane(k);
-        open_epoch(w);
         const uint64_t values[5] = {tail, cursor, reserved, skip, removed};
+        check_install(values);
+        open_epoch(w);
         for (int i = 0; i < 5; ++i) w.journal[i].store(values[i], std::memory_order_relaxed);
         set_op(w, kInstall);
-        finish_install(w);
+        finish_install(w, values);
         close_epoch(w);
     }
 
     // Remove the positions whose rows are tombs, from `first` to `last`, moving the shorter side up or the newer down.
-    // `gone_after` is what the door they leave by (removed or, with kTorn, dropped) then counts.
+    // `gone_after` is what the door they leave by (removed or, with kTorn, dropped) then counts. Down, positions are counted
+    // from `first`; up, from the window's low, one above.
     void compact(size_t k, uint64_t first, uint64_t last, uint64_t n_gone, uint64_t gone_after, uint64_t torn = 0) {
         Lane& w = lane(k);
         const Window v = window(k);
-        const bool down = !run || v.cursor - first <= last + 1 - v.low;
-        const uint64_t start = down ? first - v.low : last - v.low + 1;  // up counts from one above
+        const uint64_t above = v.cursor - first, below = last + 1 - v.low;
+        const bool down = !run || above <= below || below > kHalf;
+        const uint64_t start = down ? 0 : below;
         w.journal[0].store(start << 32 | start, std::memory_order_relaxed);
-        w.journal[1].store(v.low, std::memory_order_relaxed);
+        w.journal[1].store(down ? first : v.low, std::memory_order_relaxed);
         w.journal[2].store(gone_after, std::memory_order_relaxed);
         w.journal[3].store(w.skip.load(std::memory_order_relaxed) + (down ? n_gone : 0), std::memory_order_relaxed);
         w.journal[4].store(v.cursor, std::memory_order_relaxed);
@@ -329,7 +378,7 @@ class Memory {
         Lane& w = lane(k);
         if (!(w.epoch.load(std::memory_order_acquire) & 1)) {
             // An oversized block was begun ahead of the cursor and displaced everything: go on behind what it took.
-            const uint64_t low = low_of(w), cursor = w.cursor.load();
+            const uint64_t low = low_of(w), cursor = checked(w.cursor.load());
             if (low > cursor) install(k, low, low, w.reserved.load(), w.skip.load() - (low - cursor), w.removed.load());
             return;
         }
@@ -347,19 +396,31 @@ class Memory {
   private:
     template <typename F> void each_row(size_t k, F f) {
         const Window v = window(k);
-        reach(v.cursor);
+        find_rows(v.cursor);
         for (uint64_t p = v.low; p < v.cursor; ++p) f(p, stamp(row_of(k, p)));
     }
 
     void finish_install(Lane& w) {
+        uint64_t values[5];
+        for (int i = 0; i < 5; ++i) values[i] = w.journal[i].load();
+        check_install(values);
+        finish_install(w, values);
+    }
+    void check_install(const uint64_t* values) {
+        const auto [tail, cursor, reserved] = std::array{values[0], values[1], values[2]};
+        if (tail > cursor || cursor > reserved || reserved >= kMostPositions)
+            damaged("a window from " + std::to_string(tail) + " to " + std::to_string(cursor) + " of " + std::to_string(reserved));
+        find_rows(cursor);
+    }
+    void finish_install(Lane& w, const uint64_t* values) {
         fault_point();
-        w.reserved.store(w.journal[2].load(), std::memory_order_relaxed);
-        w.tail.store(w.journal[0].load(), std::memory_order_relaxed);
+        w.reserved.store(values[2], std::memory_order_relaxed);
+        w.tail.store(values[0], std::memory_order_relaxed);
         fault_point();
-        w.cursor.store(w.journal[1].load(), std::memory_order_relaxed);
-        w.skip.store(w.journal[3].load(), std::memory_order_relaxed);
+        w.cursor.store(values[1], std::memory_order_relaxed);
+        w.skip.store(values[3], std::memory_order_relaxed);
         fault_point();
-        w.removed.store(w.journal[4].load(), std::memory_order_relaxed);
+        w.removed.store(values[4], std::memory_order_relaxed);
     }
 
     void drop_torn(size_t k) {
@@ -430,37 +491,70 @@ class Memory {
     static word& door(Lane& w) { return w.op.load() & kTorn ? w.dropped : w.removed; }
     bool is_tomb(size_t r) const { return stamp(r).load(std::memory_order_relaxed) & kTomb; }
 
-    // Progress is one word (to, from), so a kill between two words cannot happen; a row is moved again if unsure.
+    // How far a compaction has come. Of its two counts (to, from) each has half a word, so that a kill between them cannot
+    // happen; a row is moved again if unsure. Before a count outgrows its half the base moves on: kRebased says that the
+    // counts may not have followed yet.
+    static constexpr uint64_t kRebased = uint64_t(1) << 63;
+    struct Progress {
+        uint64_t base, to, from, end, gone, skip;
+        void store(Lane& w) const { w.journal[0].store(to << 32 | from, std::memory_order_release); }
+    };
+    Progress progress_of(size_t k) const {
+        const Lane& w = lane(k);
+        const uint64_t counts = w.journal[0].load(), base = w.journal[1].load();
+        Progress p{base & ~kRebased, counts >> 32, counts & 0xFFFFFFFF, w.journal[4].load(), w.journal[2].load(), w.journal[3].load()};
+        if (base & kRebased && p.to >= kHalf) p.to -= kHalf, p.from -= kHalf;
+        return p;
+    }
+    // The rows that it moves must be some of this lane.
+    void check_progress(const Progress& p) {
+        if (p.end >= kMostPositions || p.base > p.end || (run && p.end - p.base > run) || p.to > p.end - p.base || p.from > p.end - p.base)
+            damaged("a removal from " + std::to_string(p.base) + " to " + std::to_string(p.end));
+        find_rows(p.end);
+    }
+    void rebase(Lane& w, Progress& p) {
+        p.base += kHalf, p.to -= kHalf, p.from -= kHalf;
+        w.journal[1].store(p.base | kRebased, std::memory_order_release);
+        fault_point();
+        p.store(w);
+        fault_point();
+        w.journal[1].store(p.base, std::memory_order_release);
+    }
+
     void finish_down(size_t k) {
         Lane& w = lane(k);
-        const uint64_t base = w.journal[1].load(), end = w.journal[4].load();
-        uint64_t to = w.journal[0].load() >> 32, from = w.journal[0].load() & 0xFFFFFFFF;
-        reach(end);
-        for (; base + from < end; ++from, w.journal[0].store(to << 32 | from, std::memory_order_release)) {
+        Progress p = progress_of(k);
+        check_progress(p);
+        if (p.to > p.from) damaged("a removal that has moved more rows than it has seen");
+        p.store(w);
+        w.journal[1].store(p.base, std::memory_order_release);
+        for (; p.base + p.from < p.end; ++p.from, p.store(w)) {
             fault_point();
-            if (is_tomb(row_of(k, base + from))) continue;
-            if (to != from) move_row(row_of(k, base + from), row_of(k, base + to));
-            ++to;
+            if (p.to >= kHalf) rebase(w, p);
+            if (is_tomb(row_of(k, p.base + p.from))) continue;
+            if (p.to != p.from) move_row(row_of(k, p.base + p.from), row_of(k, p.base + p.to));
+            ++p.to;
         }
-        door(w).store(w.journal[2].load());
-        w.skip.store(w.journal[3].load());
+        door(w).store(p.gone);
+        w.skip.store(p.skip);
         fault_point();
-        w.cursor.store(base + to, std::memory_order_release);
+        w.cursor.store(p.base + p.to, std::memory_order_release);
     }
 
     void finish_up(size_t k) {
         Lane& w = lane(k);
-        const uint64_t base = w.journal[1].load();
-        uint64_t to = w.journal[0].load() >> 32, from = w.journal[0].load() & 0xFFFFFFFF;
-        for (; from > 0; --from, w.journal[0].store(to << 32 | from, std::memory_order_release)) {
+        Progress p = progress_of(k);
+        check_progress(p);
+        if (p.from > p.to) damaged("a removal that has moved more rows than it has seen");
+        for (; p.from > 0; --p.from, p.store(w)) {
             fault_point();
-            if (is_tomb(row_of(k, base + from - 1))) continue;
-            if (to != from) move_row(row_of(k, base + from - 1), row_of(k, base + to - 1));
-            --to;
+            if (is_tomb(row_of(k, p.base + p.from - 1))) continue;
+            if (p.to != p.from) move_row(row_of(k, p.base + p.from - 1), row_of(k, p.base + p.to - 1));
+            --p.to;
         }
-        door(w).store(w.journal[2].load());
+        door(w).store(p.gone);
         fault_point();
-        w.tail.store(base + to, std::memory_order_release);
+        w.tail.store(p.base + p.to, std::memory_order_release);
     }
 
     std::mutex& growth() {  // readers come here too, who do not ask check_fork()
@@ -468,14 +562,22 @@ class Memory {
         if (now != growth_forks_) { growth_ = std::make_unique<std::mutex>(); growth_forks_ = now; }
         return *growth_;
     }
-    void grow() {
+    // Map the next chunk. If it is not there yet, make it, or return false.
+    bool grow(bool makes) {
         const size_t c = n_chunks_;
-        const size_t rows = c == 0 ? kFirstChunk : kFirstChunk << (c - 1);
-        const size_t words = page_up(8 * rows), tags = tagged ? 2 * words : 0, data = page_up(row_nbytes * rows);
+        size_t rows = 0, data = 0;
+        if (c < kMostChunks) rows = c == 0 ? kFirstChunk : kFirstChunk << (c - 1);
+        if (!rows || __builtin_mul_overflow(row_nbytes, rows, &data) || data > size_t(1) << 60)
+            throw std::system_error(ENOMEM, std::generic_category(), "growing");
+        data = page_up(data);
+        const size_t words = page_up(8 * rows), tags = tagged ? 2 * words : 0;
         const size_t nbytes = words + tags + data;
         size_t offset = header_->nbytes();
         for (size_t i = 0; i < c; ++i) offset += keep_[i]->nbytes();
-        if (fd >= 0 && writable) {
+        if (!makes) {
+            struct stat about;
+            if (fd < 0 || ::fstat(fd, &about) != 0 || size_t(about.st_size) < offset + nbytes) return false;
+        } else if (fd >= 0 && writable) {
             const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
             if (error) throw std::system_error(error, std::generic_category(), "growing the file");
         }
@@ -488,6 +590,7 @@ class Memory {
         }
         chunk.rows = mapping->base() + words + tags;
         add_chunk(chunk, std::move(mapping));
+        return true;
     }
 
     std::unique_ptr<std::mutex[]> locks_;
@@ -498,7 +601,7 @@ class Memory {
     std::shared_ptr<Mapping> header_;
     Lane* lanes_;
     Shared* shared_;
-    Chunk chunks_[48];
+    Chunk chunks_[kMostChunks];
     size_t n_chunks_ = 0;
     std::atomic<size_t> ready_{0};
     std::vector<std::shared_ptr<Mapping>> keep_;

@@ -15,7 +15,7 @@ inline void ask_for(const Memory& m, size_t k) {
     auto [chunk, i] = m.find(r);
     __builtin_prefetch(chunk->stamp + i, 1);
     __builtin_prefetch(chunk->rows + i * m.row_nbytes, 1);
-    __builtin_prefetch(chunk->rows + (i + 1) * m.row_nbytes - 1, 1);
+    if (m.row_nbytes) __builtin_prefetch(chunk->rows + (i + 1) * m.row_nbytes - 1, 1);
     if (m.tagged) {
         __builtin_prefetch(chunk->segment + i, 1);
         __builtin_prefetch(chunk->step + i, 1);
@@ -50,10 +50,13 @@ class Chosen {
 };
 
 // Append sample i of `leaves` to lane `lanes[i]`, and end that lane's segment where ends[i] is set. All lanes are
-// claimed before the first row is written: a lane of another process means that nothing is.
-inline void write_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const int64_t* lanes, size_t n,
-                        const bool* ends, const int64_t* rows = nullptr) {
+// claimed before the first row is written: a lane of another process means that nothing is. `look()` is called when other
+// threads may have run.
+template <typename Look>
+void write_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const int64_t* lanes, size_t n, const bool* ends,
+                 const int64_t* rows, Look look) {
     for (size_t i = 0; i < n; ++i) m.keep_lane(size_t(lanes[i]));
+    look();
     std::vector<Source> sources(codec.size());
     const bool bounded = m.capacity != 0;  // an unbounded lane may have to grow before it has a next row
     for (size_t i = 0; bounded && i < std::min(n, kLanesAhead); ++i) ask_for(m, size_t(lanes[i]));
@@ -62,6 +65,7 @@ inline void write_lanes(Memory& m, const Codec& codec, const byte* const* leaves
         for (size_t j = 0; j < codec.size(); ++j) sources[j].data = leaves[j] + (rows ? size_t(rows[i]) : i) * codec.spans()[j].nbytes;
         const size_t k = size_t(lanes[i]);
         Locked lock(m.lock(k));
+        if (lock.waited) look();
         Writer(m, k).append(sources.data(), codec);
         if (ends && ends[i]) m.lane(k).open_segment.store(0, std::memory_order_release);
     }

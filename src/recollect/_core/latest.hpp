@@ -34,6 +34,7 @@ constexpr double kLookAtHolder_s = 0.001;
 constexpr double kSpin_s = 20e-6;
 constexpr double kSlice_s = 0.1;          // between two looks at signals and at the writer
 constexpr double kReadGivesUp_s = 60;
+constexpr double kStuck_s = 1;            // a value that is not whole for this long though no newer one came never will be
 
 struct alignas(kLine) LatestLine { std::atomic<uint64_t> value; };
 struct LatestWords {
@@ -61,7 +62,7 @@ inline bool is_holder_alive(uint64_t hold) {
 }
 
 struct WriterBusy { pid_t pid; };
-struct Overtaken {};
+struct Overtaken { bool damaged; };  // by its writer, or by something that is none
 
 class Latest {
   public:
@@ -128,11 +129,13 @@ class Latest {
     // --- reading ------------------------------------------------------------------------------------------------
     // Copy the newest whole value; its version, or 0 when there is none and nothing was touched.
     uint64_t read(const Piece* pieces, size_t n) {
-        double start = 0, copied_s = 0;
+        double start = 0, copied_s = 0, moved = 0;  // `moved`: when `latest` was last seen to have
+        uint64_t before = 0;
         Waited waited;
         for (int tries = 0;; ++tries) {
             const uint64_t latest = words_->latest.value.load(std::memory_order_acquire);
             if (latest >> 2 == 0) return 0;
+            if ((latest & 3) == kNoSlot) throw Overtaken{true};
             moment();
             const double began = tries >= patience_ ? monotonic_s() : 0;
             const bool held = tries >= patience_ && take_hold(latest & 3, waited, copied_s);
@@ -146,7 +149,9 @@ class Latest {
             const double now = monotonic_s();
             copied_s = now - began;
             if (start == 0) start = now;
-            if (now - start > kReadGivesUp_s) throw Overtaken{};
+            if (latest != before) before = latest, moved = now;
+            if (now - moved > std::max(kStuck_s, 4 * copied_s)) throw Overtaken{true};
+            if (now - start > kReadGivesUp_s) throw Overtaken{false};
         }
     }
 

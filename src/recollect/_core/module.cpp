@@ -22,6 +22,7 @@ void translate(const std::exception_ptr& p, void*) {
     }
     catch (const Forked& e) { PyErr_SetString(error_class("ReadOnlyError"), e.what()); }
     catch (const Refused& e) { PyErr_SetString(error_class("SegmentOpenError"), e.what()); }
+    catch (const Damaged& e) { PyErr_SetString(error_class(e.is_file ? "FormatError" : "AttachError"), e.what()); }
     catch (const Lapped& e) { PyErr_SetString(error_class("ContentionError"), e.what()); }
     catch (const std::out_of_range& e) { PyErr_SetString(PyExc_IndexError, e.what()); }
     catch (const std::logic_error& e) {

@@ -28,6 +28,7 @@ namespace recollect {
 constexpr size_t kInfoWords = 6;   // of the user, beside each slot
 constexpr double kSpin_s = 20e-6;  // before a wait sleeps
 constexpr double kLook_s = 0.1;    // between looks at signals and at the peer
+constexpr int kGrabs = 1024;       // looks for a slot before a writer that may drop the oldest waits after all
 
 struct alignas(64) RingHead {
     word ticket;
@@ -120,7 +121,7 @@ class Ring {
             const int64_t s = grab(k);
             if (s >= 0) return writing_[k] = s;
             RingLane& l = lanes_[k];
-            const int64_t waited = wait(l.space, l.waiting, 1, end, [&] { return count(k, kFree) > 0; },
+            const int64_t waited = wait(l.space, l.waiting, 1, end, [&] { return count(k, kFree) > 0 || (policy_ == kDropOldest && count(k, kReady) > 0); },
                                         [&] { const uint64_t r = reader(); return r && !is_alive(r); });
             if (waited < 0) return waited;
         }
@@ -239,11 +240,10 @@ class Ring {
         Counts c{l.written.load(), l.delivered.load(), l.dropped.load(), l.skipped.load(), l.abandoned.load(), available(k)};
         const uint64_t op = l.j_op.load();
         if (op == kDropNew) c.dropped = l.j_dropped.load();
-        if (op == kDropNew || (op == kPublish && ticket_of(slots_[l.j_slot.load()].state.load()) == l.j_ticket.load()))
-            c.written = l.j_written.load();
+        if (op == kDropNew || (op == kPublish && is_published(k))) c.written = l.j_written.load();
         if (count(k, kOver)) c.dropped = l.j_over.load();
         const uint64_t j = head_->j_slot.load();
-        if (j == 0 || (j - 1) / n_slots != k) return c;
+        if (j == 0 || j > n_lanes * n_slots || (j - 1) / n_slots != k) return c;
         (head_->j_skips.load() ? c.skipped : c.delivered) = head_->j_count.load();
         if (slots_[j - 1].state.load() == (head_->j_ticket.load() << 3 | kReading)) --c.available;
         return c;
@@ -311,13 +311,19 @@ class Ring {
         return true;
     }
 
+    // Whether the slot that lane k's journal names has the value it speaks of. One of another lane is of no journal of ours.
+    bool is_published(size_t k) const {
+        const RingLane& l = lanes_[k];
+        const uint64_t s = l.j_slot.load();
+        return s / n_slots == k && ticket_of(slots_[s].state.load(std::memory_order_acquire)) == l.j_ticket.load();
+    }
+
     void recover_writer(size_t k) {
         RingLane& l = lanes_[k];
         const uint64_t op = l.j_op.load(std::memory_order_acquire);
         fault_point();
         if (op == kPublish) {
-            const uint64_t w = slots_[l.j_slot.load()].state.load(std::memory_order_acquire);
-            if (ticket_of(w) == l.j_ticket.load()) l.written.store(l.j_written.load(), std::memory_order_release);
+            if (is_published(k)) l.written.store(l.j_written.load(), std::memory_order_release);
         } else if (op == kDropNew) {
             l.written.store(l.j_written.load(), std::memory_order_release);
             l.dropped.store(l.j_dropped.load(), std::memory_order_release);
@@ -338,15 +344,15 @@ class Ring {
     void recover_reader() {
         const uint64_t j = head_->j_slot.load(std::memory_order_acquire);
         fault_point();
-        if (j) {
+        if (j && j <= n_lanes * n_slots) {
             const size_t s = size_t(j - 1);
             counter(s, head_->j_skips.load()).store(head_->j_count.load(), std::memory_order_release);
             fault_point();
             uint64_t reading = head_->j_ticket.load() << 3 | kReading;
             slots_[s].state.compare_exchange_strong(reading, head_->j_ticket.load() << 3 | kFree);
             fault_point();
-            head_->j_slot.store(0, std::memory_order_release);
         }
+        head_->j_slot.store(0, std::memory_order_release);
         for (size_t s = 0; s < n_lanes * n_slots; ++s) {
             uint64_t w = slots_[s].state.load(std::memory_order_acquire);
             if (state_of(w) != kReading) continue;
@@ -360,7 +366,7 @@ class Ring {
     int64_t grab(size_t k) {
         RingLane& l = lanes_[k];
         l.j_abandoned.store(l.abandoned.load(std::memory_order_relaxed) + 1, std::memory_order_release);
-        for (;;) {
+        for (int tries = 0; tries < kGrabs; ++tries) {
             for (size_t i = 0; i < n_slots; ++i) {
                 const size_t s = k * n_slots + (hint_[k] + i) % n_slots;
                 uint64_t w = slots_[s].state.load(std::memory_order_relaxed);
@@ -385,6 +391,7 @@ class Ring {
             fault_point();
             return s;
         }
+        return -1;  // slots in no state that leads anywhere: wait for one, until the time is up
     }
 
     int64_t take_in_turn(int64_t k, double end) {

@@ -86,7 +86,7 @@ class Snapshot {
     // The windows of an earlier snapshot instead of these.
     void restore(const Window* windows) {
         total_ = 0;
-        for (size_t k = 0; k < memory_.n_lanes; ++k) total_ += (windows_[k] = windows[k]).count();
+        for (size_t k = 0; k < memory_.n_lanes; ++k) total_ += (windows_[k] = memory_.within(windows[k])).count();
     }
     // Leave out what the next `headroom` rows of each lane will overwrite.
     void leave_room(uint64_t headroom) {
@@ -170,7 +170,7 @@ class Reader {
         double start = 0;  // of the trouble, if there is any
         for (;;) {
             if (snapshot_.take()) {
-                if (!memory_.capacity) memory_.reach(snapshot_[0].cursor);
+                if (!memory_.capacity) memory_.find_rows(snapshot_[0].cursor);
                 if (attempt()) return;
                 if (start == 0) start = monotonic_s();
             } else {
@@ -300,7 +300,8 @@ class Writer {
     void write(const byte* const* leaves, size_t n, const Codec& codec, Ends ends) {
         std::vector<const byte*> at(leaves, leaves + codec.size());
         size_t done = 0;
-        int64_t segment = memory_.tagged ? int64_t(lane_.open_segment.load()) : 0, step = next_step(segment);
+        uint64_t cursor = memory_.cursor_of(k_);
+        int64_t segment = memory_.tagged ? int64_t(lane_.open_segment.load()) : 0, step = next_step(segment, cursor);
         const bool oversized = memory_.run && n >= memory_.run;
         if (oversized) {
             // Only the newest stay, from row 0 on; the others are offered and gone in the same moment.
@@ -311,7 +312,7 @@ class Writer {
         const size_t half = memory_.run ? std::max<size_t>(memory_.run / 2, 1) : n;
         for (bool first = oversized; done < n; first = false) {
             const size_t piece = std::min(half, n - done);
-            const uint64_t start = first ? round_up(lane_.cursor.load()) : lane_.cursor.load();
+            const uint64_t start = first ? round_up(cursor) : cursor;
             put(at.data(), done, piece, codec, start, [&](size_t i, size_t row) {
                 if (segment == 0) segment = memory_.new_segment(k_), step = 0;
                 memory_.set_tag(row, segment, step);
@@ -320,12 +321,13 @@ class Writer {
             done += piece;
             if (done == n && memory_.tagged && ends.keep_open) lane_.open_segment.store(segment, std::memory_order_relaxed);
             if (first) {
-                const uint64_t offered = lane_.cursor.load() + lane_.skip.load() + done;
+                const uint64_t offered = cursor + lane_.skip.load() + done;
                 memory_.install(k_, start, start + piece, lane_.reserved.load(), offered - (start + piece),
                                 lane_.removed.load());
             } else {
                 lane_.cursor.store(start + piece, std::memory_order_release);
             }
+            cursor = start + piece;
             advance(at, codec, piece);
         }
         if (n && memory_.tagged && !ends.keep_open) lane_.open_segment.store(0, std::memory_order_relaxed);
@@ -341,13 +343,13 @@ class Writer {
 
     // One row at the cursor, by `fill(its memory, its number)`, which may also change its tag.
     template <typename Fill> size_t append_by(Fill fill) {
-        const uint64_t p = lane_.cursor.load(std::memory_order_relaxed);
+        const uint64_t p = memory_.cursor_of(k_);
         memory_.reach(p + 1);
         const size_t r = memory_.row_of(k_, p);
         int64_t segment = 0, step = 0;
         if (memory_.tagged) {
             segment = int64_t(lane_.open_segment.load(std::memory_order_relaxed));
-            step = next_step(segment);
+            step = next_step(segment, p);
             if (segment == 0) lane_.open_segment.store(segment = memory_.new_segment(k_), std::memory_order_relaxed);
         }
         reserve(p + 1);
@@ -373,17 +375,16 @@ class Writer {
     }
 
     // The step that follows the newest row, if that row is in the open segment.
-    int64_t next_step(int64_t segment) const {
-        const uint64_t p = lane_.cursor.load(std::memory_order_relaxed);
-        if (!memory_.tagged || segment == 0 || memory_.window(k_).count() == 0) return 0;
-        const size_t r = memory_.row_of(k_, p - 1);
-        return memory_.segment(r) == segment ? memory_.step(r) + 1 : 0;
+    int64_t next_step(int64_t segment, uint64_t cursor) const {
+        if (!memory_.tagged || segment == 0 || cursor == 0 || memory_.window(k_).count() == 0) return 0;
+        const size_t r = memory_.row_of(k_, cursor - 1);
+        return memory_.segment(r) == segment ? int64_t(uint64_t(memory_.step(r)) + 1) : 0;
     }
 
     void after_row(size_t i, const Ends& ends, int64_t& segment, int64_t& step, bool skipped) {
         if (!memory_.tagged) return;
         if (skipped && segment == 0) segment = memory_.new_segment(k_), step = 0;
-        ++step;
+        step = int64_t(uint64_t(step) + 1);
         if (ends.flags && ends.flags[i]) segment = 0;
     }
 

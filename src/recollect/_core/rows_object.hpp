@@ -13,14 +13,15 @@ using MappingPtr = std::shared_ptr<Mapping>;
 class Rows {
   public:
     Rows(MappingPtr header, size_t capacity, size_t n_lanes, size_t row_nbytes, bool tagged, bool writable,
-         bool is_private, int fd, nb::object sections) {
+         bool is_private, int fd, nb::object sections, bool is_file) {
         size_t nbytes_of_rows;
-        if (n_lanes == 0 || n_lanes > (header->nbytes() - kHeaderNbytes) / sizeof(Lane))
+        if (n_lanes == 0 || header->nbytes() < kHeaderNbytes || n_lanes > (header->nbytes() - kHeaderNbytes) / sizeof(Lane))
             throw nb::value_error("n_lanes: must be at least 1 and fit the header");
         if (capacity % n_lanes || capacity > (size_t(1) << 60) || __builtin_mul_overflow(capacity, row_nbytes, &nbytes_of_rows))
             throw nb::value_error("sections: must hold a capacity that is a multiple of n_lanes");
         memory_ = std::make_shared<Memory>(header, capacity, n_lanes, row_nbytes, tagged, writable, is_private,
                                            fd >= 0 ? ::dup(fd) : -1);
+        memory_->is_file = is_file;
         if (!capacity) return;
         nb::tuple t = tuple_of(sections, 4, "sections");  // (mapping, offset) of stamps, segments, steps, rows
         auto at = [&](size_t i, size_t nbytes) -> byte* {

@@ -84,7 +84,7 @@ class Runs {
         if (!tracked_) return;
         const Window& w = snapshot_[a.lane];
         const uint64_t first = a.position - std::min(back, a.position - w.low);
-        const uint64_t last = std::min(a.position + ahead, w.cursor - 1);
+        const uint64_t last = a.position + std::min(ahead, w.cursor - 1 - a.position);
         for (uint64_t q : {first, a.position, last}) {
             const int64_t tag = memory_.segment(row({a.lane, q}));
             asm volatile("" : : "r"(tag));
@@ -100,7 +100,7 @@ class Runs {
     // By id and by step: of rows that are being overwritten the id alone may be that of the open segment.
     bool joins(Place a, uint64_t d) const {
         const Place b{a.lane, a.position + d};
-        return segment(b) == segment(a) && step(b) - step(a) == int64_t(d);
+        return segment(b) == segment(a) && uint64_t(step(b)) - uint64_t(step(a)) == d;
     }
     // The smallest d in [1, n] for which `in(d)` is false or d == n; `in` holds up to some number and not beyond.
     template <typename In> static uint64_t reach(uint64_t n, In in) {
@@ -200,10 +200,10 @@ class Frames {
     Frames(const Memory& m, const Runs& runs, size_t n, const int64_t* offsets, size_t n_offsets)
         : memory_(m), runs_(runs), offsets_(offsets), t_(n_offsets), anchors_(n), lowest_(n), rows_(n * n_offsets),
           anchor_(size_t(std::find(offsets, offsets + n_offsets, 0) - offsets)),
-          gapless_(offsets[n_offsets - 1] - offsets[0] == int64_t(n_offsets) - 1) {}
+          gapless_(uint64_t(offsets[n_offsets - 1]) - uint64_t(offsets[0]) == n_offsets - 1) {}
 
     size_t size() const { return anchors_.size(); }
-    uint64_t back() const { return uint64_t(-offsets_[0]); }
+    uint64_t back() const { return -uint64_t(offsets_[0]); }
     uint64_t ahead() const { return uint64_t(offsets_[t_ - 1]); }
     Place anchor(size_t j) const { return anchors_[j]; }
 

@@ -74,6 +74,7 @@ class Segment:
             fd < 0,
             fd if geometry.capacity is None else -1,
             geometry.sections(mapping),
+            path is not None,
         )
         if rows is None and can_repair and not writable:
             self.rows.freeze()
