@@ -200,7 +200,7 @@ class AsyncRunner(ABC):
             return Job(
                 lane, self.envs_per_collector, lane_seed(self.seed, lane, restarts), self.collector_device,
                 self.collector_threads, self.deadline, control.name, counters.name,
-                _core.process_word(os.getpid()), call, self.orphan_grace_s,
+                _core.own_word(), call, self.orphan_grace_s,
             ), bound  # fmt: skip
 
         crew = Crew(

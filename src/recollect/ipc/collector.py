@@ -146,8 +146,8 @@ def _joined(job: Job, alive: Any) -> Control | None:
     with suppress(
         OSError
     ):  # a process descriptor tells the end of the learner even if its forks hold the pipe
-        fds.append(os.pidfd_open(job.learner & 0xFFFFFFFF))
-    if not _core.is_alive(job.learner):
+        fds.append(os.pidfd_open(_core.pid_of(job.learner)))
+    if _core.is_dead(job.learner):
         control.close()
         return None
     _core.watch_orphan(fds, control.mapping, control.stop_at, control.wake_at, job.orphan_grace_s)
@@ -197,7 +197,7 @@ def _end_own_group(group_before: int, learner: int) -> None:
     try:
         os.setpgid(0, group_before)
     except OSError:
-        if not _core.is_alive(learner):
+        if _core.is_dead(learner):
             os.killpg(0, signal.SIGKILL)
         return
     with suppress(ProcessLookupError):

@@ -109,7 +109,7 @@ class ReplayBuffer(SharedBufferBase):
         stream = IndexStream(seed)
         self._check_lane(lane, num_lanes)
         self._setup(_ring(Rows(segments.in_shared(geometry, "capacity"), layout)), lane, stream, cast)
-        self._owner = _core.process_word(os.getpid())
+        self._owner = _core.own_word()
 
     def _setup(self, ring: replay.ReplayBuffer, lane: int | None, stream: IndexStream, cast: bool) -> None:
         storage: Any = ring.inner_storage
@@ -188,7 +188,8 @@ class ReplayBuffer(SharedBufferBase):
         low, cursor, _ = self._native().windows()[k]
         ptr = (cursor + load(at + 40)) & _WORD  # what an oversized block skipped counts as added
         dropped, live = load(at + 120), cursor - low
-        return LaneStats(k, ptr, live, max(0, ptr - live - dropped), dropped, self._native().owner(k) or None)
+        pid = _core.pid_of(self._native().owner(k)) or None
+        return LaneStats(k, ptr, live, max(0, ptr - live - dropped), dropped, pid)
 
     # -- writing
 
@@ -328,7 +329,7 @@ class ReplayBuffer(SharedBufferBase):
             SharedBufferBase.__init__(buffer, ring.capacity or 0, device)
             buffer._setup(ring, lane, IndexStream(seed), cast)
             cls._check_lane(lane, buffer.num_lanes)
-            buffer._owner = _core.process_word(os.getpid())
+            buffer._owner = _core.own_word()
         except BaseException:
             ring.close()
             raise
@@ -342,7 +343,7 @@ class ReplayBuffer(SharedBufferBase):
 
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody: any later call anywhere raises ClosedError."""
-        if self._is_open() and self._owner == _core.process_word(os.getpid()):
+        if self._is_open() and self._owner == _core.own_word():
             self._segment.mapping.store(_CLOSED_AT, 1)
             self._segment.mapping.wake(_CLOSED_AT + 4)  # who waits for rows sleeps on the word beside it
         self.close()

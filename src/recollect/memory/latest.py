@@ -98,7 +98,7 @@ class Latest:
     def stats(self) -> LatestStats:
         """Return a frozen record of what was published, and of this process's reads."""
         writer = self._native.writer()
-        pid = writer & 0xFFFFFFFF if _core.is_alive(writer) else None
+        pid = None if _core.is_dead(writer) else _core.pid_of(writer)
         return LatestStats(self.version, self.nbytes, pid, *self._native.counts())
 
     # -- values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -362,10 +361,10 @@ class Ring:
             return self.lane
         if self._held:
             return self._lane_now
-        me, mine, holder = _core.process_word(os.getpid()), -1, 0
+        me, mine, holder = _core.own_word(), -1, 0
         for k in range(self.num_lanes):
             writer = self.native.writer(k)
-            if writer == 0 or (writer != me and not _core.is_alive(writer)):
+            if writer == 0 or (writer != me and _core.is_dead(writer)):
                 return k
             if writer == me:
                 mine = k
@@ -445,8 +444,8 @@ def _attached(name: str, lane: int | None, deadline: float) -> Ring:
 
 
 def _busy(what: str, word: int) -> LaneBusyError:
-    pid = word & 0xFFFFFFFF
-    return LaneBusyError(f"{what}: must be free, got one held by process {pid}; wait, or create more lanes")
+    holder = _core.describe_process(word)
+    return LaneBusyError(f"{what}: must be free, got one held by {holder}; wait, or create more lanes")
 
 
 def checked_seconds(seconds: Any, name: str) -> float:

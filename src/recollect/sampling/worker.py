@@ -242,9 +242,9 @@ def _watch(parent: int, doze_s: float, dies: bool) -> None:
     def wait() -> None:
         poll, pause_s = select.poll(), doze_s
         with suppress(OSError, AttributeError):  # an old kernel: look again and again
-            poll.register(os.pidfd_open(parent & 0xFFFFFFFF), select.POLLIN)
+            poll.register(os.pidfd_open(_core.pid_of(parent)), select.POLLIN)
             pause_s = 1.0  # told at once
-        while _core.is_alive(parent):
+        while not _core.is_dead(parent):
             poll.poll(pause_s * 1000)
         os._exit(1)
 
