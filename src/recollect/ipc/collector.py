@@ -17,6 +17,7 @@ from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.control import Control, Counters, Permit
 from recollect.memory.latest import checked_timeout
+from recollect.memory.watching import watched_process
 
 ORPHAN_GRACE_S = 5.0  # a collector without a learner has this long to end by itself
 
@@ -161,8 +162,9 @@ def _work(job: Job, control: Control) -> None:
     for resource in _watchable(kwargs):
         resource.watch(ctx.look)
     try:
-        ctx.beat("start")
-        fn(ctx, **kwargs)
+        with watched_process(ctx.look):  # also what it attaches by name
+            ctx.beat("start")
+            fn(ctx, **kwargs)
     except ClosedError:
         if not control.is_stopping:
             raise

@@ -15,7 +15,7 @@ from recollect.memory import shared
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import page_up
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch
+from recollect.memory.watching import LOOK_S, Watch, process_watch
 
 KIND = "latest"
 _MOST_TIMEOUT_S = 1e9
@@ -58,7 +58,7 @@ class Latest:
         self.deadline = checked_timeout(deadline, deadline)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
-        self._watch: Watch | None = None
+        self._watch: Watch | None = process_watch()
 
     @classmethod
     def create(cls, sizes: Sequence[int], schema: Any = None, *, deadline: float = 60.0) -> Self:

@@ -18,7 +18,7 @@ from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyErr
 from recollect.memory import shared
 from recollect.memory.closed import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch
+from recollect.memory.watching import LOOK_S, Watch, process_watch
 from recollect.spaces import Layout, compile_layout
 
 KIND = "ring"
@@ -93,7 +93,7 @@ class Ring:
         self._lane_now = -1
         self._is_maker = False  # `with` over a lane of it, or over an attached one, closes no more than that
         self._reads = False
-        self._watch: Watch | None = None
+        self._watch: Watch | None = process_watch()
         self._loans: list[Array] = []  # arrays to turn read-only at commit
 
     @classmethod
