@@ -80,7 +80,8 @@ class CollectorContext:
     """What a collector's function gets first: who it is, and how it keeps in touch with the learner.
 
     `lane`, `num_envs`, `seed` and `device` are this collector's own. Call `beat` after each step: it is what the
-    learner sees, and a collector that has work and does not beat for the runner's deadline is taken for stuck.
+    learner sees. A collector that has work, and neither beats nor adds rows for the runner's deadline, is taken for
+    stuck.
 
     Ownership: the function owns what it makes with `make_env()`.
     Concurrency: one thread of the collector.
@@ -147,7 +148,8 @@ def _joined(job: Job, alive: Any) -> Control | None:
     with suppress(
         OSError
     ):  # a process descriptor tells the end of the learner even if its forks hold the pipe
-        fds.append(os.pidfd_open(_core.pid_of(job.learner)))
+        if _core.is_near(job.learner):  # elsewhere its number would be somebody else's
+            fds.append(os.pidfd_open(_core.pid_of(job.learner)))
     if _core.is_dead(job.learner):
         control.close()
         return None

@@ -171,6 +171,7 @@ class Crew:
         try:
             with interrupts.held_back(self._context.get_start_method()):
                 process.start()
+            ending = _ending_of(process)
         except BaseException:
             m.alive.close()
             m.errors.close()
@@ -180,7 +181,7 @@ class Crew:
             send.close()
             for resource in bound:
                 resource.close()
-        m.process, m.started_ns, m.ending = process, monotonic_ns(), Ending(process)
+        m.process, m.started_ns, m.ending = process, monotonic_ns(), ending
         m.rows_before = m.n_rows = self._count_rows(m.lane, process.pid)
         m.rows_ns = m.looked_ns = 0
 
@@ -338,6 +339,16 @@ class Crew:
         if death is not None and not told:
             m.is_told = True
             _log.error("collector %d died: %s", m.lane, death.report)
+
+
+def _ending_of(process: Any) -> Ending:
+    """What tells its end; a process that nobody could look after, for want of a descriptor, is ended."""
+    try:
+        return Ending(process)
+    except OSError:
+        kill_group(process.pid, signal.SIGKILL)
+        process.join(KILL_S)
+        raise
 
 
 def kill_group(pid: int, number: int) -> None:
