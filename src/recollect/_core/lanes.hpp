@@ -80,7 +80,7 @@ class Memory {
     size_t n_lanes, run, row_nbytes;
     bool tagged, writable, is_private;
     const bool can_repair;  // the mapping is writable, whatever its user may do
-    int fd;  // of the file or memfd, -1 without one; chunks of an unbounded lane are appended to it
+    int fd;  // of a file, or of unbounded shared memory; else -1. Chunks of an unbounded lane are appended to it
 
     Memory(std::shared_ptr<Mapping> header, size_t capacity_, size_t n_lanes_, size_t row_nbytes_, bool tagged_,
            bool writable_, bool is_private_, int fd_)
