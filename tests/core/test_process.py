@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from recollect import _core
-from recollect._core import Mapping, is_alive, process_word
+from recollect._core import Mapping, is_dead, own_word, pid_of, process_word
 
 pytestmark = pytest.mark.process
 LONG = 30.0  # seconds; nothing below takes them
@@ -147,20 +147,20 @@ def test_a_signal_ends_a_wait_early() -> None:
 
 def test_this_process_has_a_word_of_its_own() -> None:
     word = process_word(os.getpid())
-    assert word & 0xFFFFFFFF == os.getpid() and word >> 32
-    assert word == process_word(os.getpid()) and is_alive(word)
-    with child(lambda: process_word(os.getpid()) != word and is_alive(word)):
+    assert word == own_word() and pid_of(word) == os.getpid() and word >> 32
+    assert word == process_word(os.getpid()) and not is_dead(word)
+    with child(lambda: process_word(os.getpid()) != word and not is_dead(word)):
         pass
 
 
 def test_nobody() -> None:
     assert process_word(2**22 + 1) == 0  # above every pid
-    assert not is_alive(0) and not is_alive(2**22 + 1)
+    assert is_dead(0) and is_dead(2**22 - 1)
 
 
 def test_a_pid_that_was_given_to_another_process_is_not_that_process() -> None:
     word = process_word(os.getpid())
-    assert not is_alive(word + (1 << 32)) and not is_alive(word & 0xFFFFFFFF)
+    assert is_dead(word + (1 << 32)) and is_dead(word ^ (1 << 40))
 
 
 def test_a_zombie_is_dead() -> None:
@@ -173,12 +173,12 @@ def test_a_zombie_is_dead() -> None:
     with child(work) as pid:
         os.close(hold)
         word = process_word(pid)
-        assert is_alive(word)
+        assert not is_dead(word)
         os.close(let_go)
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)  # ended, and not yet collected
         assert Path(f"/proc/{pid}/stat").read_text().split()[2] == "Z"
-        assert not is_alive(word) and process_word(pid) == 0
-    assert not is_alive(word) and process_word(pid) == 0
+        assert is_dead(word) and process_word(pid) == 0
+    assert is_dead(word) and process_word(pid) == 0
 
 
 def test_a_stopped_process_is_alive() -> None:
@@ -187,7 +187,7 @@ def test_a_stopped_process_is_alive() -> None:
         word = process_word(pid)
         os.kill(pid, signal.SIGSTOP)
         os.waitid(os.P_PID, pid, os.WSTOPPED)
-        assert is_alive(word)
+        assert not is_dead(word)
         os.kill(pid, signal.SIGCONT)
         mapping.store(0, 1)
         mapping.wake(0)
@@ -197,7 +197,7 @@ def test_a_name_with_brackets_does_not_mislead() -> None:
     def work() -> bool:
         before = process_word(os.getpid())
         Path("/proc/self/comm").write_text(") Z 1 (2) 3")
-        return process_word(os.getpid()) == before and is_alive(before)
+        return process_word(os.getpid()) == before and not is_dead(before)
 
     with child(work):
         pass

@@ -187,6 +187,16 @@ def get_stuck(ctx: Any, say: Say) -> None:
     signal.pause()
 
 
+def wait_in_a_ring_by_name(ctx: Any, name: str, say: Say, flag: str) -> None:
+    with Ring.attach(name) as ring:
+        say(os.getpid())
+        try:
+            ring.take(600.0)
+        except rc.ClosedError:
+            Path(flag).touch()
+            raise
+
+
 def follow_permits(ctx: Any, say: Say) -> None:
     while not ctx.stopping():
         permit = ctx.permit(1.0)

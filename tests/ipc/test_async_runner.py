@@ -323,7 +323,7 @@ class TestRestart:
     def test_a_resource_that_the_learner_has_closed_tells_of_no_rows(self) -> None:
         with runner() as it:
             it.own(Ring.create(crews.SLOT, 2)).cleanup()
-            assert not it._has_rows(0)
+            assert it._count_rows(0, 0) == 0
 
     @pytest.mark.parametrize("kind", ["ring", "replay"])
     def test_rows_in_an_owned_resource_are_a_start_too(self, kind: str) -> None:
@@ -336,7 +336,7 @@ class TestRestart:
                 lane = it.own(rc.ipc.ReplayBuffer(8, 1, 1, "numpy", num_lanes=2)).on_lane(1)
                 one, no = np.ones((1, 1), "float32"), np.zeros(1, bool)
                 lane.add(one, one, one[:, 0], one, no, no)
-            assert (it._has_rows(0), it._has_rows(1)) == (False, True)
+            assert (it._count_rows(0, 0), it._count_rows(1, 0)) == (0, 1)
             lane.close()
 
 
@@ -564,6 +564,32 @@ class TestClose:
             start = Stopwatch()
             it.close()
             assert start.s < 2
+
+    def test_one_that_waits_in_a_ring_it_attached_by_name_is_woken(self, tmp_path: Path) -> None:
+        with runner() as it:
+            ring, say = it.own(Ring.create(crews.SLOT, 2)), it.own(Say.create())
+            ring.claim()  # a writer that lives, so that the wait is for it
+            flag = tmp_path / "returned"
+            given = {"name": ring.name, "say": say, "flag": str(flag)}
+            it.start_collectors(crews.wait_in_a_ring_by_name, given)
+            say.hear()
+            it.close()
+            assert flag.exists()  # by itself, and not by SIGTERM after 10 s
+
+    @pytest.mark.parametrize("seed", [None, 7])
+    def test_a_subclass_may_set_the_seed_to_none(self, seed: int | None) -> None:
+        with runner() as it:
+            it.seed = seed  # type: ignore[assignment]
+            say = it.own(Say.create())
+            it.start_collectors(crews.tell_who, {"say": say})
+            assert [say.hear() for _ in range(3)][:2] == [0, 4]
+
+    @pytest.mark.parametrize("seed", [-1, "x", 0.5])
+    def test_a_seed_that_is_none_is_refused_when_collectors_start(self, seed: Any) -> None:
+        with runner() as it:
+            it.seed = seed
+            with pytest.raises(ValueError, match="seed: must be an int of at least 0, got"):
+                it.start_collectors(crews.tell_who, {})
 
     def test_resources_go_in_reverse_order_and_errors_are_not_swallowed(self) -> None:
         order: list[str] = []

@@ -47,7 +47,7 @@ def dying_crew(max_restarts: int, has_rows: bool = True) -> tuple[Crew, Any]:
     """A crew whose one collector has just been killed; `_bury` decides what follows."""
     made = Crew(
         1, make_job=lambda *_: pytest.fail("started"), restart="on_death", max_restarts=max_restarts,
-        start_method="spawn", deadline=60.0, has_rows=lambda lane: has_rows,
+        start_method="spawn", deadline=60.0, count_rows=lambda lane, pid: int(has_rows),
     )  # fmt: skip
     made._ended = lambda m: Death(m.lane, -signal.SIGKILL, None)  # type: ignore[method-assign]
     return made, made.members[0]
@@ -224,9 +224,10 @@ class StillCrew:
         self.events: list[Any] = []
         self.process = type("OneStill", (Still,), {"masks": [], **process})
         self.bound: list[Any] = []
+        self.n_rows = 1
         self.crew = Crew(
             n, make_job=lambda *_: (cast(Any, None), self.bound), restart="on_death", max_restarts=9,
-            start_method="spawn", deadline=60.0, has_rows=lambda lane: True,
+            start_method="spawn", deadline=60.0, count_rows=lambda lane, pid: self.n_rows,
         )  # fmt: skip
         real = self.crew._context
         self.crew._context = SimpleNamespace(
@@ -454,6 +455,20 @@ class TestWork:
         assert still.crew.control.take(0, 0.0) is None  # it has asked, and nobody gives permits
         now[0] += self.LIMIT_NS + 1
         with pytest.raises(rc.DeadlineError, match="collector 0"):
+            still.crew.check()
+        still.crew.close()
+
+    def test_rows_are_progress_without_a_beat(self, now: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+        still, minute = StillCrew(monkeypatch), 60 * 10**9
+        still.crew.start()
+        for _ in range(40):
+            now[0] += minute
+            still.n_rows += 1
+            still.crew.check()
+        now[0] += minute
+        still.crew.check()
+        now[0] += 1
+        with pytest.raises(rc.DeadlineError, match="collector 0: must make progress within 60 s"):
             still.crew.check()
         still.crew.close()
 

@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -342,6 +343,49 @@ def test_shapes_and_dtypes_of_a_batch() -> None:
             assert [tuple(batch[k].shape) for k in KEYS] == [(20, O), (20, O), (20, A), (20,), (20,), (20,)]
             assert device == "numpy" or all(x.is_contiguous() for x in batch.values())
             check({k: np.asarray(v) for k, v in batch.items()})
+
+
+@pytest.mark.parametrize("device", ["numpy", "cpu"])
+def test_the_newest_rows_of_a_lane_come_oldest_first(device: str) -> None:
+    with make(8, device, num_lanes=2) as buf:
+        one, other = buf.on_lane(0), buf.on_lane(1)
+        with pytest.raises(rc.EmptyError, match="newest"):
+            one.newest(1)
+        for n in range(11):
+            one.add(**rows([n]))
+            assert check(one.newest(3)) == list(range(max(0, n - 2), n + 1))
+        other.add(**rows([20, 21]))
+        assert check(other.newest(9)) == [20, 21] and check(buf.newest(2, lane=0)) == [9, 10]
+        assert check(buf.newest(9, lane=0)) == [7, 8, 9, 10]  # all that it has
+        with pytest.raises(ValueError, match="lane: must be in .0, 2. where there are several, got None"):
+            buf.newest(2)
+        for bad in (0, -1, True, 1.5):
+            with pytest.raises(ValueError, match="must be an int of at least 1"):
+                one.newest(bad)  # type: ignore[arg-type]
+        one.close()
+        other.close()
+
+
+def test_the_newest_rows_are_those_at_one_moment() -> None:
+    with make(64) as buf:
+        stop = threading.Event()
+
+        def write() -> None:
+            n = 0
+            while not stop.is_set():
+                buf.add(**rows([n % 4096]))
+                n += 1
+
+        thread = threading.Thread(target=write)
+        buf.add(**rows([0]))
+        thread.start()
+        try:
+            for _ in range(300):
+                found = check(buf.newest(8))
+                assert all((b - a) % 4096 == 1 for a, b in pairwise(found)) or found[:2] == [0, 0]
+        finally:
+            stop.set()
+            thread.join()
 
 
 def test_draws_are_uniform_and_repeatable_and_touch_no_global_generator() -> None:

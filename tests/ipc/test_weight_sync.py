@@ -517,6 +517,23 @@ def test_attach_by_name() -> None:
         SharedWeightSync(shapes, create=False)
 
 
+def test_a_shape_alone_attaches_to_any_dtype() -> None:
+    """A network with BatchNorm has an integer count; whoever attaches knows the shapes."""
+    weights = {"w": np.ones((2, 3), "float32"), "n": np.array(7), "half": np.ones(4, "float16")}
+    shapes = {name: x.shape for name, x in weights.items()}
+    with SharedWeightSync.from_state_dict(weights) as sync:
+        with SharedWeightSync(shapes, create=False, shm_name=sync.name) as other:
+            mine = {name: np.zeros_like(x) for name, x in weights.items()}
+            assert other.read_weights_into(mine) == 1 and mine["n"] == 7
+        with SharedWeightSync(shapes, create=False, shm_name=sync.name, dtypes={"n": "int64"}) as other:
+            assert other.version == 1
+        with pytest.raises(rc.AttachError, match=r"got n: \(\) of int32 where it has n: \(\) of int64"):
+            SharedWeightSync(shapes | {"n": ((), "int32")}, create=False, shm_name=sync.name)
+        with pytest.raises(rc.AttachError, match=r"got w: \(3, 2\) where it has w: \(2, 3\) of float32"):
+            SharedWeightSync(shapes | {"w": (3, 2)}, create=False, shm_name=sync.name)
+        sync.cleanup()
+
+
 def test_the_handle_stays_small() -> None:
     values = {f"encoder.layers.{i}.attention.weight": np.zeros((2, 2), "f4") for i in range(300)}
     with SharedWeightSync.from_state_dict(values, exclude=("x" * 50, "y" * 50)) as sync:

@@ -155,6 +155,17 @@ def test_where_no_death_is_seen_silence_counts_on_other_machines_alone() -> None
     assert b.states() == {0: "left", 1: "present"}
 
 
+def test_a_process_of_this_host_in_another_pid_namespace_is_judged_by_what_is_heard_of_it() -> None:
+    elsewhere = ME ^ (1 << 48)  # its namespace is another; whatever is found here under its pid is not it
+    b = book(1)
+    b.admit(0, HOST, elsewhere, 0.0)
+    b.tick(0.1, ALL, True)
+    b.tick(4.9, ALL, False)
+    assert b.states() == {0: "present"}
+    b.tick(5.1, ALL, False)
+    assert b.states() == {0: "left"}
+
+
 @pytest.mark.parametrize(("size", "n"), [(1, 1), (2, 2), (3, 0)])
 def test_a_layout_needs_a_worker_and_a_manager(size: int, n: int) -> None:
     with pytest.raises(ValueError, match="size"):

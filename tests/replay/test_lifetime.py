@@ -14,6 +14,7 @@ import pytest
 from tests.replay.make import KINDS, ROW_KINDS, block, create, numbers, sample
 
 import recollect
+from recollect import _core
 from recollect.errors import ClosedError
 from recollect.replay import ReplayBuffer
 from recollect.sampling import IndexStream
@@ -180,7 +181,7 @@ def test_closing_gives_up_the_lanes(kind: str, tmp_path: Path) -> None:
         header_fd = os.dup(f.fileno())
     writer.append(sample(1))
     owner = writer.inner_storage.rows.native.owner(0)
-    assert owner == os.getpid()
+    assert _core.pid_of(owner) == os.getpid()
     writer.close()
     # 256 bytes of header, then the lane: reserved, cursor, tail, epoch, owner
     word = int.from_bytes(os.pread(header_fd, 8, 256 + 4 * 8), "little")

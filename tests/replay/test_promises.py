@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import tracemalloc
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError
@@ -13,6 +12,7 @@ import numpy as np
 import pytest
 from tests.replay.make import KINDS, ROW_KINDS, block, create, numbers, sample
 
+from recollect import _core
 from recollect.batch import Location, SliceStackedBatch
 from recollect.errors import SchemaError
 from recollect.replay import ReplayBuffer
@@ -378,7 +378,7 @@ def test_a_first_write_goes_to_a_lane_that_nobody_holds(kind: str, tmp_path: Pat
         storage: Any = buffer.storage
         assert storage.rows.native.owner(1) == 0
         buffer.append(sample(3))
-        assert numbers(buffer) == [1, 2, 3] and storage.rows.native.owner(1) == os.getpid()
+        assert numbers(buffer) == [1, 2, 3] and storage.rows.native.owner(1) == _core.own_word()
 
 
 @pytest.mark.parametrize("kind", ROW_KINDS)

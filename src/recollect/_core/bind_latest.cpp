@@ -170,7 +170,7 @@ class PyLatest {
         Locked lock(latest->lock());
         try { latest->claim(); }
         catch (const WriterBusy& busy) {
-            raise("LaneBusyError", "writer: must be one process, process " + std::to_string(busy.pid) +
+            raise("LaneBusyError", "writer: must be one process, " + describe_process(busy.writer) +
                                        " writes this; close or release_lane() there first");
         }
         pieces.keep();
@@ -223,7 +223,7 @@ class PyLatest {
     static void check_peer(const Latest& latest, uint64_t owner) {
         const uint64_t writer = latest.writer();
         const uint64_t peer = writer ? writer : owner;
-        if (is_alive(peer)) return;
+        if (!is_dead(peer)) return;
         raise("PeerDiedError", std::string(writer ? "writer" : "owner") + ": process " + std::to_string(pid_of(peer)) +
                                    " is gone, nothing newer will come; start a writer again");
     }

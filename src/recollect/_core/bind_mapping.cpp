@@ -1,5 +1,6 @@
 // Bindings of mapped memory: its words, waits on them, processes, checksums.
 #include <nanobind/stl/shared_ptr.h>
+#include <nanobind/stl/string.h>
 
 #include <cmath>
 
@@ -50,7 +51,11 @@ void arm_moment(int64_t n, nb::object meanwhile) {
 void bind_mapping(nb::module_& m) {
     arrays::load_numpy();
     m.def("process_word", [](int pid) { return process_word(pid); }, nb::arg("pid"));
-    m.def("is_alive", [](uint64_t w) { return is_alive(w); }, nb::arg("word"));
+    m.def("own_word", [] { return own_word(); });
+    m.def("pid_of", [](uint64_t w) { return pid_of(w); }, nb::arg("word"));
+    m.def("is_dead", [](uint64_t w) { return is_dead(w); }, nb::arg("word"));
+    m.def("is_near", [](uint64_t w) { return !is_of_other_space(w); }, nb::arg("word"));
+    m.def("describe_process", [](uint64_t w) { return describe_process(w); }, nb::arg("word"));
     m.def("arm_fault", [](int64_t n) { fault_countdown = n; }, nb::arg("n"));
     m.def("fault_point", [] { fault_point(); });
     m.def("fault_countdown", [] { return fault_countdown; });

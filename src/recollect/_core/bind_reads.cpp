@@ -19,7 +19,7 @@ void prepare(const Codec& codec, npy_intp n, nb::object& out, PerLeaf<nb::object
 // The open segment of lane k; that of a dead writer has ended at its last committed row.
 uint64_t live_segment(const Memory& m, size_t k) {
     const uint64_t open = m.lane(k).open_segment.load();
-    return open && is_alive(m.lane(k).owner.load()) ? open : 0;
+    return open && m.life(m.lane(k).owner.load()) != Life::kDead ? open : 0;
 }
 
 bool copy_row(const Memory& m, size_t r, size_t i, const Codec& codec, byte* const* leaves) {

@@ -26,11 +26,12 @@ bool has_open(const Rows& self, size_t lane) {
     return m->tagged && m->lane(lane).open_segment.load() != 0;
 }
 void release(const Rows& self, size_t lane) { auto m = self.memory(); check_lane(*m, lane); m->release(lane); }
-int owner(const Rows& self, size_t lane) {
+// The word of the process that holds a lane; 0 when nobody does, or a dead one.
+uint64_t owner(const Rows& self, size_t lane) {
     auto m = self.memory();
     check_lane(*m, lane);
     const uint64_t w = m->lane(lane).owner.load();
-    return is_alive(w) ? pid_of(w) : 0;
+    return m->life(w) == Life::kDead ? 0 : w;
 }
 
 // --- adoption and loading: the caller is the only user ---

@@ -17,6 +17,8 @@
 // when a row is written.
 #pragma once
 
+#include <sys/vfs.h>
+
 #include <array>
 #include <memory>
 #include <stdexcept>
@@ -68,8 +70,8 @@ struct Window {
 };
 
 struct Busy : std::runtime_error {
-    explicit Busy(pid_t p, int lane_) : std::runtime_error("lane busy"), pid(p), lane(lane_) {}
-    pid_t pid;
+    explicit Busy(uint64_t owner_, int lane_) : std::runtime_error("lane busy"), owner(owner_), lane(lane_) {}
+    uint64_t owner;
     int lane;
 };
 struct Forked : std::runtime_error { using std::runtime_error::runtime_error; };
@@ -89,7 +91,7 @@ class Memory {
     size_t n_lanes, run, row_nbytes;
     bool tagged, writable, is_private;
     const bool can_repair;  // the mapping is writable, whatever its user may do
-    int fd;  // of an unbounded file; chunks are appended to it
+    int fd;  // of a file, or of unbounded shared memory; else -1. Chunks of an unbounded lane are appended to it
     bool is_file = false;  // not memory alone
 
     Memory(std::shared_ptr<Mapping> header, size_t capacity_, size_t n_lanes_, size_t row_nbytes_, bool tagged_,
@@ -107,6 +109,7 @@ class Memory {
     ~Memory() {
         if (writable && !is_private)
             for (size_t k = 0; k < n_lanes; ++k) release(k);
+        if (lock_fd_ >= 0 && lock_fd_ != fd) ::close(lock_fd_);
         if (fd >= 0) ::close(fd);
     }
 
@@ -231,11 +234,11 @@ class Memory {
     size_t default_lane() {
         check_fork();
         if (default_lane_ >= 0) return static_cast<size_t>(default_lane_);
-        pid_t busy = 0;
+        uint64_t busy = 0;
         for (size_t k = 0; k < n_lanes; ++k) {
             const uint64_t owner = lane(k).owner.load(std::memory_order_acquire);
             if (owner != own_word() && try_keep(k)) { default_lane_ = int64_t(k); return k; }
-            if (owner != own_word()) busy = pid_of(owner);
+            if (owner != own_word()) busy = owner;
         }
         for (size_t k = 0; k < n_lanes; ++k)
             if (lane(k).owner.load(std::memory_order_acquire) == own_word() && try_keep(k)) {
@@ -248,17 +251,32 @@ class Memory {
     // The lane that default_lane() has chosen, -1 before that and in a forked child.
     int64_t held_lane() const { return fork_count.load(std::memory_order_relaxed) == forks_ ? default_lane_ : -1; }
 
-    // Claim lane k if nobody live holds it; true when it is ours afterwards.
+    // Whether the owner of a lane lives. What /proc cannot tell, the lock that it took on this file may: the kernel
+    // gives that up with the process, in whatever container it was. Only where both are of one kernel; on a disk of
+    // this machine, whoever is of another boot was here before a restart.
+    Life life(uint64_t owner) const {
+        const Life found = life_of(owner);
+        if (found != Life::kUnknown || fd < 0) return found;
+        if (is_of_other_boot(owner)) return is_on_own_disk() ? Life::kDead : found;
+        if (boot_of(owner) == 0 || boot_of(owner) == kNoDomain || boot_of(own_domain()) != boot_of(owner)) return found;
+        const int description = lock_fd_forks_.load(std::memory_order_acquire) == fork_count.load() ? lock_fd_ : -1;
+        struct flock lock = lock_on(owner, F_WRLCK);
+        if (description < 0 || ::fcntl(description, F_OFD_GETLK, &lock) != 0) return found;
+        return lock.l_type == F_UNLCK ? Life::kDead : found;
+    }
+
+    // Claim lane k if nobody who may live holds it; true when it is ours afterwards.
     bool try_claim(size_t k) {
         check_fork();
         Lane& w = lane(k);
         const uint64_t me = own_word();
+        if (locked_.load(std::memory_order_acquire) != me) [[unlikely]] lock_own_word();
         if (w.owner.load(std::memory_order_acquire) == me) return true;
         Locked hold(lock(k));  // before the claim: another thread of ours must not write to a lane not yet repaired
         for (;;) {
             uint64_t owner = w.owner.load(std::memory_order_acquire);
             if (owner == me) return true;
-            if (owner && is_alive(owner)) return false;
+            if (owner && life(owner) != Life::kDead) return false;
             if (!w.owner.compare_exchange_strong(owner, me, std::memory_order_acq_rel)) continue;
             w.open_segment.store(0, std::memory_order_relaxed);  // it ended at its last committed row
             try { repair(k); }
@@ -270,7 +288,7 @@ class Memory {
         }
     }
     void claim(size_t k) {
-        if (!try_claim(k)) throw Busy(pid_of(lane(k).owner.load()), int(k));
+        if (!try_claim(k)) throw Busy(lane(k).owner.load(), int(k));
     }
     // Claim lane k until release(k); a lane that another thread only borrows for an edit stays ours after it.
     bool try_keep(size_t k) {
@@ -285,11 +303,12 @@ class Memory {
     }
     void keep_lane(size_t k) {
         check_fork();
-        if (!try_keep(k)) throw Busy(pid_of(lane(k).owner.load()), int(k));
+        if (!try_keep(k)) throw Busy(lane(k).owner.load(), int(k));
     }
     void release(size_t k, bool unless_kept = false) {
         Lane& w = lane(k);
-        if (w.owner.load(std::memory_order_acquire) != own_word()) return;
+        const uint64_t me = used_word();
+        if (!me || w.owner.load(std::memory_order_acquire) != me) return;
         Locked hold(lock(k));
         if (unless_kept && kept_[k].load(std::memory_order_acquire)) return;
         kept_[k].store(false, std::memory_order_release);
@@ -593,10 +612,52 @@ class Memory {
         return true;
     }
 
+    // Every process that claims a lane of a file holds a shared lock on the byte that its word numbers, far beyond the
+    // end of the file, until it closes it.
+    static struct flock lock_on(uint64_t owner, short type) {
+        struct flock lock{};
+        lock.l_type = type;
+        lock.l_whence = SEEK_SET;
+        lock.l_start = static_cast<off_t>(owner & ((uint64_t(1) << 62) - 1));
+        lock.l_len = 1;
+        return lock;
+    }
+    void lock_own_word() {
+        const uint64_t me = own_word();
+        if (fd >= 0 && !is_private && boot_of(me) != kNoDomain) {
+            Locked hold(growth());
+            const uint32_t now = fork_count.load();
+            if (lock_fd_forks_.load() != now) {  // our parent's locks would not show in a description shared with it
+                char path[64];
+                std::snprintf(path, sizeof path, "/proc/self/fd/%d", fd);
+                const int own = ::open(path, O_RDWR | O_CLOEXEC);
+                if (own < 0) throw std::system_error(errno, std::generic_category(), "opening the file again to lock it");
+                if (lock_fd_ >= 0 && lock_fd_ != fd) ::close(lock_fd_);
+                lock_fd_ = own;
+                lock_fd_forks_.store(now, std::memory_order_release);
+            }
+            struct flock lock = lock_on(me, F_RDLCK);
+            if (::fcntl(lock_fd_, F_OFD_SETLK, &lock) != 0 && errno != EINVAL && errno != ENOLCK && errno != EOPNOTSUPP && errno != ENOSYS)
+                throw std::system_error(errno, std::generic_category(), "locking the file");
+        }
+        locked_.store(me, std::memory_order_release);
+    }
+    bool is_on_own_disk() const {
+        struct statfs about;
+        if (::fstatfs(fd, &about) != 0) return false;
+        constexpr uint32_t own[] = {0xEF53 /* ext */, 0x58465342 /* xfs */, 0x9123683E /* btrfs */, 0x2FC12FC1 /* zfs */,
+                                    0xF2F52010 /* f2fs */, 0xCA451A4E /* bcachefs */, 0x01021994 /* tmpfs */,
+                                    0x794C7630 /* overlay */};
+        return std::find(std::begin(own), std::end(own), static_cast<uint32_t>(about.f_type)) != std::end(own);
+    }
+
     std::unique_ptr<std::mutex[]> locks_;
     std::unique_ptr<std::atomic<bool>[]> kept_;  // claimed to write to, not borrowed for one edit
     uint32_t forks_, born_forks_, growth_forks_;
     int64_t default_lane_ = -1;
+    std::atomic<uint64_t> locked_{0};  // the word that this object holds a lock for
+    int lock_fd_ = fd;                 // an open file of this process alone
+    std::atomic<uint32_t> lock_fd_forks_{fork_count.load()};
     std::unique_ptr<std::mutex> growth_ = std::make_unique<std::mutex>(), edits_ = std::make_unique<std::mutex>();
     std::shared_ptr<Mapping> header_;
     Lane* lanes_;

@@ -40,7 +40,7 @@ struct alignas(kLine) LatestLine { std::atomic<uint64_t> value; };
 struct LatestWords {
     LatestLine latest;    // version << 2 | slot
     LatestLine stamp[3];  // 2 x version, odd while written
-    LatestLine hold;      // start << 24 | thread << 2 | slot + 1, or 0
+    LatestLine hold;      // namespace << 50 | start << 24 | thread << 2 | slot + 1, or 0
     LatestLine change;    // the low half is the futex word
     LatestLine writer;    // process_word of the writer, or 0
 };
@@ -48,20 +48,31 @@ static_assert(sizeof(LatestWords) == 7 * kLine);
 
 struct Piece { byte* data; size_t offset, nbytes; };
 
-// One word for the calling thread: its number (22 bits) and start time (40 bits), room below for a slot.
-inline uint64_t thread_key(pid_t tid) { return (process_start(tid) << 24) | (static_cast<uint64_t>(tid) << 2); }
+// One word for the calling thread: its number (22 bits), start time (26, 0: not known) and pid namespace (14), room
+// below for a slot.
+constexpr uint64_t kThreadStart = (uint64_t(1) << 26) - 1;
+inline uint64_t thread_start(uint64_t start) { return start % kThreadStart + 1; }
+inline uint64_t own_thread_key_now() {
+    const pid_t tid = static_cast<pid_t>(syscall(SYS_gettid));
+    const Look found = look_up(tid, true);
+    const uint64_t start = found.life == Life::kAlive ? thread_start(found.start) : 0;
+    return space_of(own_domain()) << 50 | start << 24 | static_cast<uint64_t>(tid) << 2;
+}
 inline uint64_t own_thread_key() {
     thread_local uint64_t key = 0;
     thread_local uint32_t forks = ~0u;
     const uint32_t now = fork_count.load(std::memory_order_relaxed);
-    if (forks != now) { key = thread_key(static_cast<pid_t>(syscall(SYS_gettid))); forks = now; }
+    if (forks != now) { key = own_thread_key_now(); forks = now; }
     return key;
 }
-inline bool is_holder_alive(uint64_t hold) {
-    return thread_key(static_cast<pid_t>(hold >> 2 & 0x3FFFFF)) == (hold & ~uint64_t(3));
+inline bool is_holder_dead(uint64_t hold) {
+    if (hold >> 50 != space_of(own_domain())) return false;
+    const Look found = look_up(static_cast<pid_t>(hold >> 2 & 0x3FFFFF), true);
+    const uint64_t start = hold >> 24 & kThreadStart;
+    return found.life == Life::kDead || (found.life == Life::kAlive && start && start != thread_start(found.start));
 }
 
-struct WriterBusy { pid_t pid; };
+struct WriterBusy { uint64_t writer; };
 struct Overtaken { bool damaged; };  // by its writer, or by something that is none
 
 class Latest {
@@ -96,13 +107,13 @@ class Latest {
         auto& writer = words_->writer.value;
         const uint64_t me = own_word();
         for (uint64_t seen = writer.load(std::memory_order_acquire); seen != me;) {
-            if (seen && is_alive(seen)) throw WriterBusy{pid_of(seen)};
+            if (seen && !is_dead(seen)) throw WriterBusy{seen};
             if (writer.compare_exchange_strong(seen, me, std::memory_order_acq_rel)) return;
         }
     }
     void release() {
-        uint64_t me = own_word();
-        words_->writer.value.compare_exchange_strong(me, 0, std::memory_order_acq_rel);
+        uint64_t me = used_word();
+        if (me) words_->writer.value.compare_exchange_strong(me, 0, std::memory_order_acq_rel);
     }
 
     // The caller has the lock and the claim.
@@ -228,7 +239,7 @@ class Latest {
         if (now - waited.since > std::max(kSteal_s, 4 * copied_s)) return true;
         if (now - waited.looked < kLookAtHolder_s) return false;
         waited.looked = now;
-        return !is_holder_alive(seen);
+        return is_holder_dead(seen);
     }
     void release_hold(uint64_t slot) {
         uint64_t mine = own_thread_key() | (slot + 1);

@@ -17,7 +17,10 @@ void translate(const std::exception_ptr& p, void*) {
     try { std::rethrow_exception(p); }
     catch (const Busy& e) {
         std::string text = e.lane < 0 ? "no lane is free" : "lane " + std::to_string(e.lane) + " is taken";
-        text += ": held by process " + std::to_string(e.pid) + "; create the buffer with more lanes (num_lanes=)";
+        text += ": held by " + describe_process(e.owner);
+        text += life_of(e.owner) == Life::kUnknown ? "; close it there, or dump what can be read and load the dump"
+                                                   : "; create the buffer with more lanes (num_lanes=), or let that process "
+                                                     "release_lane() or close when it has written what it had to";
         PyErr_SetString(error_class("LaneBusyError"), text.c_str());
     }
     catch (const Forked& e) { PyErr_SetString(error_class("ReadOnlyError"), e.what()); }
@@ -39,6 +42,7 @@ void translate(const std::exception_ptr& p, void*) {
 
 NB_MODULE(_native, m) {
     watch_forks();
+    own_boot();  // while there are descriptors to read it
     nb::set_leak_warnings(false);  // module-level tables may outlive the interpreter's teardown order
     nb::register_exception_translator(translate);
     bind_turns(m);

@@ -86,7 +86,7 @@ inline bool writers_gone(const Memory& m) {
     bool any = false;
     for (size_t k = 0; k < m.n_lanes; ++k) {
         const uint64_t owner = m.lane(k).owner.load(std::memory_order_acquire);
-        if (owner && is_alive(owner)) return false;
+        if (owner && m.life(owner) != Life::kDead) return false;
         any = any || owner;
     }
     return any;

@@ -122,7 +122,7 @@ class Ring {
             if (s >= 0) return writing_[k] = s;
             RingLane& l = lanes_[k];
             const int64_t waited = wait(l.space, l.waiting, 1, end, [&] { return count(k, kFree) > 0 || (policy_ == kDropOldest && count(k, kReady) > 0); },
-                                        [&] { const uint64_t r = reader(); return r && !is_alive(r); });
+                                        [&] { const uint64_t r = reader(); return r && is_dead(r); });
             if (waited < 0) return waited;
         }
     }
@@ -170,7 +170,7 @@ class Ring {
     // Give up the lane; a slot half written is free again.
     void release_lane(size_t k) {
         Turn turn(*this, k, monotonic_s() + 1.0);
-        if (lanes_[k].writer.load() != own_word()) return;
+        if (const uint64_t me = used_word(); !me || lanes_[k].writer.load() != me) return;
         if (writing_[k] >= 0) set_free(size_t(writing_[k]));
         writing_[k] = -1;
         lanes_[k].writer.store(0, std::memory_order_release);
@@ -203,7 +203,7 @@ class Ring {
 
     void release_reader() {
         Turn turn(*this, n_lanes, monotonic_s() + 1.0);
-        if (head_->reader.load() != own_word()) return;
+        if (const uint64_t me = used_word(); !me || head_->reader.load() != me) return;
         if (reading_ >= 0) {
             word& w = slots_[size_t(reading_)].state;
             w.store((w.load() & ~uint64_t(7)) | kReady, std::memory_order_release);
@@ -293,7 +293,7 @@ class Ring {
         uint64_t owner = role.load(std::memory_order_acquire);
         fresh = false;
         while (owner != me) {
-            if (owner && is_alive(owner)) return false;
+            if (owner && !is_dead(owner)) return false;
             if (role.compare_exchange_strong(owner, me)) return fresh = true;
         }
         return true;
@@ -473,10 +473,10 @@ class Ring {
     // Whether a dead reader held a slot that it had not done with: the next one gets it.
     bool any_left(int64_t k) const {
         const uint64_t r = reader();
-        if (!r || r == own_word()) return false;
+        if (!r || r == used_word()) return false;
         size_t n = 0;
         for (size_t i = k < 0 ? 0 : size_t(k); i < (k < 0 ? n_lanes : size_t(k) + 1); ++i) n += counts(i).available - count(i, kReady);
-        return n && !is_alive(r);
+        return n && is_dead(r);
     }
     uint64_t total_written(size_t first, size_t last) const {
         uint64_t n = 0;
@@ -490,7 +490,7 @@ class Ring {
         bool any = false;
         for (size_t i = first; i < last; ++i) {
             const uint64_t w = writer(i);
-            if (w && is_alive(w)) return false;
+            if (w && !is_dead(w)) return false;
             any |= w != 0;
         }
         return any;

@@ -189,7 +189,8 @@ class Reader {
         std::this_thread::yield();
         if (monotonic_s() - start < kLookAtOwner_s) return;
         const Lane& w = memory_.lane(k);
-        if (is_alive(w.owner.load(std::memory_order_acquire))) { nap(50'000); return; }
+        const uint64_t owner = w.owner.load(std::memory_order_acquire);
+        if (owner && memory_.life(owner) != Life::kDead) { nap(50'000); return; }
         if (!memory_.can_repair || memory_.is_forked_copy())
             throw Lapped("its writer was killed while it changed samples in place; open it for writing once to repair it");
         if (memory_.try_claim(k)) memory_.release(k, true);

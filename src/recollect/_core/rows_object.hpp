@@ -19,8 +19,9 @@ class Rows {
             throw nb::value_error("n_lanes: must be at least 1 and fit the header");
         if (capacity % n_lanes || capacity > (size_t(1) << 60) || __builtin_mul_overflow(capacity, row_nbytes, &nbytes_of_rows))
             throw nb::value_error("sections: must hold a capacity that is a multiple of n_lanes");
-        memory_ = std::make_shared<Memory>(header, capacity, n_lanes, row_nbytes, tagged, writable, is_private,
-                                           fd >= 0 ? ::dup(fd) : -1);
+        const int own = fd >= 0 ? ::fcntl(fd, F_DUPFD_CLOEXEC, 0) : -1;
+        if (fd >= 0 && own < 0) throw std::system_error(errno, std::generic_category(), "the descriptor of the rows");
+        memory_ = std::make_shared<Memory>(header, capacity, n_lanes, row_nbytes, tagged, writable, is_private, own);
         memory_->is_file = is_file;
         if (!capacity) return;
         nb::tuple t = tuple_of(sections, 4, "sections");  // (mapping, offset) of stamps, segments, steps, rows

@@ -7,6 +7,7 @@ import functools
 import importlib.util
 import logging
 import os
+import secrets
 import sys
 import weakref
 from abc import ABC, abstractmethod
@@ -175,15 +176,17 @@ class AsyncRunner(ABC):
     def _look(self) -> bool:
         return self._crew is None or self._crew.check()
 
-    def _has_rows(self, lane: int) -> bool:
-        """Whether any owned resource has got something from this lane."""
+    def _count_rows(self, lane: int, pid: int) -> int:
+        """What owned resources have got from this lane, or from this process by another one."""
+        n = 0
         for resource in self._resources:
             lanes: Any = ()
             with suppress(ClosedError):  # by the learner, which has done with it
                 lanes = getattr(resource.stats(), "lanes", ()) if hasattr(resource, "stats") else ()
-            if lane < len(lanes) and any(getattr(lanes[lane], name, 0) > 0 for name in ("written", "ptr")):
-                return True
-        return False
+            for k, found in enumerate(lanes):
+                if k == lane or getattr(found, "writer_pid", None) == pid:
+                    n += sum(getattr(found, name, 0) for name in ("written", "ptr"))
+        return n
 
     # -- collectors
 
@@ -192,20 +195,21 @@ class AsyncRunner(ABC):
         self._check_open()
         if self._crew is not None:
             raise RuntimeError("start_collectors: they run already; call stop_collectors() first")
+        seed = _first_seed(self.seed)
         env = EnvSpec(self.env_name, self.env_cfg_overrides, self.sim_backend)
 
         def make_job(lane: int, restarts: int, control: Control, counters: Counters) -> tuple[Job, list[Any]]:
             bound: list[Any] = []
             call = Call(fn, env, {name: _on_lane(x, lane, bound) for name, x in kwargs.items()})
             return Job(
-                lane, self.envs_per_collector, lane_seed(self.seed, lane, restarts), self.collector_device,
+                lane, self.envs_per_collector, lane_seed(seed, lane, restarts), self.collector_device,
                 self.collector_threads, self.deadline, control.name, counters.name,
-                _core.process_word(os.getpid()), call, self.orphan_grace_s,
+                _core.own_word(), call, self.orphan_grace_s,
             ), bound  # fmt: skip
 
         crew = Crew(
             self.num_collectors, make_job=make_job, restart=self.restart, max_restarts=self.max_restarts,
-            start_method=self.start_method, deadline=self.deadline, has_rows=self._has_rows,
+            start_method=self.start_method, deadline=self.deadline, count_rows=self._count_rows,
         )  # fmt: skip
         crew.start()
         self._crew = crew
@@ -339,6 +343,14 @@ class AsyncRunner(ABC):
         before, self._threads_before = self._threads_before, None
         if before is not None:
             sys.modules["torch"].set_num_threads(before)
+
+
+def _first_seed(seed: Any) -> int:
+    """The seed that lanes are seeded from; None, as a subclass may have set it, means another one at each start."""
+    if seed is None:
+        return secrets.randbits(63)
+    check_count("seed", seed, 0)
+    return int(seed)
 
 
 def lane_seed(seed: int, lane: int, restarts: int) -> int:

@@ -17,6 +17,7 @@ from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.control import Control, Counters, Permit
 from recollect.memory.latest import checked_timeout
+from recollect.memory.watching import watched_process
 
 ORPHAN_GRACE_S = 5.0  # a collector without a learner has this long to end by itself
 
@@ -79,7 +80,8 @@ class CollectorContext:
     """What a collector's function gets first: who it is, and how it keeps in touch with the learner.
 
     `lane`, `num_envs`, `seed` and `device` are this collector's own. Call `beat` after each step: it is what the
-    learner sees, and a collector that has work and does not beat for the runner's deadline is taken for stuck.
+    learner sees. A collector that has work, and neither beats nor adds rows for the runner's deadline, is taken for
+    stuck.
 
     Ownership: the function owns what it makes with `make_env()`.
     Concurrency: one thread of the collector.
@@ -146,8 +148,9 @@ def _joined(job: Job, alive: Any) -> Control | None:
     with suppress(
         OSError
     ):  # a process descriptor tells the end of the learner even if its forks hold the pipe
-        fds.append(os.pidfd_open(job.learner & 0xFFFFFFFF))
-    if not _core.is_alive(job.learner):
+        if _core.is_near(job.learner):  # elsewhere its number would be somebody else's
+            fds.append(os.pidfd_open(_core.pid_of(job.learner)))
+    if _core.is_dead(job.learner):
         control.close()
         return None
     _core.watch_orphan(fds, control.mapping, control.stop_at, control.wake_at, job.orphan_grace_s)
@@ -161,8 +164,9 @@ def _work(job: Job, control: Control) -> None:
     for resource in _watchable(kwargs):
         resource.watch(ctx.look)
     try:
-        ctx.beat("start")
-        fn(ctx, **kwargs)
+        with watched_process(ctx.look):  # also what it attaches by name
+            ctx.beat("start")
+            fn(ctx, **kwargs)
     except ClosedError:
         if not control.is_stopping:
             raise
@@ -197,7 +201,7 @@ def _end_own_group(group_before: int, learner: int) -> None:
     try:
         os.setpgid(0, group_before)
     except OSError:
-        if not _core.is_alive(learner):
+        if _core.is_dead(learner):
             os.killpg(0, signal.SIGKILL)
         return
     with suppress(ProcessLookupError):

@@ -102,6 +102,10 @@ class Member:
     reported: ExceptionWrapper | None = None  # what came by it
     started_ns: int = 0
     steps_before: int = 0
+    rows_before: int = 0  # what its lane had when it was started
+    n_rows: int = 0  # what it had when that was last looked at
+    looked_ns: int = 0  # when that was
+    rows_ns: int = 0  # when it was seen to have grown
     restarts: int = 0
     recent: list[float] = field(default_factory=list)  # when it was started again
     due: float | None = None  # when it will be
@@ -130,9 +134,9 @@ class Crew:
 
     def __init__(self, n: int, *, make_job: Callable[[int, int, Control, Counters], tuple[Job, list[Any]]],
                  restart: str, max_restarts: int, start_method: str, deadline: float,
-                 has_rows: Callable[[int], bool]) -> None:  # fmt: skip
+                 count_rows: Callable[[int, int], int]) -> None:  # fmt: skip
         self._context: Any = multiprocessing.get_context(start_method)
-        self._make_job, self._has_rows = make_job, has_rows
+        self._make_job, self._count_rows = make_job, count_rows
         self._restarts_on_death, self._max_restarts, self._deadline = (
             restart == "on_death",
             max_restarts,
@@ -167,6 +171,7 @@ class Crew:
         try:
             with interrupts.held_back(self._context.get_start_method()):
                 process.start()
+            ending = _ending_of(process)
         except BaseException:
             m.alive.close()
             m.errors.close()
@@ -176,7 +181,9 @@ class Crew:
             send.close()
             for resource in bound:
                 resource.close()
-        m.process, m.started_ns, m.ending = process, monotonic_ns(), Ending(process)
+        m.process, m.started_ns, m.ending = process, monotonic_ns(), ending
+        m.rows_before = m.n_rows = self._count_rows(m.lane, process.pid)
+        m.rows_ns = m.looked_ns = 0
 
     # -- looking after them
 
@@ -227,7 +234,7 @@ class Crew:
             _log.warning("collector %d died and starts again in %g s: %s", m.lane, delay, death.report)
 
     def _has_started(self, m: Member) -> bool:
-        return m.counters.read().n_steps > 0 or self._has_rows(m.lane)
+        return m.counters.read().n_steps > 0 or self._count_rows(m.lane, 0) > 0
 
     def _ended(self, m: Member) -> Death:
         """Reap the process of a member: its group, its exit code, its report."""
@@ -249,11 +256,18 @@ class Crew:
         control, lane = self.control, m.lane
         if control.has_permits(lane) and control.has_done(lane) and control.is_ready(lane):
             return  # it waits for leave to go on
-        age_s = (monotonic_ns() - max(m.started_ns, *control.times_ns(lane))) / 1e9
+        last_ns = max(m.started_ns, *control.times_ns(lane))
+        now = monotonic_ns()
+        if now - max(last_ns, m.looked_ns) > self._deadline / 4 * 1e9:
+            m.looked_ns, n_rows = now, self._count_rows(lane, m.process.pid)
+            if n_rows != m.n_rows:  # the learner sees them, whether the collector beats or not
+                m.n_rows, m.rows_ns = n_rows, now
+        age_s = (now - max(last_ns, m.rows_ns)) / 1e9
         if age_s <= self._deadline:
             return
         counted = m.counters.read()
-        limit = self._deadline * (1 if counted.n_steps > m.steps_before else 10)
+        has_begun = counted.n_steps > m.steps_before or m.n_rows != m.rows_before
+        limit = self._deadline * (1 if has_begun else 10)
         if age_s > limit:
             beat_s = (monotonic_ns() - counted.beat_ns) / 1e9 if counted.beat_ns else age_s
             raise DeadlineError(
@@ -325,6 +339,16 @@ class Crew:
         if death is not None and not told:
             m.is_told = True
             _log.error("collector %d died: %s", m.lane, death.report)
+
+
+def _ending_of(process: Any) -> Ending:
+    """What tells its end; a process that nobody could look after, for want of a descriptor, is ended."""
+    try:
+        return Ending(process)
+    except OSError:
+        kill_group(process.pid, signal.SIGKILL)
+        process.join(KILL_S)
+        raise
 
 
 def kill_group(pid: int, number: int) -> None:

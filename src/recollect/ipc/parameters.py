@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from math import prod
 from typing import Any
@@ -19,6 +19,7 @@ Array = np.ndarray[Any, Any]
 # Dtypes that numpy does not know without ml_dtypes. Their bits are moved, never their values, so none is needed.
 _BITS = re.compile(r"bfloat16|float8_\w+")
 _WORDS = {1: "uint8", 2: "int16"}
+ANY = "any"  # the dtype of a parameter of which only the shape was said
 _MAPPINGS = (dict, Mapping)  # in this order: an abstract class takes longer to ask
 
 
@@ -69,6 +70,11 @@ class Parameter:
         """The dtype of numpy arrays that can be copied as they are."""
         return None if _BITS.fullmatch(self.dtype) else np.dtype(self.dtype)
 
+    @property
+    def text(self) -> str:
+        """For messages."""
+        return f"{self.name}: {self.shape}" + (f" of {self.dtype}" if self.dtype != ANY else "")
+
     def to_json(self) -> list[Any]:
         return [self.name, list(self.shape), self.dtype]
 
@@ -84,9 +90,15 @@ def is_excluded(name: str, patterns: Sequence[str]) -> bool:
 
 
 def parse(
-    param_shapes: Mapping[str, Any], dtypes: Mapping[str, Any] | None, exclude: Sequence[str]
+    param_shapes: Mapping[str, Any],
+    dtypes: Mapping[str, Any] | None,
+    exclude: Sequence[str],
+    default: str = "float32",
 ) -> list[Parameter]:
-    """Return the parameters that name → shape or (shape, dtype) describes, in order, without the excluded."""
+    """Return the parameters that name → shape or (shape, dtype) describes, in order, without the excluded.
+
+    A shape alone has the dtype `default`; ANY stands for whatever it is.
+    """
     dtypes = dict(dtypes or {})
     unknown = sorted(set(dtypes) - set(checked_mapping("param_shapes", param_shapes)))
     if unknown:
@@ -104,7 +116,8 @@ def parse(
             sizes = (-1,)
         if any(n < 0 for n in sizes):
             raise SchemaError(f"{name}: shape must be sizes of at least 0, got {spec!r}")
-        found.append(Parameter(name, sizes, dtype_name(dtypes.get(name, dtype), name)))
+        given = dtypes.get(name, dtype)
+        found.append(Parameter(name, sizes, default if given is None else dtype_name(given, name)))
     if not found:
         left = f" that exclude={list(exclude)} does not leave out" if exclude else ""
         raise SchemaError(f"param_shapes: must name a parameter to share, got none{left}")
@@ -123,15 +136,16 @@ def _split(spec: Any) -> tuple[Any, Any]:
     """A shape, or (shape, dtype): the second of two is a dtype only if the first is a shape itself."""
     if isinstance(spec, tuple | list) and len(spec) == 2 and isinstance(spec[0], tuple | list):
         return spec[0], spec[1]
-    return (spec,) if isinstance(spec, int | np.integer) else spec, "float32"
+    return (spec,) if isinstance(spec, int | np.integer) else spec, None
 
 
 def check_same(wanted: Sequence[Parameter], found: Sequence[Parameter]) -> None:
     """Raise AttachError naming the first parameter that differs."""
     for mine, theirs in zip(wanted, found):
-        if mine != theirs:
+        if mine != (replace(theirs, dtype=ANY) if mine.dtype == ANY else theirs):
             raise AttachError(
-                f"param_shapes: must be {mine}, found {theirs}; attach with those it was made with"
+                f"param_shapes: must be those it was made with, got {mine.text} where it has {theirs.text}; "
+                "pass the same"
             )
     if len(wanted) != len(found):
         longer = max(wanted, found, key=len)

@@ -11,13 +11,14 @@ import threading
 from collections.abc import Mapping
 from copy import copy
 from dataclasses import dataclass
+from time import monotonic
 from typing import Any, Self
 
 import numpy as np
 
 from recollect import _core, replay
 from recollect.backends import get_backend
-from recollect.errors import AttachError, ClosedError, EmptyError, FormatError, SchemaError
+from recollect.errors import AttachError, ClosedError, ContentionError, EmptyError, FormatError, SchemaError
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
@@ -33,6 +34,7 @@ from recollect.storage.base import PathName
 _PREFIX = "recollect-replay"
 _CLOSED_AT = _core.SHARED_WORDS
 _WORD = 2**64 - 1
+_CONTENTION_S = 1.0
 _WORTH_A_LOOK = 1 << 30  # a batch of so many bytes may be more than there is memory
 
 
@@ -109,7 +111,7 @@ class ReplayBuffer(SharedBufferBase):
         stream = IndexStream(seed)
         self._check_lane(lane, num_lanes)
         self._setup(_ring(Rows(segments.in_shared(geometry, "capacity"), layout)), lane, stream, cast)
-        self._owner = _core.process_word(os.getpid())
+        self._owner = _core.own_word()
 
     def _setup(self, ring: replay.ReplayBuffer, lane: int | None, stream: IndexStream, cast: bool) -> None:
         storage: Any = ring.inner_storage
@@ -188,7 +190,9 @@ class ReplayBuffer(SharedBufferBase):
         low, cursor, _ = self._native().windows()[k]
         ptr = (cursor + load(at + 40)) & _WORD  # what an oversized block skipped counts as added
         dropped, live = load(at + 120), cursor - low
-        return LaneStats(k, ptr, live, max(0, ptr - live - dropped), dropped, self._native().owner(k) or None)
+        return LaneStats(
+            k, ptr, live, max(0, ptr - live - dropped), dropped, _core.pid_of(self._native().owner(k)) or None
+        )
 
     # -- writing
 
@@ -264,6 +268,40 @@ class ReplayBuffer(SharedBufferBase):
             self._give_back(n, stream.counter)
             raise
 
+    def newest(self, n: int, *, lane: int | None = None) -> dict[str, Any]:
+        """Return the newest `n` rows of a lane, oldest first, or all it has if they are fewer; on the device.
+
+        Lanes have no order among each other, so of several one must be named, unless this object is bound to one.
+        """
+        n = _checked_batch_size(n, self.row_nbytes)
+        self._check_lane(lane, self.num_lanes)
+        lane = self._lane if lane is None else lane
+        if lane is None and self.num_lanes > 1:
+            raise ValueError(
+                f"lane: must be in [0, {self.num_lanes}) where there are several, got None; name one"
+            )
+        block = self._newest(n, lane or 0)
+        if self.device == NUMPY:
+            return {name: np.ascontiguousarray(x) for name, x in fields_of(block, self.layout).items()}
+        torch = get_backend("torch")
+        batch = fields_of(torch.from_numpy(block, self.device), self.layout)
+        return {name: x.contiguous() for name, x in batch.items()}
+
+    def _newest(self, n: int, lane: int) -> Any:
+        codec, end = packed_codec(self.row_nbytes), monotonic() + _CONTENTION_S
+        while True:
+            native = self._native()
+            counts = [cursor - low for low, cursor, _ in native.windows()]
+            stop = sum(counts[: lane + 1])
+            index = np.arange(stop - min(n, counts[lane]), stop)
+            if not len(index):
+                raise EmptyError("newest: there are no rows yet; wait until collectors have added some")
+            try:
+                return native.read(codec, index, False, None, counted=sum(counts))
+            except IndexError:  # rows came between the count and the read
+                if monotonic() >= end:
+                    raise ContentionError("newest: rows came during every try of 1 s; ask again") from None
+
     def _sample(self, stream: IndexStream, n: int, out: Any) -> dict[str, Any]:
         if self.device == NUMPY:
             data: dict[str, Any] = self._drawn(self._native().draw(self._codec, stream, n, out))
@@ -328,7 +366,7 @@ class ReplayBuffer(SharedBufferBase):
             SharedBufferBase.__init__(buffer, ring.capacity or 0, device)
             buffer._setup(ring, lane, IndexStream(seed), cast)
             cls._check_lane(lane, buffer.num_lanes)
-            buffer._owner = _core.process_word(os.getpid())
+            buffer._owner = _core.own_word()
         except BaseException:
             ring.close()
             raise
@@ -342,7 +380,7 @@ class ReplayBuffer(SharedBufferBase):
 
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody: any later call anywhere raises ClosedError."""
-        if self._is_open() and self._owner == _core.process_word(os.getpid()):
+        if self._is_open() and self._owner == _core.own_word():
             self._segment.mapping.store(_CLOSED_AT, 1)
             self._segment.mapping.wake(_CLOSED_AT + 4)  # who waits for rows sleeps on the word beside it
         self.close()

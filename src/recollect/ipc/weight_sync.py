@@ -60,11 +60,12 @@ class SharedWeightSync(Mailbox):
     ) -> None:
         """Make the memory for parameters name → shape (float32) or (shape, dtype), or attach to `shm_name`.
 
+        On attach a shape alone says nothing of the dtype, which is the one that it was made with.
         `dtypes` overrides by name. `exclude`: shell patterns of names that are neither written nor read. `strict=False`
         ignores names that are not declared. `cast` converts dtypes within a kind. `lock` is accepted and never taken.
         """
         exclude = (exclude,) if isinstance(exclude, str) else tuple(exclude)
-        wanted = params.parse(param_shapes, dtypes, exclude)
+        wanted = params.parse(param_shapes, dtypes, exclude, "float32" if create else params.ANY)
         if create:
             self._setup(Latest.create(*_plan(wanted, exclude)), strict, cast)
             return

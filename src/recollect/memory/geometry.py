@@ -10,7 +10,6 @@ An unbounded segment has the header alone; its rows follow in chunks that double
 
 from __future__ import annotations
 
-import os
 import struct
 from dataclasses import dataclass
 from typing import Any
@@ -97,7 +96,7 @@ def write_header(mapping: _core.Mapping, geometry: Geometry, nonce: bytes) -> No
         g.capacity or 0,
         g.n_lanes,
         g.row_nbytes,
-        _core.process_word(os.getpid()),
+        _core.own_word(),
         0,
     )
     packed = packed[:_CRC_AT] + struct.pack("<I", _core.crc32c(packed[:_CRC_AT]))

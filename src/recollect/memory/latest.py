@@ -15,7 +15,7 @@ from recollect.memory import shared
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import page_up
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch
+from recollect.memory.watching import LOOK_S, Watch, process_watch
 
 KIND = "latest"
 _MOST_TIMEOUT_S = 1e9
@@ -58,7 +58,7 @@ class Latest:
         self.deadline = checked_timeout(deadline, deadline)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
-        self._watch: Watch | None = None
+        self._watch: Watch | None = process_watch()
 
     @classmethod
     def create(cls, sizes: Sequence[int], schema: Any = None, *, deadline: float = 60.0) -> Self:
@@ -98,7 +98,7 @@ class Latest:
     def stats(self) -> LatestStats:
         """Return a frozen record of what was published, and of this process's reads."""
         writer = self._native.writer()
-        pid = writer & 0xFFFFFFFF if _core.is_alive(writer) else None
+        pid = None if _core.is_dead(writer) else _core.pid_of(writer)
         return LatestStats(self.version, self.nbytes, pid, *self._native.counts())
 
     # -- values

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,7 @@ from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyErr
 from recollect.memory import shared
 from recollect.memory.closed import Closed
 from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch
+from recollect.memory.watching import LOOK_S, Watch, process_watch
 from recollect.spaces import Layout, compile_layout
 
 KIND = "ring"
@@ -94,7 +93,7 @@ class Ring:
         self._lane_now = -1
         self._is_maker = False  # `with` over a lane of it, or over an attached one, closes no more than that
         self._reads = False
-        self._watch: Watch | None = None
+        self._watch: Watch | None = process_watch()
         self._loans: list[Array] = []  # arrays to turn read-only at commit
 
     @classmethod
@@ -362,10 +361,10 @@ class Ring:
             return self.lane
         if self._held:
             return self._lane_now
-        me, mine, holder = _core.process_word(os.getpid()), -1, 0
+        me, mine, holder = _core.own_word(), -1, 0
         for k in range(self.num_lanes):
             writer = self.native.writer(k)
-            if writer == 0 or (writer != me and not _core.is_alive(writer)):
+            if writer == 0 or (writer != me and _core.is_dead(writer)):
                 return k
             if writer == me:
                 mine = k
@@ -445,8 +444,8 @@ def _attached(name: str, lane: int | None, deadline: float) -> Ring:
 
 
 def _busy(what: str, word: int) -> LaneBusyError:
-    pid = word & 0xFFFFFFFF
-    return LaneBusyError(f"{what}: must be free, got one held by process {pid}; wait, or create more lanes")
+    holder = _core.describe_process(word)
+    return LaneBusyError(f"{what}: must be free, got one held by {holder}; wait, or create more lanes")
 
 
 def checked_seconds(seconds: Any, name: str) -> float:

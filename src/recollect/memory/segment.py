@@ -72,7 +72,7 @@ class Segment:
             geometry.tagged,
             can_repair,
             fd < 0,
-            fd if geometry.capacity is None else -1,
+            fd if geometry.capacity is None or path is not None else -1,
             geometry.sections(mapping),
             path is not None,
         )

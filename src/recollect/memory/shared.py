@@ -113,7 +113,7 @@ class SharedSegment:
     @property
     def is_owner(self) -> bool:
         """Whether this process made it (a forked child did not)."""
-        return self.owner == _core.process_word(os.getpid())
+        return self.owner == _core.own_word()
 
     @property
     def is_closed(self) -> bool:
@@ -230,7 +230,7 @@ def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: st
     text = schema_text(schema).encode()
     header = _Header(
         kind, _hash(text), secrets.token_bytes(16), words_nbytes, len(text), data_nbytes,
-        _core.process_word(os.getpid()),
+        _core.own_word(),
     )  # fmt: skip
     fd = make_memfd(header.nbytes, what)
     try:

@@ -2,10 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from time import monotonic
 
 LOOK_S = 0.1  # between looks of whoever watches
+
+
+_of_process: list[Callable[[], bool]] = []
+
+
+@contextmanager
+def watched_process(look: Callable[[], bool]) -> Iterator[None]:
+    """Have `look()` called in the waits of everything that this process attaches meanwhile: it serves another."""
+    _of_process[:] = [look]
+    try:
+        yield
+    finally:
+        _of_process.clear()
+
+
+def process_watch() -> Watch | None:
+    """What looks after a new object's waits until somebody says otherwise."""
+    return Watch(_of_process[0]) if _of_process else None
 
 
 class Watch:

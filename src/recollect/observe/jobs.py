@@ -120,8 +120,8 @@ class Job:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its process lives; a zombie does not."""
-        return _core.is_alive(self.entry.process)
+        """Whether its process lives, as far as can be seen; a zombie does not."""
+        return not _core.is_dead(self.entry.process)
 
     def snapshot(self) -> Snapshot | None:
         """Return the newest state, None before the first; of a job that was killed, its last one as `lost`."""
@@ -169,10 +169,10 @@ def _living() -> list[Entry]:
         entry = _read(path)
         if entry is None or entry.pid_space != _pid_space():
             continue
-        if _core.is_alive(entry.process):
-            found.append(entry)
-        else:
+        if _core.is_dead(entry.process):
             path.unlink(missing_ok=True)
+        else:
+            found.append(entry)
     return sorted(found, key=lambda entry: (entry.started, entry.pid))
 
 
@@ -188,7 +188,7 @@ def register(kind: str, title: str, started: float, box: str) -> Path:
     """Let other processes of this user find the job whose `Latest` is named `box`; return the file to remove."""
     _living()  # a killed job's file must not outlive the next job
     pid = os.getpid()
-    entry = Entry(kind, title, pid, started, _core.process_word(pid), _pid_space(), box)
+    entry = Entry(kind, title, pid, started, _core.own_word(), _pid_space(), box)
     path = runtime_dir() / f"{pid}-{secrets.token_hex(4)}.json"
     hidden = path.with_suffix(".new")
     hidden.write_bytes(encoded(msgspec.json.encode, entry))

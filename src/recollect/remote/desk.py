@@ -5,7 +5,6 @@ The order of work for Data: validate, store (with a checkpoint the log first), s
 
 from __future__ import annotations
 
-import os
 import secrets
 from contextlib import suppress
 from time import monotonic
@@ -118,7 +117,7 @@ class Desk:
         writer.gap_told = -1
         welcome = Welcome(
             hello.request, self.incarnation, writer.last_seq, self.manager.limits.max_window,
-            self.shelf.baseline(), self.items.text, self.items.max_length, HOST, _core.process_word(os.getpid()),
+            self.shelf.baseline(), self.items.text, self.items.max_length, HOST, _core.own_word(),
         )  # fmt: skip
         return [Reply(sender, DATA_TAG, encode(welcome))]
 

@@ -12,7 +12,7 @@ from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedErr
 from recollect.remote.carriers.base import Carrier, is_over
 from recollect.remote.items import ItemSpace
 from recollect.remote.messages import DATA_TAG, Exit, Failed, Items
-from recollect.remote.ranks import HOST
+from recollect.remote.ranks import is_seen
 from recollect.remote.session import Session, as_error
 from recollect.remote.wire import decode, encode
 
@@ -120,7 +120,7 @@ class Line:
 
     def _look_at_manager(self) -> None:
         manager = self.session.manager
-        if manager is not None and manager[0] == HOST and manager[1] and not _core.is_alive(manager[1]):
+        if manager is not None and is_seen(*manager) and manager[1] and _core.is_dead(manager[1]):
             raise PeerDiedError(f"rank {self.manager_rank}: the manager's process is gone")
 
     def _reconnect(self, error: PeerDiedError) -> None:

@@ -5,11 +5,27 @@ from __future__ import annotations
 import socket
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from recollect import _core
 from recollect.remote.records import Limits
 
-HOST = socket.gethostname()[:255]
+
+def _host() -> str:
+    """Name this machine: host names are given twice, so with the id of its boot where that can be read."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()[:200]} {boot}".rstrip()
+
+
+HOST = _host()
+
+
+def is_seen(host: str, process: int) -> bool:
+    """Whether a process could be looked up from here: it is of this machine and of this pid namespace."""
+    return host == HOST and _core.is_near(process)
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,10 +155,11 @@ class RankBook:
     def _is_gone(
         self, rank: int, worker: _Worker, now: float, alive: frozenset[int], sees_death: bool
     ) -> bool:
-        if worker.host == HOST and worker.process and not _core.is_alive(worker.process):
+        is_seen_here = is_seen(worker.host, worker.process)
+        if is_seen_here and worker.process and _core.is_dead(worker.process):
             return True
         if not sees_death:
-            return worker.host != HOST and now - worker.heard > self.limits.silence_s
+            return not is_seen_here and now - worker.heard > self.limits.silence_s
         if rank in alive:
             worker.lost_since = None
             return False

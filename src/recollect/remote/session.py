@@ -6,7 +6,6 @@ sent again at any time. A new connection begins with Hello; the manager's Welcom
 
 from __future__ import annotations
 
-import os
 import secrets
 import warnings
 from collections import OrderedDict
@@ -119,7 +118,7 @@ class Session:
                 self.writer,
                 self.rank,
                 HOST,
-                _core.process_word(os.getpid()),
+                _core.own_word(),
                 PROTOCOL,
                 space,
             )

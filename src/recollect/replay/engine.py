@@ -6,7 +6,6 @@ storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, Protocol
@@ -220,11 +219,10 @@ class RowsEngine:
         capacity, n_lanes = self.storage.capacity, self.storage.rows.geometry.n_lanes
         lanes: list[int] = np.unique(rows // (capacity // n_lanes)).tolist() if capacity else [0]
         for lane in lanes:
-            pid = self.native.owner(lane)
-            if pid not in (0, os.getpid()):
-                raise LaneBusyError(
-                    f"lane {lane} is taken: held by process {pid}; let that process change it"
-                )
+            owner = self.native.owner(lane)
+            if owner not in (0, _core.own_word()):
+                holder = _core.describe_process(owner)
+                raise LaneBusyError(f"lane {lane} is taken: held by {holder}; let that process change it")
         return lanes
 
     def clear(self) -> None:

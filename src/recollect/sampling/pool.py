@@ -58,7 +58,7 @@ class Pool:
         with self.ring.on_lane(k) as lane:
             process = context.Process(
                 target=worker.run,
-                args=(payload, self.form, lane, self.asked[k], _core.process_word(os.getpid()), doze_s, dies),
+                args=(payload, self.form, lane, self.asked[k], _core.own_word(), doze_s, dies),
                 name=f"recollect-sampler-{k}",
                 daemon=daemon,
             )
@@ -99,9 +99,9 @@ class Pool:
             if found == CLOSED:
                 raise ClosedError("MultiprocessingSampler: was closed; make another")
             if found == BUSY:
-                pid = self.ring.native.reader() & 0xFFFFFFFF
+                reader = _core.describe_process(self.ring.native.reader())
                 raise LaneBusyError(
-                    f"batches: must be read by one process, got {pid} too; make a sampler each"
+                    f"batches: must be read by one process, got {reader} too; make a sampler each"
                 )
             self.check_alive()
             if left <= 0:

@@ -242,10 +242,11 @@ def _watch(parent: int, doze_s: float, dies: bool) -> None:
     def wait() -> None:
         poll, pause_s = select.poll(), doze_s
         with suppress(OSError, AttributeError):  # an old kernel: look again and again
-            poll.register(os.pidfd_open(parent & 0xFFFFFFFF), select.POLLIN)
-            pause_s = 1.0  # told at once
-        while _core.is_alive(parent):
-            poll.poll(pause_s * 1000)
+            if _core.is_near(parent):  # elsewhere its number would be somebody else's
+                poll.register(os.pidfd_open(_core.pid_of(parent)), select.POLLIN)
+                pause_s = 1.0  # told at once
+        while not _core.is_dead(parent) and not poll.poll(pause_s * 1000):
+            pass
         os._exit(1)
 
     threading.Thread(target=wait, name="recollect-parent", daemon=True).start()

@@ -101,6 +101,42 @@ def test_slices_of_a_packing_collector() -> None:
     assert names(theirs) == {"pack"}
 
 
+class NamesOnly:
+    """A recorder whose methods take their arguments by name."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[str, dict[str, Any]]] = []
+
+    def add_slice(self, *, name: str, category: str, start_ns: int, end_ns: int, args: Any = None) -> None:
+        self.calls.append(
+            (name, {"category": category, "start_ns": start_ns, "end_ns": end_ns, "args": args})
+        )
+
+    def add_counter(self, name: str, *, ts_ns: int, value: float) -> None:
+        self.calls.append((name, {"ts_ns": ts_ns, "value": value}))
+
+
+def test_a_recorder_may_take_its_arguments_by_name_alone() -> None:
+    recorder = NamesOnly()
+    with buffer(40) as buf, pipeline(buf, trace_recorder=recorder) as pipe:
+        pipe.sample_large_batch(0, N)
+    assert {name.removeprefix("replay_pipeline/") for name, _ in recorder.calls} >= {"pack", "misses"}
+
+
+@pytest.mark.parametrize("slots", [[1, 2], [], object()])
+def test_slots_that_are_none_are_named(slots: Any) -> None:
+    with buffer(40) as buf:
+        request, ready, real = make_collector_pack(buf, N)
+        with pytest.raises(
+            TypeError, match="collector_pack_shared_slots: must be the slots that make_collector_pack"
+        ):
+            pipeline(
+                buf, collector_pack_request_queue=request, collector_pack_ready_queue=ready,
+                collector_pack_shared_slots=slots,
+            )  # fmt: skip
+        real.cleanup()
+
+
 @pytest.mark.parametrize("kind", [OSError, KeyError])
 def test_an_exception_in_a_recorder_ends_tracing_not_training(
     kind: type[Exception], caplog: pytest.LogCaptureFixture

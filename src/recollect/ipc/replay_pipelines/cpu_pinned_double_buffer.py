@@ -420,6 +420,11 @@ def _checked_queues(request: Any, ready: Any, slots: Any) -> tuple[Any, Any] | N
 
 
 def _check_slots(slots: PackSlots, sample_count: int, row_bytes: int) -> None:
+    if not isinstance(slots, PackSlots):
+        raise TypeError(
+            "collector_pack_shared_slots: must be the slots that make_collector_pack returned, got "
+            f"{type(slots).__name__}; pass its third value"
+        )
     wanted, found = (sample_count, row_bytes), (slots.sample_count, slots.row_bytes)
     if wanted != found:
         raise ValueError(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import inspect
 import logging
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
@@ -40,30 +41,53 @@ class Trace:
 
     def __init__(self, recorder: Any, gpu: bool = False) -> None:
         self._recorder, self._gpu = recorder, gpu
+        self._by_name: dict[str, bool] = {}  # methods that take their arguments by name alone
 
     def slice(self, name: str, start_ns: int, **args: Any) -> None:
         """Record what began at `start_ns` and ends now."""
         if self._recorder is not None:
             full = f"replay_pipeline/{name}"
-            self._record("add_slice", full, "replay_pipeline", start_ns, monotonic_ns(), args)
+            self._record(
+                "add_slice",
+                name=full,
+                category="replay_pipeline",
+                start_ns=start_ns,
+                end_ns=monotonic_ns(),
+                args=args,
+            )
 
     def count(self, name: str, value: int) -> None:
         """Record a running total."""
         if self._recorder is not None:
-            self._record("add_counter", f"replay_pipeline/{name}", monotonic_ns(), value)
+            self._record("add_counter", name=f"replay_pipeline/{name}", ts_ns=monotonic_ns(), value=value)
 
     def copy(self, transfer: Any, slot: int, **args: Any) -> None:
         """Record the copy between a backend's two events, once they have passed."""
         if self._recorder is not None and self._gpu and hasattr(transfer, "trace_events"):
             start, end = transfer.trace_events(slot)
-            self._record("add_cuda_pending_span", "gpu/replay_pipeline_batch_h2d", start, end, args)
+            name = "gpu/replay_pipeline_batch_h2d"
+            self._record("add_cuda_pending_span", name=name, start_event=start, end_event=end, args=args)
 
-    def _record(self, method: str, *args: Any) -> None:
+    def _record(self, method: str, **values: Any) -> None:
         try:
-            getattr(self._recorder, method)(*args)
+            record = getattr(self._recorder, method)
+            if method not in self._by_name:
+                self._by_name[method] = _takes_names_only(record)
+            if self._by_name[method]:
+                record(**values)
+            else:
+                record(*values.values())
         except Exception:
             self._recorder = None
             _log.warning("the trace recorder failed; tracing ends here", exc_info=True)
+
+
+def _takes_names_only(method: Any) -> bool:
+    try:
+        found = inspect.signature(method).parameters.values()
+    except (TypeError, ValueError):  # not written in Python
+        return False
+    return any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in found)
 
 
 class TickLog:

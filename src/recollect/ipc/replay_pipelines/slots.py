@@ -129,7 +129,7 @@ class PackSlots:
         """Return a frozen record."""
         number, state = self.claim()
         packer = self.mapping.load(_PACKER)
-        pid = packer & 0xFFFFFFFF if _core.is_alive(packer) else None
+        pid = None if _core.is_dead(packer) else _core.pid_of(packer)
         return SlotStats(number, _NAMES[state], pid, self.nbytes)
 
     def claim(self) -> tuple[int, int]:
@@ -165,7 +165,7 @@ class PackSlots:
     def packer_is_gone(self) -> bool | None:
         """Whether the collector that packed is dead or has left; None if there never was one."""
         packer = self.mapping.load(_PACKER)
-        return not _core.is_alive(packer) if packer else None
+        return _core.is_dead(packer) if packer else None
 
     def result(self) -> Packed:
         """What the collector packed; after DONE."""
@@ -191,12 +191,12 @@ class PackSlots:
     def enlist(self) -> None:
         """Become the process that packs; another live one is LaneBusyError."""
         pid = os.getpid()
-        me = self._enlisted[1] if self._enlisted[0] == pid else _core.process_word(pid)
+        me = self._enlisted[1] if self._enlisted[0] == pid else _core.own_word()
         mapping = self.mapping
         while (packer := mapping.load(_PACKER)) != me:
-            if _core.is_alive(packer):
+            if not _core.is_dead(packer):
                 raise LaneBusyError(
-                    f"slots: must be packed by one process, process {packer & 0xFFFFFFFF} does; close there first"
+                    f"slots: must be packed by one process, {_core.describe_process(packer)} does; close there first"
                 )
             if mapping.swap_if(_PACKER, packer, me):
                 number, state = self.claim()

@@ -41,7 +41,13 @@ class ProcessRunner(FarRunner):
             raise
         finally:
             theirs.close()
-        self._pidfd = os.pidfd_open(self.process.pid)
+        try:
+            self._pidfd = os.pidfd_open(self.process.pid)
+        except OSError:  # nobody could look after it
+            ours.close()
+            self.kill()
+            self.process.wait()
+            raise
         self._loop.add_reader(self._pidfd, self._died)
         ours.setblocking(False)
         closed: asyncio.Future[None] = self._loop.create_future()
