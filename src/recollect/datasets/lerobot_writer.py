@@ -31,7 +31,8 @@ from recollect.datasets.lerobot_meta import (
 from recollect.datasets.lerobot_video import CameraFile
 from recollect.datasets.statistics import Running
 from recollect.errors import FormatError
-from recollect.storage.dump import signed_json, sync_directory
+from recollect.files.record import signed_json
+from recollect.storage.dump import sync_directory
 from recollect.storage.home import seal
 
 JOURNAL = "journal.json"

@@ -5,9 +5,10 @@ An episode of T steps has T + 1 observations; here it is T transitions, as `tran
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Collection
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch, need
-from recollect.datasets.columns import number_space, numbers
+from recollect.datasets.columns import check_size, number_space, numbers
 from recollect.errors import FormatError
+from recollect.files.record import damage_in, parse_json, read_json
 from recollect.spaces.tree import make_dict
 
 _MAIN = "main_data.hdf5"
@@ -38,7 +40,8 @@ def from_minari(source: Any) -> DatasetBatch:
     meta = _metadata(path)
     kind = str(meta.get("data_format", "hdf5"))
     files: Any = _Hdf5(path) if kind == "hdf5" else _Arrow(path, kind)
-    lengths = files.lengths(int(meta.get("total_episodes", -1)))
+    with damage_in(path):
+        lengths = files.lengths(int(meta.get("total_episodes", -1)))
     chosen = sorted(lengths) if episodes is None else episodes
     if not any(lengths.get(i) for i in chosen):
         raise FormatError(f"{path}: must hold episodes, got none")
@@ -83,10 +86,13 @@ class _Hdf5:
             found = {}
             for name in f:
                 if name.startswith("episode_"):
-                    found[int(name[8:])] = int(f[name].attrs.get("total_steps", len(f[name]["rewards"])))
-        missing = [i for i in range(total) if i not in found]
-        if missing:
-            raise FormatError(f"{self.file}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+                    there = len(f[name]["rewards"])
+                    found[int(name[8:])] = steps = int(f[name].attrs.get("total_steps", there))
+                    if steps > there:
+                        raise FormatError(
+                            f"{self.file}: {name} must hold {steps} steps, got {there}; it is damaged"
+                        )
+        _check_total(self.file, total, found)
         return found
 
     def reward_dtype(self, episode: int) -> Any:
@@ -100,6 +106,12 @@ class _Hdf5:
             except (KeyError, OSError, AttributeError) as error:
                 raise FormatError(f"{self.file}: episode_{episode}/{name} cannot be read ({error}); "
                                   "it is damaged") from None  # fmt: skip
+
+
+def _check_total(where: Path, total: int, found: Collection[int]) -> None:
+    missing = list(islice((i for i in range(min(total, len(found) + 5)) if i not in found), 5))
+    if missing:
+        raise FormatError(f"{where}: must hold {total} episodes, lacks {missing}; it is damaged")
 
 
 def _hdf5_value(node: Any, space: Space[Any], rows: slice) -> Any:
@@ -124,9 +136,7 @@ class _Arrow:
 
     def lengths(self, total: int) -> dict[int, int]:
         found = {int(d.name): d for d in self.path.iterdir() if d.is_dir() and d.name.isdigit()}
-        missing = [i for i in range(total) if i not in found]
-        if missing:
-            raise FormatError(f"{self.path}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+        _check_total(self.path, total, found)
         return {i: int(_json(d / "metadata.json")["total_steps"]) for i, d in found.items()}
 
     def reward_dtype(self, episode: int) -> Any:
@@ -190,19 +200,15 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(path)
+    except OSError as error:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
 
 
 def _space(path: Path, meta: dict[str, Any], name: str) -> Space[Any]:
     if name in meta:
-        try:
+        with damage_in(f"{path}: {name}"):
             return _from_json(meta[name])
-        except (KeyError, ValueError, TypeError) as error:
-            raise FormatError(
-                f"{path}: its {name} cannot be read ({error!r}); it is damaged or newer"
-            ) from None
     try:
         import gymnasium
 
@@ -223,7 +229,7 @@ def _space(path: Path, meta: dict[str, Any], name: str) -> Space[Any]:
 
 def _from_json(obj: Any) -> Space[Any]:
     """The space that Minari wrote as JSON."""
-    obj = json.loads(obj) if isinstance(obj, str | bytes) else obj
+    obj = parse_json(obj, "space") if isinstance(obj, str | bytes) else obj
     kind = obj["type"]
     if kind == "Dict":
         return make_dict([(key, _from_json(child)) for key, child in obj["subspaces"].items()])
@@ -240,5 +246,7 @@ def _from_json(obj: Any) -> Space[Any]:
     if kind != "Box":
         raise ValueError(f"type must be one that has rows, got {kind!r}")
     dtype = np.dtype(obj["dtype"])
+    shape = tuple(int(n) for n in obj["shape"])
+    check_size(shape, dtype.itemsize, "space")
     low, high = (np.array(obj[side]).astype(dtype) for side in ("low", "high"))
-    return spaces.Box(low, high, tuple(obj["shape"]), dtype.type)
+    return spaces.Box(low, high, shape, dtype.type)

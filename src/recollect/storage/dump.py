@@ -7,30 +7,28 @@ killed dump leaves behind no manifest names, and the next commit deletes it.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
+import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from recollect import _core
-from recollect.errors import FormatError
+from recollect.errors import BudgetError, FormatError
+from recollect.files.record import Count, FileAbout, Positive, as_kind, read_json, read_signed, signed_json
 
 MANIFEST = "manifest.json"
 TEMPORARY = f".{MANIFEST}.tmp"
 FORMAT_VERSION = 1
-FIELDS = tuple("capacity commit count files lanes layout_hash live offset segments space storage".split())
 STORAGE = "storage"
 About = dict[str, Any]  # size and checksum of a file
 _PART = 1 << 22
-_KINDS: dict[str, Any] = {
-    "commit": int, "live": bool, "storage": dict, "storage_path_relative": str, "layout_hash": str, "count": int,
-    "offset": int, "capacity": int | None, "lanes": list, "evict": dict | None, "segments": list | None, "files": dict,
-}  # fmt: skip
 
 
 class DumpWriter:
@@ -145,10 +143,7 @@ class DumpWriter:
 
     def _old(self) -> dict[str, Any]:
         if self._last is None:
-            try:
-                self._last = dict(json.loads((self.path / MANIFEST).read_text(encoding="utf-8")))
-            except (OSError, ValueError, TypeError):
-                self._last = {}
+            self._last = peek_manifest(self.path)
         return self._last
 
     def finish(self, manifest: dict[str, Any]) -> None:
@@ -212,71 +207,79 @@ def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
     _core.fault_point()
 
 
+class LaneRecord(msgspec.Struct):
+    """One lane, as a manifest has it."""
+
+    start: Count
+    capacity: Positive | None
+    count: Count
+    offset: Count
+
+
+class StorageRecord(msgspec.Struct):
+    """A storage, as a manifest has it; what its options may be, it knows itself."""
+
+    name: str
+    options: dict[str, Any]
+    children: dict[str, StorageRecord] = {}
+
+
+class EvictRecord(msgspec.Struct):
+    """What goes first, as a manifest has it."""
+
+    by: Literal["oldest", "lowest"]
+    key: str | None = None
+
+
+class ManifestRecord(msgspec.Struct):
+    """What a manifest must say, whatever storage it is of."""
+
+    format: str
+    commit: Count
+    live: bool
+    storage: StorageRecord
+    space: dict[str, Any]
+    layout_hash: str
+    count: Count
+    offset: Count
+    capacity: Positive | None
+    lanes: Annotated[list[LaneRecord], Meta(min_length=1)]
+    segments: list[tuple[Count, Count, Count, Positive, Count]] | None
+    files: dict[str, FileAbout]
+    storage_path_relative: str = STORAGE
+    evict: EvictRecord | None = None
+    segment_counter: Count = 0
+    max_lengths: dict[str, Positive] | None = None
+
+
 def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     """Read and check the manifest of a directory; FormatError says what is wrong with it."""
     file = path / MANIFEST
     try:
-        text = file.read_text(encoding="utf-8")
-        manifest = json.loads(text)
-    except FileNotFoundError:
+        manifest = read_signed(file, formats, FORMAT_VERSION)
+    except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
-        raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
-    if not isinstance(manifest, dict) or manifest.get("format") not in formats:
-        got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    except OSError as error:
+        raise FormatError(f"{file}: must be a plain file, got {error}; it is damaged or foreign") from None
+    record = as_kind(manifest, ManifestRecord, file)
+    if record.format == "recollect.replay" and record.evict is None:
+        raise FormatError(f"{file}: must say what goes first, got no evict; it is damaged")
+    if record.evict is not None and record.evict.by == "lowest" and record.evict.key is None:
+        raise FormatError(f"{file}: evict must have a key, got none; it is damaged")
+    count = sum(lane.count for lane in record.lanes)
+    if count != record.count:
         raise FormatError(
-            f"{file}: format must be one of {list(formats)}, got {got!r}; it is another program's"
+            f"{file}: count must be {count}, that of all lanes, got {record.count}; it is damaged"
         )
-    version = manifest.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatError(
-            f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
-        )
-    check_text(file, text, manifest)
-    missing = [field for field in FIELDS if field not in manifest]
-    if missing or not isinstance(manifest["commit"], int):
-        raise FormatError(
-            f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged"
-        )
-    _check_kinds(file, manifest)
     return manifest
 
 
-def signed_json(record: dict[str, Any]) -> str:
-    """Canonical JSON of a record with the checksum of itself."""
-    body = canonical_json(record)
-    return canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
-
-
-def check_text(file: Path, text: str, record: dict[str, Any]) -> None:
-    """Take the checksum out of a record; FormatError unless its text is, to the letter, what `signed_json` wrote."""
-    record.pop("crc32c", None)
-    # To the letter: 1e5 and 1E5 are one number and two texts, and a flipped bit lies between them.
-    if text != signed_json(record):
-        raise FormatError(f"{file}: its checksum does not match; it is damaged")
-
-
-def _check_kinds(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise FormatError naming the first field that is not of its kind, or does not fit the others."""
-    for field, kinds in _KINDS.items():
-        value = manifest.get(field)
-        if field in manifest and (not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool)):
-            raise FormatError(f"{file}: {field} cannot be {value!r}; it is damaged")
-    storage, evict = manifest["storage"], manifest.get("evict")
-    if not isinstance(storage.get("name"), str) or not isinstance(storage.get("options"), dict):
-        raise FormatError(f"{file}: storage cannot be {storage!r}; it is damaged")
-    if manifest["format"] == "recollect.replay" and (
-        evict is None or evict.get("by") not in ("oldest", "lowest")
-    ):
-        raise FormatError(f"{file}: evict cannot be {evict!r}; it is damaged")
+def peek_manifest(path: Path) -> dict[str, Any]:
+    """What the manifest of a directory says, unchecked; nothing if there is none that can be read."""
     try:
-        count = sum(lane["count"] for lane in manifest["lanes"])
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: its lanes lack or garble {error}; it is damaged") from None
-    if count != manifest["count"]:
-        raise FormatError(
-            f"{file}: count must be {count}, that of all lanes, got {manifest['count']}; it is damaged"
-        )
+        return read_json(path / MANIFEST, follow=False)
+    except (OSError, FormatError, BudgetError):
+        return {}
 
 
 def check_files(
@@ -300,11 +303,16 @@ def _size_of(path: Path, name: str) -> int:
     if ".." in name.split("/") or name.startswith("/"):
         raise FormatError(f"{path}: names a file outside itself, {name!r}; it is damaged or forged")
     try:
-        return os.stat(f"{path}/{name}").st_size
-    except FileNotFoundError:
+        found = os.stat(f"{path}/{name}")
+    except (FileNotFoundError, NotADirectoryError):
         raise FormatError(
             f"{path / name}: is gone; the dump was replaced or damaged meanwhile: load again"
         ) from None
+    except (OSError, ValueError) as error:
+        raise FormatError(f"{path}: cannot look at {name[:200]!r} ({error}); it is damaged") from None
+    if not stat.S_ISREG(found.st_mode):
+        raise FormatError(f"{path / name}: must be a plain file, got something else; it is damaged or forged")
+    return found.st_size
 
 
 def _has_size(file: Path, about: About) -> bool:
@@ -329,23 +337,22 @@ def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
 
 def last_commit(path: Path) -> int:
     """Return the number of the newest commit, 0 if there is none that can be read."""
-    try:
-        return int(json.loads((path / MANIFEST).read_text(encoding="utf-8"))["commit"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return 0
+    found = peek_manifest(path).get("commit")
+    return found if isinstance(found, int) and 0 < found < 1 << 62 else 0
 
 
 def refuse_live(path: Path) -> None:
     """Raise FileExistsError for a directory that another buffer lives in: a dump would delete its file."""
-    try:
-        live = json.loads((path / MANIFEST).read_text(encoding="utf-8"))["live"]
-    except (OSError, ValueError, KeyError, TypeError):
-        return
-    if live:
+    if peek_manifest(path).get("live"):
         raise FileExistsError(
             f"{path}: must not be where another buffer lives, got dumps() there; dump to another directory or delete "
             "this one"
         )
+
+
+def held_nbytes(path: Path) -> int:
+    """The bytes that all plain files of a dump have together."""
+    return sum(f.stat().st_size for f in (path / STORAGE).rglob("*") if f.is_file())
 
 
 def file_crc(f: BinaryIO) -> str:
@@ -364,8 +371,3 @@ def sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
-
-
-def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no blanks: one text for one value."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -1,0 +1,1 @@
+"""Files: records that are read without trust."""
