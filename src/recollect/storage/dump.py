@@ -271,6 +271,7 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
         raise FormatError(
             f"{file}: count must be {count}, that of all lanes, got {record.count}; it is damaged"
         )
+    manifest.setdefault("storage_path_relative", record.storage_path_relative)
     return manifest
 
 

@@ -143,7 +143,8 @@ class FiledStorage(SpaceStorage):
         with damage_in(path):
             is_in_parts = cls.is_in_parts(path, manifest["storage"])
         if is_in_parts:
-            return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
+            with damage_in(path):
+                return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
         unknown = sorted(set(options) - set(cls.load_options))
         if unknown:
             raise TypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
