@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import multiprocessing
 import os
 from pathlib import Path
@@ -234,11 +235,11 @@ def test_swap_counts_the_new_buffers_for_auto() -> None:
     envs = vector(counting, 2, NEXT_STEP)
     wrapped = Wrapper(envs, lanes_for(envs, 2))
     pair = [tracked_for(envs), tracked_for(envs)]
-    wrapped.set_replay_buffers(pair)
+    wrapped.set_replay_buffers(pair, replay_mode="auto")
     wrapped.reset()
     wrapped.step(Z)
     assert [len(buf) for buf in pair] == [1, 1]
-    wrapped.set_replay_buffers(untracked_for(envs), finalize_old_segments=True)
+    wrapped.set_replay_buffers(untracked_for(envs), replay_mode="auto", finalize_old_segments=True)
     with pytest.raises(ValueError, match="per_env mode of 2 slots needs 2 buffers"):
         wrapped.set_replay_buffers(untracked_for(envs), replay_mode="per_env")
     fixed = Wrapper.shared(envs, lanes_for(envs, 2))
@@ -264,10 +265,33 @@ def test_swap_checks_all_before_it_changes_anything() -> None:
     assert not old.engine.native.owner(0)  # type: ignore[attr-defined]
 
 
+def test_the_mode_is_what_auto_came_to_and_stays() -> None:
+    envs = vector(counting, 2, NEXT_STEP)
+    wrapped = Wrapper(envs, [tracked_for(envs) for _ in range(2)])
+    assert wrapped.replay_mode == "per_env"
+    with pytest.raises(ValueError, match="per_env mode of 2 slots needs 2 buffers"):
+        wrapped.set_replay_buffers(lanes_for(envs, 2))
+    assert wrapped.replay_mode == "per_env"
+    wrapped.set_replay_buffers(lanes_for(envs, 2), replay_mode="auto")
+    assert wrapped.replay_mode == "shared"
+
+
+def test_a_single_environment_has_no_slots_for_per_env() -> None:
+    env = counting()
+    with pytest.raises(ValueError, match="replay_mode: per_env must be of a VectorEnv"):
+        Wrapper.per_env(env, [tracked_for(env)])
+    wrapped = Wrapper(env, [tracked_for(env)])
+    with pytest.raises(ValueError, match="per_env"):
+        wrapped.set_replay_buffers([tracked_for(env)], replay_mode="per_env")
+    assert wrapped.replay_mode == "shared"
+
+
 # -- asynchronous calls
 
 
-def test_they_exist_where_the_environment_has_them() -> None:
+def test_the_class_has_them_as_methods_and_an_object_where_its_environment_has_them() -> None:
+    for name in ("step_async", "step_wait", "reset_async", "reset_wait"):
+        assert inspect.isfunction(getattr(Wrapper, name)), name
     env, envs = counting(), vector(counting, 2, NEXT_STEP)
     for name in ("step_async", "step_wait", "reset_async", "reset_wait"):
         assert not hasattr(Wrapper(env, tracked_for(env)), name)

@@ -203,7 +203,9 @@ def test_a_killed_writer_is_taken_up_where_it_was(tmp_path: Path) -> None:
         source, tmp_path / "new", commit_rows=1, chunk_size=2, progress=seen.append, video_codec="h264"
     )
     assert seen[0] == 5 and sum(seen) == 11  # two episodes were there
-    assert not (tmp_path / "new/data/chunk-000/file-007.parquet").exists()
+    foreign = tmp_path / "new/data/chunk-000/file-007.parquet"
+    assert foreign.read_bytes() == b"half"  # not ours: it stays
+    foreign.unlink()
     to_lerobot(source, tmp_path / "whole", commit_rows=1, chunk_size=2, video_codec="h264")
     for name in ("meta/info.json", "meta/stats.json"):
         assert (tmp_path / "new" / name).read_text() == (tmp_path / "whole" / name).read_text()

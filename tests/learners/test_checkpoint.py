@@ -17,8 +17,8 @@ from tests.process.killing import killed_at, steps
 
 import recollect as rc
 from recollect.errors import FormatError
+from recollect.files import OwnedDirectory
 from recollect.files.record import signed_json
-from recollect.learners import checkpoint
 from recollect.learners.checkpoint import (
     check_shapes,
     load_checkpoint,
@@ -159,13 +159,17 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
 def test_an_older_one_stays_until_the_new_one_is_in_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real, seen = save_checkpoint(tmp_path / "model_1", state(1)), shutil.rmtree, list[int]()
+    path, real, seen = (
+        save_checkpoint(tmp_path / "model_1", state(1)),
+        OwnedDirectory.remove_noted,
+        list[int](),
+    )
 
-    def remove(where: Path, **kwargs: Any) -> None:
-        real(where, **kwargs)
+    def remove(owned: OwnedDirectory, keep: Any) -> None:
+        real(owned, keep)
         seen.append(load_checkpoint(path)["iteration"])
 
-    monkeypatch.setattr(checkpoint.shutil, "rmtree", remove)
+    monkeypatch.setattr(OwnedDirectory, "remove_noted", remove)
     save_checkpoint(path, state(2))
     assert seen == [2]  # what was removed is the older one, by then under another name
 

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import threading
+import webbrowser
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from starlette.routing import Route
+from tests.observe.browser import chromium
 
-from recollect.observe.web import WebServer, event_stream, make_app, page
+from recollect.observe.web import WebServer, browsing, event_stream, make_app, page
 from recollect.observe.web.app import STATIC
 
 httpx = pytest.importorskip("httpx")
@@ -89,3 +92,25 @@ def test_live_events_come_as_they_are_made_and_end_with_the_server(server: WebSe
 def test_a_port_in_use_is_an_error(server: WebServer) -> None:
     with pytest.raises(OSError, match="in use"):
         WebServer(make_app([]), server.port)
+
+
+@pytest.mark.process
+def test_a_browser_is_told_a_private_file_that_leads_to_the_page(
+    server: WebServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every user of a machine sees the arguments of a browser: the secret is in none of them."""
+    opened: list[str] = []
+    monkeypatch.setattr(webbrowser, "open", opened.append)
+    with browsing(server.url, True):
+        (address,) = opened
+        path = Path(address.removeprefix("file://"))
+        secret = server.url.rstrip("/").rpartition("/")[2]
+        assert secret not in address and secret in path.read_text()
+        assert path.stat().st_mode & 0o077 == 0 and path.parent.stat().st_mode & 0o077 == 0
+        with chromium() as browser:
+            page = browser.new_page()
+            page.goto(address)
+            page.wait_for_url(server.url)
+    assert not path.parent.exists()
+    with browsing(server.url, False):
+        assert len(opened) == 1

@@ -169,7 +169,7 @@ Log = list[tuple[str, str]]
 def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     """What is synced (in word only, which is quicker), renamed and deleted, in order."""
     found: Log = []
-    real_replace, real_unlink = os.replace, Path.unlink
+    real_replace, real_unlink = os.replace, os.unlink
 
     def fsync(fd: int) -> None:
         found.append(("sync", os.readlink(f"/proc/self/fd/{fd}")))
@@ -178,16 +178,17 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
         found.append(("rename", str(b)))
         real_replace(a, b)
 
-    def unlink(self: Path, missing_ok: bool = False) -> None:
-        found.append(("unlink", str(self)))
-        real_unlink(self, missing_ok=missing_ok)
+    def unlink(path: Any, *, dir_fd: int | None = None) -> None:
+        if Path(path).name != ".recollect-writer":  # the lock, which goes when the writer does
+            found.append(("unlink", str(path)))
+        real_unlink(path, dir_fd=dir_fd)
 
     def sync(self: Rows) -> None:
         found.append(("sync", str(self.path)))
 
     monkeypatch.setattr(dump.os, "fsync", fsync)
     monkeypatch.setattr(dump.os, "replace", replace)
-    monkeypatch.setattr(Path, "unlink", unlink)
+    monkeypatch.setattr(dump.os, "unlink", unlink)
     monkeypatch.setattr(Rows, "sync", sync)
     return found
 
@@ -196,8 +197,9 @@ def check_order(log: Log, path: Path, new: set[str]) -> None:
     """Power loss: what the manifest names is on disk before the rename that commits it; the rename itself after."""
     renamed = log.index(("rename", str(path / "manifest.json")))
     before, after = log[:renamed], log[renamed + 1 :]
-    for name in {*new, ".manifest.json.tmp"}:
+    for name in new:
         assert ("sync", str(path / name)) in before, name
+    assert before[-1][0] == "sync" and Path(before[-1][1]).match(f"{path}/.manifest.json.*.tmp")
     for name in new:  # its name too, in every directory that leads to it
         named = before[before.index(("sync", str(path / name))) :]
         for directory in (d for d in Path(name).parents if d != Path(".")):

@@ -8,16 +8,17 @@ import signal
 import sys
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from multiprocessing.util import Finalize
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.remote.make import SAMPLE
+from tests.remote.make import PLAIN, SAMPLE, samples
 
 from recollect.errors import WorkerError
-from recollect.remote import LocalCarrier, launch, launching, rank_layout
+from recollect.remote import LocalCarrier, ReplayBufferManager, launch, launching, rank_layout
 from recollect.remote.launching import Context, _Child, _Family, most_restarts, run_rank
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -50,6 +51,12 @@ def look(ctx: Context) -> Any:
     seen = sorted(ctx.carrier.alive()), ctx.carrier.token
     ctx.carrier.send(ctx.manager_rank, 0, [b"done"])
     return seen
+
+
+@pytest.fixture(autouse=True)
+def _managers_that_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most managers here take no messages: nobody waits long for their Goodbye."""
+    monkeypatch.setattr(launching, "_LEAVE_S", 0.01)
 
 
 def family(kind: str = "local", n_workers: int = 1) -> _Family:
@@ -357,3 +364,33 @@ def test_a_child_ends_though_nobody_takes_its_result_any_more(capfd: pytest.Capt
     child.join(SOON)
     assert child.exitcode == 1 and "BrokenPipeError" in capfd.readouterr().err
     child.close()
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+@pytest.mark.parametrize("ends", ["raises", "dies", "returns"])
+def test_a_worker_that_ends_before_its_first_message_is_not_waited_for(
+    kind: str, ends: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its manager would wait for it for `join_s`, far beyond the time that this test has."""
+    monkeypatch.setattr(launching, "_LEAVE_S", SOON)
+
+    def work(ctx: Context) -> Any:
+        if ctx.rank == 0:
+            with ctx.replay(PLAIN) as replay:
+                return replay.add(samples([1]))
+        if ends == "raises":
+            raise ArithmeticError("before the first word")
+        if ends == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return None
+
+    def manage(ctx: Context) -> ReplayBufferManager:
+        return ReplayBufferManager(PLAIN, ctx.rank, 2, communication_backend=ctx.carrier)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(launch, work, manage, n_workers=2, carrier=kind)
+        if ends == "returns":
+            assert set(found.result(30.0).results) == {0, 1}
+        else:
+            with pytest.raises(WorkerError, match="before the first word" if ends == "raises" else "code -9"):
+                found.result(30.0)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from types import SimpleNamespace
 from typing import Any
 
@@ -265,3 +266,22 @@ def test_managers_are_waited_for_a_finite_time(monkeypatch: pytest.MonkeyPatch, 
         RayCarrier.join("job", timeout=timeout)
     with pytest.raises(DeadlineError, match="must have 1 managers, got 0"):
         RayCarrier.join("job", timeout=0.0)
+
+
+def test_a_manager_that_comes_back_at_another_address_is_found(ray_cluster: Any) -> None:
+    """Its old place is taken meanwhile, so it listens elsewhere; the registry knows where."""
+    server = RayCarrier.serve("moving-job", 3)
+    worker = RayCarrier.join("moving-job", 1)
+    host, _, port = server.address.rpartition(":")
+    server.close()
+    with socket.create_server((host, int(port))):
+        again = RayCarrier.serve("moving-job", 3)
+        assert again.address != server.address
+        with pytest.raises(PeerDiedError):
+            worker.recv(3, timeout=10.0)
+        worker.reconnect(3, 20.0)
+        worker.send(3, 0, [b"found"])
+        assert bytes(again.recv(timeout=10.0)[2]) == b"found"
+    worker.close()
+    again.close()
+    RayCarrier.forget("moving-job")

@@ -76,24 +76,30 @@ def test_a_file_is_synced_renamed_and_never_half_there(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     done: list[str] = []
-    fsync, rename = os.fsync, Path.rename
+    fsync, replace = os.fsync, os.replace
 
     def synced(fd: int) -> None:
         done.append("directory" if os.path.isdir(f"/proc/self/fd/{fd}") else "file")
         fsync(fd)
 
-    def renamed(self: Path, to: Any) -> Any:
+    def renamed(old: Any, new: Any) -> None:
         done.append("rename")
-        return rename(self, to)
+        replace(old, new)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "rename", renamed)
+    monkeypatch.setattr(os, "replace", renamed)
     sink = rr.FileSink(tmp_path / "new" / "out", "jsonl")
     x = rr.decode(
         rr.encode([experience(info={"a": 1}, metrics={"m": 2.0})], batch_id=3, task_id="t", group_id=5)
     )
     sink.write(x, "c/1")
-    assert done == ["file", "rename", "directory"]
+    assert done == [
+        "directory",
+        "directory",
+        "file",
+        "rename",
+        "directory",
+    ]  # first the names of new directories
     [file] = (tmp_path / "new" / "out").iterdir()
     assert file.name == "c_1.jsonl"
     [line] = [json.loads(text) for text in file.read_text().splitlines()]

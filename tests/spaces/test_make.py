@@ -90,7 +90,7 @@ def test_torch_dtypes_and_tensors() -> None:
         ({"a": (1, spaces.OneOf([spaces.Discrete(2)]))}, "^a/1: space must be one of .*OneOf"),
         ({"a": spaces.Sequence(spaces.Graph(spaces.Box(0, 1), None))}, r"^a/\[\]: space must be one of"),
         ({"name": "hello"}, "^name: dtype must be .*gymnasium.spaces.Text"),
-        ({"x": None}, "^x: dtype must be"),
+        ({"x": None}, "^x: must describe a space, got NoneType"),
         ({"x": 1j}, "^x: dtype must be .*complex128"),
         ({"x": ((3,), "flaot32")}, "^x: dtype must be one of numpy or ml_dtypes, got 'flaot32'"),
         ({"x": ((3,), "complex64")}, "^x: dtype must be"),
@@ -119,3 +119,13 @@ def test_a_custom_space_is_refused() -> None:
 def test_negative_shapes_are_examples_not_leaves() -> None:
     with pytest.raises(TypeError, match="^1: dtype must be"):
         as_space(((-1,), "float32"))
+
+
+def test_what_describes_no_space_is_told_by_its_class() -> None:
+    class Env:
+        action_space = None
+
+    with pytest.raises(TypeError, match=r"must describe a space, got Env; transition_space\(env\)"):
+        as_space(Env())
+    with pytest.raises(TypeError, match="obs: must describe a space, got object; give a gymnasium space"):
+        as_space({"obs": object()})

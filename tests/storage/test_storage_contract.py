@@ -269,3 +269,22 @@ def test_row_storages_read_text_and_sequences_by_row(cls: Any) -> None:
         assert (one["note"], one["tokens"].tolist()) == ("aaa", [0, 1, 2])
         assert (two["note"], [t.tolist() for t in two["tokens"]]) == (("", "a"), [[], [0]])
         assert storage.get_column("note", [0, 1]) == ("a", "aaa")
+
+
+def test_a_storage_of_your_own_must_give_three_methods() -> None:
+    assert rc.SpaceStorage.__abstractmethods__ == {"get", "set", "dumps"}
+
+    class Least(rc.SpaceStorage):
+        def get(self, index: Any) -> Any: ...
+        def set(self, index: Any, value: Any) -> None: ...
+        def dumps(self, path: Any) -> None: ...
+
+    made = Least(spaces.Box(0, 1, (2,)))
+    with pytest.raises(NotImplementedError, match="__len__"):
+        len(made)
+    made.capacity = 3
+    assert len(made) == 3
+    for call in (lambda: Least.create(made.single_instance_space, capacity=3),
+                 lambda: Least.load_from("x", made.single_instance_space)):  # fmt: skip
+        with pytest.raises(NotImplementedError, match="Least: must have its own"):
+            call()

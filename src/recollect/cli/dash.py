@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import webbrowser
 from dataclasses import dataclass
 
 
@@ -28,7 +27,7 @@ class Dash:
     def run(self) -> None:
         """Serve and wait for Ctrl-C."""
         from recollect.observe.dash import dash_routes
-        from recollect.observe.web import WebServer, make_app  # says what to install, if it must
+        from recollect.observe.web import WebServer, browsing, make_app  # says what to install, if it must
 
         try:
             server = WebServer(make_app(dash_routes()), self.port)
@@ -39,6 +38,5 @@ class Dash:
                 json.dumps({"url": server.url}) if self.json else f"{server.url}   (Ctrl-C ends it)",
                 flush=True,
             )
-            if self.browser and not self.json:
-                webbrowser.open(server.url)
-            server.wait()
+            with browsing(server.url, self.browser and not self.json):
+                server.wait()

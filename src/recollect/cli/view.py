@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-import webbrowser
 from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
@@ -40,6 +39,7 @@ class View:
     def run(self) -> None:
         """Open, serve, and wait for Ctrl-C."""
         from recollect.observe.view.catalogue import open_catalogue
+        from recollect.observe.web import browsing
 
         with (
             open_catalogue(self.path, split=self.split, reward=self.reward) as catalogue,
@@ -52,9 +52,8 @@ class View:
                 print(f"{self.path}: {about['samples']:,} samples in {about['episodes']:,} episodes")
                 print(f"{server.url}   (Ctrl-C ends it)")
             sys.stdout.flush()
-            if self.browser and not self.json:
-                webbrowser.open(server.url)
-            server.wait()
+            with browsing(server.url, self.browser and not self.json):
+                server.wait()
 
     def _serve(self, catalogue: Any) -> Any:
         from recollect.observe.web import WebServer, make_app

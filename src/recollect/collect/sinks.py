@@ -53,7 +53,11 @@ def make_sink(buffers: ReplayBuffer | Sequence[ReplayBuffer], mode: str, n: int)
     if len(given) != needed:
         raise ValueError(
             f"replay_buffers: {mode} mode of {n} slots needs {needed} buffer{'s' * (needed != 1)}, got {len(given)}"
-            + (f"; pass {n}, or one created with num_lanes={n}" if n > 1 else "; pass one")
+            + (
+                f"; pass {n}, or one created with num_lanes={n}, and the replay_mode of that"
+                if n > 1
+                else "; pass one"
+            )
         )
     if mode == "per_env":
         return PerEnvSink(given)

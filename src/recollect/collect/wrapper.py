@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from types import MethodType
 from typing import Any, Literal, Self
 
 import gymnasium
@@ -26,6 +27,21 @@ Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 _NOT_MOVED = (AlreadyPendingCallError, NoAsyncCallError)  # errors of which it is known that nothing happened
+
+
+class _IfEnvHas:
+    """A method of the class that an object has only where its environment has it, so that `hasattr` tells."""
+
+    def __init__(self, function: Any) -> None:
+        self._function, self.__doc__ = function, function.__doc__
+
+    def __get__(self, wrapper: Any, owner: Any = None) -> Any:
+        if wrapper is None:
+            return self._function
+        name = self._function.__name__
+        if not hasattr(wrapper.env, name):
+            raise AttributeError(f"{type(wrapper.env).__name__} has no {name}; use step() and reset()")
+        return MethodType(self._function, wrapper)
 
 
 class ReplayBufferCollectionWrapper:
@@ -99,7 +115,6 @@ class ReplayBufferCollectionWrapper:
         self._builder_given, self._validate = transition_builder, validate_transition
         self.dump_on_episode_end, self.dump_on_reset_boundary = dump_on_episode_end, dump_on_reset_boundary
         self.dump_path = dump_path
-        self.replay_mode = replay_mode
         self._slots = Slots(mode_of(env, autoreset_mode), self._n)
         self._has_context = has_context(env)
         self._obs: Any = None
@@ -108,6 +123,7 @@ class ReplayBufferCollectionWrapper:
         self._warned = False  # of an overwritten final_obs
         self._closed = False
         self._recorder = self._make_recorder(replay_buffers, replay_mode)
+        self.replay_mode = self._recorder.sink.mode  # what "auto" came to
 
     @classmethod
     def shared(cls, env: Any, replay_buffer: ReplayBuffer, **kwargs: Any) -> ReplayBufferCollectionWrapper:
@@ -152,14 +168,16 @@ class ReplayBufferCollectionWrapper:
         self._end_reset(result, slots)
         return result
 
-    def _reset_async(self, *args: Any, mask: Any = None, seed: Any = None, **kwargs: Any) -> None:
+    @_IfEnvHas
+    def reset_async(self, *args: Any, mask: Any = None, seed: Any = None, **kwargs: Any) -> None:
         """Begin a reset that `reset_wait` ends."""
         slots, kwargs = self._begin_reset(mask, kwargs)
         with _Losing(self, slots):
             self.env.reset_async(*args, seed=seed, **kwargs)
         self._pending = ("reset", slots)
 
-    def _reset_wait(self, *args: Any, **kwargs: Any) -> Any:
+    @_IfEnvHas
+    def reset_wait(self, *args: Any, **kwargs: Any) -> Any:
         """End a reset that `reset_async` began."""
         self._check_open()
         with _Losing(self, None):
@@ -192,7 +210,8 @@ class ReplayBufferCollectionWrapper:
         self._end_step(seen, result)
         return result
 
-    def _step_async(self, action: Any) -> None:
+    @_IfEnvHas
+    def step_async(self, action: Any) -> None:
         """Begin a step that `step_wait` ends and records."""
         self._check_step()
         seen = self._copy_action(action)
@@ -200,7 +219,8 @@ class ReplayBufferCollectionWrapper:
             self.env.step_async(action)
         self._pending = ("step", seen)
 
-    def _step_wait(self, *args: Any, **kwargs: Any) -> Any:
+    @_IfEnvHas
+    def step_wait(self, *args: Any, **kwargs: Any) -> Any:
         """End a step that `step_async` began, and record it."""
         self._check_open()
         with _Losing(self, None):
@@ -219,32 +239,6 @@ class ReplayBufferCollectionWrapper:
             self._dump(self._recorder, ended, always=True)
         if error is not None:
             raise error
-
-    # They are there only where the environment has them, so that `hasattr` tells.
-    @property
-    def step_async(self) -> Any:
-        """Begin a step; `step_wait` ends and records it. Only where the environment has it."""
-        return self._if_env_has("step_async", self._step_async)
-
-    @property
-    def step_wait(self) -> Any:
-        """End the step that `step_async` began, and record it. Only where the environment has it."""
-        return self._if_env_has("step_wait", self._step_wait)
-
-    @property
-    def reset_async(self) -> Any:
-        """Begin a reset; `reset_wait` ends it. Only where the environment has it."""
-        return self._if_env_has("reset_async", self._reset_async)
-
-    @property
-    def reset_wait(self) -> Any:
-        """End the reset that `reset_async` began. Only where the environment has it."""
-        return self._if_env_has("reset_wait", self._reset_wait)
-
-    def _if_env_has(self, name: str, method: Any) -> Any:
-        if not hasattr(self.env, name):
-            raise AttributeError(f"{type(self.env).__name__} has no {name}; use step() and reset()")
-        return method
 
     def _lose(self, mask: Bools | None) -> None:
         """After an error of the environment nobody knows where its slots are: they need a reset."""
@@ -276,6 +270,10 @@ class ReplayBufferCollectionWrapper:
         recorder.sink.dump(self._dump_path, slots, always=always)
 
     def _make_recorder(self, buffers: ReplayBuffer | Sequence[ReplayBuffer], mode: str) -> Recorder:
+        if mode == "per_env" and not isinstance(self.env, VectorEnv):
+            raise ValueError(
+                "replay_mode: per_env must be of a VectorEnv, got a single environment; pass its buffer as shared"
+            )
         return Recorder(self.env, self._n, buffers, mode, self._builder_given, self._validate)
 
     def set_replay_buffers(
@@ -319,7 +317,7 @@ class ReplayBufferCollectionWrapper:
         except BaseException:
             _release(new, unless=old)
             raise
-        self._recorder, self.replay_mode = new, mode
+        self._recorder, self.replay_mode = new, new.sink.mode
         _release(old, unless=new)
         return old.sink.buffers
 

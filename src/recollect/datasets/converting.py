@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
@@ -18,14 +17,17 @@ import numpy as np
 from gymnasium import spaces
 
 from recollect.batch import BatchBase
+from recollect.datasets.lerobot_meta import read_json
 from recollect.errors import FormatError
+from recollect.files import OwnedDirectory, make_directory, remove_empty, replace_file, sync_directory
+from recollect.files.directory import NAME as WRITER
 from recollect.replay import ReplayBuffer
 from recollect.replay.plain import PlainEngine
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
 from recollect.storage.columns import longest
-from recollect.storage.dump import sync_directory
+from recollect.storage.dump import remove_dump
 from recollect.storage.live import live_of
 
 RECORD = "convert.json"
@@ -74,7 +76,7 @@ def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk
         if target == "memory":
             buffer.dumps(path)
     if target == "memory":
-        shutil.rmtree(stage)
+        remove_dump(stage, [RECORD])
     else:
         os.rename(stage, path)
         sync_directory(path.parent)
@@ -84,21 +86,19 @@ def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk
 
 def _begun(stage: Path, record: dict[str, Any]) -> ReplayBuffer | None:
     """What a killed copy left, None if nothing that can be used."""
-    if not stage.exists():
+    if not os.path.lexists(stage / RECORD):
+        if stage.is_dir() and any(stage.iterdir()) and not (stage / WRITER).exists():
+            raise FileExistsError(
+                f"{stage}: must be new or a half-made copy, got another directory; remove it or choose another path"
+            )
         return None
-    try:
-        found = json.loads((stage / RECORD).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        found = None
-    if found is not None and found != record:
+    found = read_json(stage / RECORD)
+    if found != record:
         differs = sorted(key for key in record if found.get(key) != record[key])
         raise FormatError(
             f"{stage}: is the half-made copy of something else ({differs} differ); remove it first"
         )
-    if found is not None and (stage / "manifest.json").exists():
-        return ReplayBuffer.load_from(stage, read_only=False)
-    shutil.rmtree(stage)
-    return None
+    return ReplayBuffer.load_from(stage, read_only=False) if (stage / "manifest.json").exists() else None
 
 
 def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, options: Any) -> ReplayBuffer:
@@ -110,15 +110,22 @@ def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, 
         args = (_patterns(source.single_space),)
     if target == "parquet":
         options = {"piece_size": _piece_size(source.single_space), **options}
-    buffer = ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
-                                 cache_path=stage, capacity=None, maintain_segment_metadata=record["tracked"],
-                                 **options)  # fmt: skip
+    made = make_directory(stage)
+    with OwnedDirectory.take(stage) as owned:  # its record first: without one, a directory is not ours
+        replace_file(
+            stage / RECORD,
+            lambda f: f.write(json.dumps(record).encode()),
+            note=lambda name: owned.note([name]),
+        )
+        owned.forget()
     try:
-        (stage / RECORD).write_text(json.dumps(record), encoding="utf-8")
+        return ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
+                                   cache_path=stage, capacity=None, maintain_segment_metadata=record["tracked"],
+                                   **options)  # fmt: skip
     except BaseException:
-        buffer.close()
+        (stage / RECORD).unlink(missing_ok=True)
+        remove_empty(made)
         raise
-    return buffer
 
 
 def _piece_size(space: Any) -> int:

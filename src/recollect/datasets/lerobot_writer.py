@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Sequence
 from os import PathLike
 from pathlib import Path
@@ -31,8 +30,9 @@ from recollect.datasets.lerobot_meta import (
 from recollect.datasets.lerobot_video import CameraFile
 from recollect.datasets.statistics import Running
 from recollect.errors import FormatError
+from recollect.files import OwnedDirectory, make_directory, make_inside, replace_file, sync_directory
+from recollect.files.directory import NAME as WRITER
 from recollect.files.record import signed_json
-from recollect.storage.dump import sync_directory
 from recollect.storage.home import seal
 
 JOURNAL = "journal.json"
@@ -133,24 +133,49 @@ class LeRobotWriter:
     # -- what a killed writer left
 
     def _resume(self) -> None:
-        journal = self.stage / JOURNAL
-        if journal.exists():
-            saved = read_json(journal)
-            if saved["config"] != json.loads(json.dumps(self._config)):
-                raise FormatError(
-                    f"{self.stage}: was begun with other settings; remove it, or pass the same again"
-                )
-            self._saved = {"sums": {}, **saved}
-            self._remove_unnamed()
-        elif self.stage.exists():
-            shutil.rmtree(self.stage)
-        self.stage.mkdir(parents=True, exist_ok=True)
+        is_foreign = self.stage.is_dir() and any(self.stage.iterdir())
+        is_foreign = is_foreign and not any(os.path.lexists(self.stage / name) for name in (JOURNAL, WRITER))
+        if is_foreign or self.stage.is_symlink():
+            raise FileExistsError(
+                f"{self.stage}: must be new or a half-made data set, got another directory; remove it or choose "
+                "another path"
+            )
+        make_directory(self.stage)
+        self._owned = OwnedDirectory.take(self.stage)
+        try:
+            journal = self.stage / JOURNAL
+            if journal.exists():
+                saved = read_json(journal)
+                if saved["config"] != json.loads(json.dumps(self._config)):
+                    raise FormatError(
+                        f"{self.stage}: was begun with other settings; remove it, or pass the same again"
+                    )
+                self._saved = {"sums": {}, **saved}
+            self._owned.remove_noted({JOURNAL, *self._saved.get("names", ())})
+        except BaseException:
+            self._owned.release()
+            raise
 
-    def _remove_unnamed(self) -> None:
-        named = {self.stage / JOURNAL, *(self.stage / name for name in self._saved.get("names", ()))}
-        for file in self.stage.rglob("*"):
-            if file.is_file() and file not in named:
-                file.unlink()
+    def _new(self, name: str) -> Path:
+        """The path of a new file in the stage; should this process be killed, the next writer removes it."""
+        self._owned.note_new(name)
+        file = self.stage / name
+        make_inside(self.stage, name.rpartition("/")[0])
+        return file
+
+    def _replace(self, name: str, text: str) -> None:
+        """Write a file of the stage whole."""
+        parent = name.rpartition("/")[0]
+        if parent:
+            make_inside(self.stage, parent)
+        below = f"{parent}/" if parent else ""
+        if name != JOURNAL:
+            self._owned.note([name])
+        replace_file(
+            self.stage / name,
+            lambda f: f.write(text.encode()),
+            note=lambda new: self._owned.note([below + new]),
+        )
 
     @property
     def n_episodes(self) -> int:
@@ -210,8 +235,7 @@ class LeRobotWriter:
 
         table = self._pa.table(columns).replace_schema_metadata(schema_metadata(self.features))
         if self._writer is None:
-            file = self.stage / _numbered(DATA_PATH, self._saved["files"]["data"])
-            file.parent.mkdir(parents=True, exist_ok=True)
+            file = self._new(_numbered(DATA_PATH, self._saved["files"]["data"]))
             self._writer = parquet.ParquetWriter(
                 str(file), table.schema, compression="snappy", use_dictionary=True
             )
@@ -222,7 +246,7 @@ class LeRobotWriter:
         camera = self._cameras.get(feature.name)
         if camera is None:
             number = self._saved["files"].get(feature.name, 0)
-            file = self.stage / _numbered(VIDEO_PATH, number, video_key=feature.name)
+            file = self._new(_numbered(VIDEO_PATH, number, video_key=feature.name))
             camera = CameraFile(file, self.fps, feature.shape, str(self._codec), self._options)
             self._cameras[feature.name] = camera
         self._video_start.setdefault(feature.name, camera.n_frames)
@@ -275,7 +299,8 @@ class LeRobotWriter:
         saved["episodes"] += self._fresh
         saved |= {"names": names, "stats": {name: s.state() for name, s in self._stats.items()}}
         self._fresh, self._data_nbytes, self._rows_in_files = [], 0, 0
-        _replace(self.stage / JOURNAL, json.dumps(saved))
+        self._replace(JOURNAL, json.dumps(saved))
+        self._owned.forget()
 
     def finish(self) -> None:
         """Write the metadata and rename the data set to its place."""
@@ -284,19 +309,21 @@ class LeRobotWriter:
         self._write_episodes()
         self._write_tasks()
         stats = {name: s.record() for name, s in self._stats.items()}
-        _replace(self.stage / "meta" / "stats.json", json.dumps(stats, indent=4))
-        _replace(self.stage / INFO, json.dumps(self._info(), indent=4, ensure_ascii=False))
+        self._replace("meta/stats.json", json.dumps(stats, indent=4))
+        self._replace(INFO, json.dumps(self._info(), indent=4, ensure_ascii=False))
         self._write_checksums()
         os.rename(self.stage, self.path)
         sync_directory(self.path.parent)
         (self.path / JOURNAL).unlink()
+        self._owned.moved_to(self.path)
+        self._owned.forget()
+        self._owned.release()
 
     def _write_episodes(self) -> None:
         from pyarrow import parquet
 
         rows = [{**e, **_place("meta/episodes", 0)} for e in self._saved["episodes"]]
-        file = self.stage / _numbered(EPISODES_PATH, 0)
-        file.parent.mkdir(parents=True, exist_ok=True)
+        file = self._new(_numbered(EPISODES_PATH, 0))
         parquet.write_table(self._pa.Table.from_pylist(rows), str(file), compression="snappy")
 
     def _write_checksums(self) -> None:
@@ -304,7 +331,7 @@ class LeRobotWriter:
         for file in sorted((self.stage / "meta").rglob("*")):
             if file.is_file() and file != self.stage / CHECKSUMS:
                 sums[str(file.relative_to(self.stage))] = seal(file)
-        _replace(self.stage / CHECKSUMS, signed_json({"format": "recollect.checksums", "files": sums}))
+        self._replace(CHECKSUMS, signed_json({"format": "recollect.checksums", "files": sums}))
 
     def _write_tasks(self) -> None:
         from pyarrow import parquet
@@ -312,7 +339,7 @@ class LeRobotWriter:
         tasks = self._saved["tasks"]
         table = self._pa.table({"task_index": self._pa.array(range(len(tasks)), "int64"),
                                 "task": self._pa.array(tasks, "string")})  # fmt: skip
-        file = self.stage / TASKS
+        file = self._new(TASKS)
         parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(_PANDAS)}), str(file))
 
     def _info(self) -> dict[str, Any]:
@@ -340,6 +367,7 @@ class LeRobotWriter:
         for camera in self._cameras.values():
             camera.close()
         self._cameras = {}
+        self._owned.release()
 
 
 def _numbered(template: str, number: int, **more: str) -> str:
@@ -348,14 +376,3 @@ def _numbered(template: str, number: int, **more: str) -> str:
 
 def _place(prefix: str, number: int) -> dict[str, int]:
     return {f"{prefix}/chunk_index": number // CHUNKS_SIZE, f"{prefix}/file_index": number % CHUNKS_SIZE}
-
-
-def _replace(file: Path, text: str) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    temporary = file.with_name(f".{file.name}.tmp")
-    with open(temporary, "w", encoding="utf-8") as f:
-        f.write(text)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(temporary, file)
-    sync_directory(file.parent)

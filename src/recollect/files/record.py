@@ -7,10 +7,8 @@ of each field what it may be. What a schema cannot say is read within `damage_in
 
 from __future__ import annotations
 
-import errno
 import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -21,6 +19,7 @@ from msgspec import Meta
 
 from recollect import _core
 from recollect.errors import AttachError, FormatError, RecollectError, SchemaError
+from recollect.files.names import open_inside
 from recollect.memory.limits import check_fits
 
 MOST_NBYTES = 1 << 30
@@ -72,21 +71,8 @@ def read_bytes(file: Path, *, most: int = MOST_NBYTES, follow: bool = False, tim
 
     BudgetError unless memory has room for `times` its size.
     """
-    flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | (0 if follow else os.O_NOFOLLOW)
-    try:
-        fd = os.open(file, flags)
-    except OSError as error:
-        if error.errno not in (errno.ELOOP, errno.ENXIO):
-            raise
-        raise FormatError(f"{file}: must be a plain file, got a link or device; it is forged") from None
-    except ValueError as error:
-        raise FormatError(f"{file}: cannot be a name ({error})") from None
-    with open(fd, "rb") as f:
-        found = os.fstat(fd)
-        if not stat.S_ISREG(found.st_mode):
-            raise FormatError(
-                f"{file}: must be a plain file, got {stat.filemode(found.st_mode)}; it is forged"
-            )
+    with os.fdopen(open_inside(file.parent, file.name, follow=follow), "rb") as f:
+        found = os.fstat(f.fileno())
         if found.st_size > most:
             raise FormatError(f"{file}: must have at most {most} bytes, got {found.st_size}; it is damaged")
         if found.st_size > _SMALL_NBYTES:

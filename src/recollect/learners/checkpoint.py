@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import copy
 import ctypes
+import errno
 import os
-import shutil
+import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from glob import escape
 from pathlib import Path
 from typing import Any
 
@@ -23,12 +25,14 @@ import msgspec
 import numpy as np
 
 from recollect import _core
-from recollect.errors import FormatError
+from recollect.errors import FormatError, LaneBusyError
+from recollect.files import OwnedDirectory, make_directory, remove_empty, sync_directory
+from recollect.files.directory import NAME
 from recollect.files.record import FileAbout, as_kind, brief, damage_in, read_bytes, read_signed, signed_json
-from recollect.storage.dump import make_directory, sync_directory
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
+CONTENTS = (TENSORS, f"{REPLAY}/", MANIFEST)
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 
@@ -61,11 +65,13 @@ def save_checkpoint(
     path = Path(path)
     encoder = Encoder()
     tree = encoder.encode(dict(state))
+    _check_ours(path)
     make_directory(path.parent)
     _sweep(path)
-    temporary = path.parent / f".{path.name}.tmp-{os.getpid()}"
+    owned = _new_stage(path)
+    temporary = owned.path
     try:
-        temporary.mkdir()
+        owned.note(CONTENTS)
         _core.fault_point()
         crc = _write(temporary / TENSORS, encoder.blocks)
         about = {TENSORS: {"bytes": encoder.nbytes, "crc32c": crc}}
@@ -80,10 +86,52 @@ def save_checkpoint(
         _core.fault_point()
         _put_in_place(temporary, path)
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        _remove(owned)
         raise
+    owned.moved_to(path)
+    with suppress(OSError):  # another save of this name took its place just now, and removes it
+        owned.forget()
+    owned.release()
     _sweep(path)
     return path
+
+
+def _new_stage(path: Path) -> OwnedDirectory:
+    """Make and lock a new directory beside a checkpoint; again if another save swept it while it was empty."""
+    while True:
+        temporary = path.parent / f".{path.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
+        temporary.mkdir()
+        with suppress(FileNotFoundError, LaneBusyError):
+            return OwnedDirectory.take(temporary)
+
+
+def _check_ours(path: Path) -> None:
+    """Raise FileExistsError for a path that holds anything but a checkpoint: it would be removed with it."""
+    if not os.path.lexists(path):
+        return
+    found = set(os.listdir(path)) if path.is_dir() and not path.is_symlink() else {"no directory"}
+    others = sorted(found - {MANIFEST, TENSORS, REPLAY, NAME})
+    if others or (found and not _is_checkpoint(path)):
+        raise FileExistsError(
+            f"{path}: must be new or a checkpoint, got {others or 'another manifest'}; choose another path"
+        )
+
+
+def _is_checkpoint(path: Path) -> bool:
+    try:
+        return bool(_manifest(path))
+    except (FormatError, OSError):
+        return False
+
+
+def _remove(owned: OwnedDirectory) -> None:
+    """Remove what was noted in a directory of ours, and the directory unless something else is in it."""
+    try:
+        if owned.is_held:
+            owned.remove_noted(())
+    finally:
+        owned.release()
+    remove_empty([owned.path])
 
 
 def _write(file: Path, blocks: list[Any]) -> str:
@@ -102,32 +150,53 @@ def _write(file: Path, blocks: list[Any]) -> str:
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     """One rename; an older checkpoint of that name changes places with the new one in one step."""
-    if path.exists():
+    try:
+        os.rename(temporary, path)  # onto nothing
+    except OSError as error:
+        if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+            raise
+        _check_ours(path)
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.renameat2(_HERE, os.fsencode(temporary), _HERE, os.fsencode(path), _EXCHANGE):
             code = ctypes.get_errno()
-            raise OSError(code, f"{path}: cannot be replaced ({os.strerror(code)}); remove it first")
-    else:
-        os.rename(temporary, path)
+            raise OSError(
+                code, f"{path}: cannot be replaced ({os.strerror(code)}); remove it first"
+            ) from None
     _core.fault_point()
     sync_directory(path.parent)
     _core.fault_point()
 
 
 def _sweep(path: Path) -> None:
-    """Remove what replaced checkpoints, killed saves of this name and killed removals left behind."""
-    for old in (*path.parent.glob(f".{path.name}.tmp-*"), *path.parent.glob(".removed-*")):
-        shutil.rmtree(old, ignore_errors=True)
+    """Remove what replaced checkpoints, killed saves of this name and killed removals left behind.
+
+    Such a directory is ours if it has our list, or is a checkpoint that was moved there; a live process holds its own.
+    """
+    name = escape(path.name)
+    for old in (*path.parent.glob(f".{name}.tmp-*"), *path.parent.glob(".removed-*")):
+        if old.is_symlink() or not old.is_dir():
+            continue
+        found = set(os.listdir(old))
+        if found and NAME not in found and not (found <= {MANIFEST, TENSORS, REPLAY} and _is_checkpoint(old)):
+            continue
+        with suppress(LaneBusyError, FormatError, OSError):
+            owned = OwnedDirectory.take(old)
+            if _is_checkpoint(old):
+                owned.note(CONTENTS)
+            _remove(owned)
 
 
 def remove_checkpoint(path: Path) -> None:
     """Remove a checkpoint, which is there whole until it is gone; nothing happens if there is none."""
     path = Path(path)
-    gone = path.parent / f".removed-{path.name}-{os.getpid()}"
+    _check_ours(path)
+    gone = path.parent / f".removed-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     with suppress(FileNotFoundError):
         os.rename(path, gone)
         _core.fault_point()
-        shutil.rmtree(gone, ignore_errors=True)
+        owned = OwnedDirectory.take(gone)
+        owned.note(CONTENTS)
+        _remove(owned)
 
 
 def load_checkpoint(path: Path) -> dict[str, Any]:
@@ -165,8 +234,6 @@ def _manifest(path: Path) -> CheckpointRecord:
         return as_kind(read_signed(file, (FORMAT,), FORMAT_VERSION), CheckpointRecord, file)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no checkpoint") from None
-    except OSError as error:
-        raise FormatError(f"{file}: must be a plain file, got {error}; it is damaged or foreign") from None
 
 
 def load_optimizer(name: str, optimizer: Any, found: Any) -> None:

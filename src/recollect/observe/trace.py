@@ -16,6 +16,7 @@ from time import monotonic_ns
 from typing import Any, Self
 
 from recollect.errors import ClosedError
+from recollect.files import replace_file
 
 _KEPT = 256  # events before they are written
 GPU_TRACK = "gpu"
@@ -197,6 +198,5 @@ def _make_whole(path: Path) -> None:
             events.append(json.loads(line.removesuffix(",")))
         except ValueError:
             continue  # the last line of a process that was killed while it wrote
-    whole = path.with_name(path.name + ".tmp")
-    whole.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
-    whole.replace(path)
+    text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
+    replace_file(path, lambda f: f.write(text.encode()))

@@ -4,23 +4,29 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import traceback
+import secrets
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
-from recollect.errors import WorkerError
+from recollect.errors import ClosedError, DeadlineError, PeerDiedError, WorkerError
 from recollect.remote.backends import NAMES, carrier_of, set_launched
 from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.local import LocalCarrier
 from recollect.remote.carriers.tcp import TcpCarrier
 from recollect.remote.client import RemoteReplay
+from recollect.remote.messages import DATA_TAG, Exit, Goodbye
+from recollect.remote.open_clients import was_used
 from recollect.remote.ranks import RankLayout, rank_layout
+from recollect.remote.wire import decode, encode
+from recollect.text import told
 
 Work = Callable[["Context"], Any]
 _LISTEN_S = 60.0  # until a manager listens
+_LEAVE_S = 5.0  # for a manager to hear that a worker will not come
 _END_S = 5.0  # for a child to end by itself, or when it is told to
 
 
@@ -95,6 +101,24 @@ def run_rank(worker: Work, manager: Work, layout: RankLayout, carrier: Carrier, 
     return "result", worker(ctx)
 
 
+def take_leave(layout: RankLayout, carrier: Carrier) -> None:
+    """Tell the manager of a worker that never spoke to it that it will not come; the manager would wait for it."""
+    rank = carrier.rank
+    if rank not in layout.workers or was_used(carrier, manager := layout.manager_of(rank)):
+        return
+    request, end = secrets.randbits(48), monotonic() + _LEAVE_S
+    with suppress(PeerDiedError, DeadlineError, ClosedError, OSError, ValueError):
+        carrier.send(manager, DATA_TAG, encode(Exit(request, bytes(16), 0, "ended")), _LEAVE_S)
+        while (left := end - monotonic()) > 0:
+            message, _, _ = decode(carrier.recv(manager, DATA_TAG, left)[2], max_frame=carrier.max_frame)
+            if isinstance(message, Goodbye) and message.request == request:
+                return
+
+
+def _nothing(ctx: Context) -> None:
+    """The work of a rank that only takes leave."""
+
+
 def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int) -> Launched:
     found = carrier_of(name)
     size = len(layout.workers) + len(layout.managers)
@@ -126,6 +150,7 @@ class _Family:
         self.token = os.urandom(32)
         self.addresses: dict[int, str] = {}
         self.children: dict[int, _Child] = {}
+        self.leaving: list[_Child] = []  # processes that take leave for workers that died
         # Functions defined in a script or a test need not be importable: forked children have them already.
         self.context = multiprocessing.get_context("fork")
 
@@ -144,14 +169,17 @@ class _Family:
             self._end()
 
     def _start(self, rank: int, restarts: int = 0) -> None:
+        self.children[rank] = self._started(rank, self.worker, restarts)
+
+    def _started(self, rank: int, worker: Work, restarts: int = 0) -> _Child:
         ours, theirs = self.context.Pipe()
         end = self.ends[rank] if self.ends else None
-        args = (self.worker, self.manager, self.layout, self.kind, rank, end, self.token, dict(self.addresses),
+        args = (worker, self.manager, self.layout, self.kind, rank, end, self.token, dict(self.addresses),
                 self.seed, theirs, ours)  # fmt: skip
         process = self.context.Process(target=_child, args=args, name=f"recollect-rank-{rank}")
         process.start()
         theirs.close()
-        self.children[rank] = _Child(rank, process, ours, restarts)
+        return _Child(rank, process, ours, restarts)
 
     def _await_addresses(self) -> None:
         """Wait until every manager listens; one that dies before is started again, as ever."""
@@ -201,6 +229,8 @@ class _Family:
             self._start(child.rank, child.restarts + 1)
             return
         child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} and without a word")
+        if child.rank in self.layout.workers:  # it may have died before its manager knew of it
+            self.leaving.append(self._started(child.rank, _nothing))
 
     def _gathered(self) -> Launched:
         launched, failed = Launched(), []
@@ -217,7 +247,7 @@ class _Family:
         return launched
 
     def _end(self) -> None:
-        for child in self.children.values():
+        for child in (*self.children.values(), *self.leaving):
             if child.outcome is None and child.process.is_alive():
                 child.process.terminate()
             child.process.join(_END_S)
@@ -236,10 +266,13 @@ def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int
         set_launched(kind, carrier)
         try:
             pipe.send(run_rank(worker, manager, layout, carrier, seed))
+        except BaseException as error:  # told first: taking leave may take a moment
+            pipe.send(("error", f"rank {rank}: {told(error)}"))
         finally:
+            take_leave(layout, carrier)
             carrier.close()
-    except BaseException:
-        pipe.send(("error", f"rank {rank}: {traceback.format_exc()}"))
+    except BaseException as error:
+        pipe.send(("error", f"rank {rank}: {told(error)}"))
     finally:
         pipe.close()
 

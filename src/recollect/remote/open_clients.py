@@ -12,7 +12,9 @@ if TYPE_CHECKING:
     from recollect.remote.client import RemoteReplay
 
 _open: dict[tuple[int, int], RemoteReplay] = {}
+_known: set[tuple[int, int]] = set()  # carriers and managers that a client of this process has spoken by
 _registered = 0
+os.register_at_fork(after_in_child=_known.clear)
 os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and say nothing when a child ends
 
 
@@ -24,12 +26,18 @@ def enter(client: RemoteReplay, carrier: Carrier) -> None:
             f"rank {client.manager_rank}: has a client on this carrier already; close it first"
         )
     _open[key] = client
+    _known.add(key)
     _close_at_exit()
 
 
 def leave(client: RemoteReplay, carrier: Carrier) -> None:
     """Forget a client that was closed."""
     _open.pop((id(carrier), client.manager_rank), None)
+
+
+def was_used(carrier: Carrier, manager_rank: int) -> bool:
+    """Whether a client of this process was ever open on this carrier for this manager."""
+    return (id(carrier), manager_rank) in _known
 
 
 def close_open_client(carrier: Carrier, manager_rank: int) -> bool:

@@ -9,6 +9,7 @@ from time import monotonic
 from typing import Any
 
 from recollect.errors import RemoteError
+from recollect.files import OwnedDirectory, make_directory
 from recollect.remote import checkpoint as saved
 from recollect.remote.forwarding import Forwarder
 from recollect.remote.messages import Data
@@ -16,6 +17,7 @@ from recollect.remote.records import Checkpoint
 from recollect.remote.shelf import Shelf
 from recollect.remote.wire import MOST_FRAME, decode
 from recollect.remote.writers import Writers
+from recollect.storage.dump import check_owned
 
 Repeat = Callable[[int, Data, memoryview], None]
 
@@ -26,7 +28,7 @@ class Saving:
     A dump that fails loses nothing, for the log goes on: it is counted, warned of, and tried again at its next time.
     Only where a restart would not read the log at hand, nothing is logged or answered before a dump was written.
 
-    Ownership: owns the log. Concurrency: the manager's lock is held in every call.
+    Ownership: owns the log and the directory. Concurrency: the manager's lock is held in every call.
     """
 
     def __init__(
@@ -35,7 +37,9 @@ class Saving:
         self.shelf, self.writers, self.checkpoint, self.forwarder = shelf, writers, checkpoint, forwarder
         self.config = _config(shelf)
         self.log: saved.Log | None = None
+        self._owned: OwnedDirectory | None = None
         self.n_failed = 0  # dumps that could not be written
+        self.n_damaged = 0  # places of the log, in this process, that held no record
         self._dumped_at = 0.0  # or tried in vain
         self._forwards_as: bytes | None = None  # in the dump
         self._log_is_over = False  # a restart would not read it, or not all of it
@@ -44,7 +48,19 @@ class Saving:
     def open(self, repeat: Repeat) -> None:
         """Make the buffer, or take it from the checkpoint and `repeat` the work of its log."""
         path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        if path is not None:
+            make_directory(path)
+            self._owned = OwnedDirectory.take(path)  # two managers would overwrite each other
+        try:
+            self._open(path, repeat)
+        except BaseException:
+            self.close()
+            raise
+
+    def _open(self, path: Path | None, repeat: Repeat) -> None:
         if self.checkpoint is None or path is None or not saved.exists(path):
+            if self._owned is not None:
+                check_owned(self._owned)  # a foreign storage/ is refused before anything is made
             self.shelf.adopt(self.shelf.fresh())
             self.dump()
         elif self.checkpoint.resume:
@@ -128,14 +144,14 @@ class Saving:
         path, old = Path(self.checkpoint.path), self.log
         try:
             with self.shelf.manager._timing.phase("dump"):
-                self.log = saved.write(self.shelf.buffer, path, self._state())
+                self.log = saved.write(self.shelf.buffer, path, self._state(), old, self._owned)
         except OSError:
             self.n_failed += 1
             # It may have failed behind its commit: then a restart takes that one, and looks for another log.
             self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
             raise
         if old is not None:
-            old.close()
+            old.remove()
         self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer
 
@@ -158,14 +174,12 @@ class Saving:
     def _restore(self, path: Path, repeat: Repeat) -> None:
         buffer, state, log = saved.read(path, self.shelf.items.space, self.shelf.storage)
         try:
+            if self._owned is not None:
+                check_owned(self._owned)  # removes what a killed manager left
             self._check_config(path, state.config)
             self.shelf.adopt(buffer)
             self._load(state)
-            for sender, frame in log.records():
-                message, _, body = decode(frame, max_frame=MOST_FRAME)
-                if not isinstance(message, Data):
-                    raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
-                repeat(sender, message, body)
+            self._repeat_all(log, repeat)
             if self.forwarder is not None:
                 self.forwarder.log_is_repeated()
         except BaseException:
@@ -174,6 +188,42 @@ class Saving:
             raise
         self.log = log
         self._dumped_at = monotonic()
+        if self.n_damaged:
+            self._tell_damage(log)
+
+    def _repeat_all(self, log: saved.Log, repeat: Repeat) -> None:
+        """Do the work of a log again, each container once, also behind damage and in whatever order they are."""
+        done: set[tuple[bytes, int]] = set()
+        n_twice = 0
+        dumped = {writer: record.last_seq for writer, record in self.writers.by_id.items()}
+        for sender, frame in log.records():
+            message, _, body = decode(frame, max_frame=MOST_FRAME)
+            if not isinstance(message, Data):
+                raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
+            number = (message.writer, message.seq)
+            if number in done or message.seq <= dumped.get(message.writer, 0):
+                n_twice += 1
+                continue
+            done.add(number)
+            known = self.writers.get(message.writer)
+            before = 0 if known is None else known.last_seq
+            repeat(sender, message, body)
+            record = self.writers.get(message.writer)
+            if record is not None:
+                record.last_seq = max(before, message.seq)
+        self.n_damaged = len(log.damages) + n_twice
+
+    def _tell_damage(self, log: saved.Log) -> None:
+        """Say what was lost, and begin a new log, so that the damaged one can be kept as it is."""
+        lost = sum(end - first for first, end in log.damages)
+        kept = log.path.with_name(f"damaged-{log.path.name}")
+        warnings.warn(
+            f"{log.path}: is damaged in {self.n_damaged} places ({lost} bytes, from byte {log.damages[0][0]} on); the "
+            f"containers there are lost, all others were kept; the file is kept as {kept.name}; check the disk"
+            if log.damages else f"{log.path}: holds {self.n_damaged} containers twice; each was taken once",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+        self.try_dump()
 
     def _check_config(self, path: Path, config: dict[str, Any]) -> None:
         for name, value in self.config.items():
@@ -204,10 +254,12 @@ class Saving:
             function.load_state_dict(state.scoring)
 
     def close(self) -> None:
-        """Give up the log."""
+        """Give up the log and the directory."""
         if self.log is not None:
             self.log.close()
             self.log = None
+        if self._owned is not None:
+            self._owned.release()
 
 
 def _config(shelf: Shelf) -> dict[str, Any]:

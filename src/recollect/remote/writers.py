@@ -29,7 +29,10 @@ class Writer:
 
 
 class Writers:
-    """All writers by id, the longest silent forgotten first when there are too many."""
+    """All writers by id. When there are too many, one that said Exit is forgotten first, the longest silent of them.
+
+    Such a client sends nothing again, so that a container is still stored once; others go only if none has left.
+    """
 
     def __init__(self) -> None:
         self.by_id: OrderedDict[Id, Writer] = OrderedDict()
@@ -46,6 +49,6 @@ class Writers:
                     other.answers.clear()
             found = self.by_id[writer] = Writer(rank)
             while len(self.by_id) > MOST_WRITERS:
-                self.by_id.popitem(last=False)
+                del self.by_id[next((i for i, w in self.by_id.items() if w.has_left), next(iter(self.by_id)))]
         self.by_id.move_to_end(writer)
         return found

@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from recollect.errors import ReadOnlyError, SegmentOpenError
+from recollect.files import OwnedDirectory
 from recollect.files.record import damage_in
 from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import DumpWriter, check_files, read_manifest, refuse_live
+from recollect.storage.dump import DumpWriter, check_files, read_manifest
 from recollect.storage.files import FiledStorage
 from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
@@ -29,11 +30,18 @@ FORMAT = "recollect.replay"
 
 
 def dump(
-    buffer: ReplayBuffer, path: PathName, cut_open: bool, beside: Mapping[str, bytes] | None = None
+    buffer: ReplayBuffer,
+    path: PathName,
+    cut_open: bool,
+    beside: Mapping[str, bytes] | None = None,
+    *,
+    log: str | None = None,
+    owned: OwnedDirectory | None = None,
 ) -> int:
     """Do `buffer.dumps(path, cut_open=cut_open)`; return the number of the commit.
 
-    `beside` are more files below `storage/`, by name without extension: they are part of the same commit.
+    `beside` are more files below `storage/`, by name without extension: they are part of the same commit. The file
+    `<log>-<commit>.bin` belongs to it too, and is removed with it. `owned` is the directory if it is locked already.
     """
     if not cut_open and buffer.engine.has_open_segment():
         raise SegmentOpenError(
@@ -55,8 +63,8 @@ def dump(
             )
         live.commit()
         return 0
-    refuse_live(Path(path))
-    with DumpWriter(Path(path)) as writer:
+    with DumpWriter(Path(path), owned) as writer:
+        writer.log = log
         for name, data in (beside or {}).items():
             with writer.file(f"{name}-{writer.commit}.bin") as f:
                 f.write(data)

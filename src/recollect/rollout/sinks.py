@@ -7,7 +7,6 @@ killed process may have made, so that nothing is delivered twice.
 from __future__ import annotations
 
 import asyncio
-import os
 import re
 import threading
 from collections import OrderedDict, deque
@@ -18,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError
+from recollect.files import make_directory, replace_file
 from recollect.replay import ReplayBuffer
 from recollect.rollout.clock import checked_seconds
 from recollect.rollout.experience import Experiences, experience_buffer
@@ -102,23 +102,9 @@ class FileSink:
 
     def write(self, x: Experiences, commit_id: str) -> None:
         """Write a temporary sibling, sync it, rename it, sync the directory."""
-        self.path.mkdir(parents=True, exist_ok=True)
-        final = self._file(commit_id)
-        temporary = final.with_name(f".{final.name}.{os.getpid()}")
-        try:
-            with temporary.open("wb") as file:
-                _write_parquet(x, file) if self.format == "parquet" else _write_jsonl(x, file)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.rename(final)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-        directory = os.open(self.path, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        make_directory(self.path)
+        write = _write_parquet if self.format == "parquet" else _write_jsonl
+        replace_file(self._file(commit_id), lambda file: write(x, file))
 
     def holds(self, commit_id: str) -> bool:
         """Tell whether the file of this commit is there."""

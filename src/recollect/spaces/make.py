@@ -55,6 +55,13 @@ def _from_example(value: Any, path: Path) -> Space[Any]:
         raise TypeError(
             f"{name}: example must be an array, got {type(value).__name__}; give a space or (shape, dtype)"
         ) from error
+    if (
+        array.dtype == object and array.shape == ()
+    ):  # nothing that numpy knows: an environment, a config, a model
+        hint = "transition_space(env) makes one of an environment" if hasattr(value, "action_space") else (
+            "give a gymnasium space, (shape, dtype) or an example array"
+        )  # fmt: skip
+        raise TypeError(f"{name}: must describe a space, got {type(value).__name__}; {hint}")
     return full_box(array.shape, dtype_from(array.dtype, name))
 
 

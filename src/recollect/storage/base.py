@@ -23,7 +23,9 @@ Segments = list[tuple[int, int]]
 
 
 class SpaceStorage(ABC):
-    """Where rows live. A subclass gives `create`, `load_from`, `get`, `set`, `dumps` and `__len__`.
+    """Where rows live. A subclass must give `get`, `set` and `dumps`.
+
+    To be made and opened by a ReplayBuffer it gives `create` and `load_from` too; without a capacity, `__len__`.
 
     Ownership: what `get` returns is the caller's; what `set` and `append` take is copied before they return.
     Concurrency: as the subclass says; `is_multiprocessing_safe` ones pickle to a small handle.
@@ -47,7 +49,6 @@ class SpaceStorage(ABC):
         self.single_instance_space: Space[Any] = as_space(single_instance_space)
 
     @classmethod
-    @abstractmethod
     def create(
         cls,
         single_instance_space: Any,
@@ -58,9 +59,9 @@ class SpaceStorage(ABC):
         **kwargs: Any,
     ) -> Self:
         """Make a new storage for samples of a space; `capacity=None` is unbounded."""
+        raise NotImplementedError(f"{cls.__name__}: must have its own create to be made by a ReplayBuffer")
 
     @classmethod
-    @abstractmethod
     def load_from(
         cls,
         path: PathName,
@@ -72,6 +73,7 @@ class SpaceStorage(ABC):
         **kwargs: Any,
     ) -> Self:
         """Open what `dumps` wrote; another space or capacity than the stored one is a ValueError."""
+        raise NotImplementedError(f"{cls.__name__}: must have its own load_from to be opened again")
 
     @abstractmethod
     def get(self, index: Any) -> Any:
@@ -85,9 +87,13 @@ class SpaceStorage(ABC):
     def dumps(self, path: PathName) -> None:
         """Write the live rows to a directory, crash-safe."""
 
-    @abstractmethod
     def __len__(self) -> int:
-        """The capacity, or the rows there are when unbounded."""
+        """The capacity, or the rows there are when unbounded, which a subclass must say itself."""
+        if self.capacity is None:
+            raise NotImplementedError(
+                f"{type(self).__name__}: must have its own __len__ while it is unbounded"
+            )
+        return self.capacity
 
     @property
     def layout(self) -> Layout:

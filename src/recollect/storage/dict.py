@@ -9,6 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from recollect.errors import FormatError, SchemaError
+from recollect.files import check_name
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
 from recollect.spaces.tree import as_keys, path_name
@@ -125,7 +126,9 @@ class DictStorage(FiledStorage):
         parts = saved_parts(path, saved, space)
         base = path / manifest["storage_path_relative"]
         inner = [
-            find_stored(child["name"], str(path)).load_from(base / child["path"], part.space, **options)
+            find_stored(child["name"], str(path)).load_from(
+                base / check_name(base, child["path"]), part.space, **options
+            )
             for part, child in zip(parts, saved["children"].values())
         ]
         return cls(space, parts, inner, None)

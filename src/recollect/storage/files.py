@@ -211,6 +211,8 @@ class FiledStorage(SpaceStorage):
             raise ReadOnlyError(
                 f"{type(self).__name__}: was opened for reading, got {verb}(); load it with read_only=False"
             )
+        if self.live is not None and not self.live.home.is_writable:
+            self.live.home.check()  # a forked child
 
     # -- commits and dumps
 

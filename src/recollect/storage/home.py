@@ -7,7 +7,6 @@ when the next one opens the directory.
 
 from __future__ import annotations
 
-import fcntl
 import os
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
@@ -15,17 +14,28 @@ from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from recollect import _core
-from recollect.errors import FormatError, LaneBusyError
+from recollect.errors import FormatError, ReadOnlyError
+from recollect.files import (
+    OwnedDirectory,
+    check_name,
+    has_name,
+    make_directory,
+    make_inside,
+    open_inside,
+    open_named,
+    remove_empty,
+    remove_inside,
+    sync_directory,
+)
 from recollect.storage.dump import (
     MANIFEST,
     STORAGE,
-    TEMPORARY,
     About,
+    check_owned,
     file_crc,
+    is_committed,
     last_commit,
-    make_directory,
-    remove_empty,
-    sync_directory,
+    named_files,
     write_manifest,
 )
 
@@ -33,88 +43,150 @@ from recollect.storage.dump import (
 class Home:
     """A directory that one process may write and any may read.
 
-    Ownership: the files below `storage/` are its own; the lock of the directory is held until `close()`.
+    Ownership: of the files that it made or that a manifest of ours names; the directory is locked until `close()`.
     Concurrency: one writer (a second raises LaneBusyError; the lock dies with its process); callers take turns.
     """
 
-    def __init__(self, path: Path, files: dict[str, About], commit: int, base: str, lock: int | None) -> None:
+    def __init__(
+        self, path: Path, files: dict[str, About], commit: int, base: str, owned: OwnedDirectory | None
+    ) -> None:
         self.path, self.files, self.commit, self.base = path, files, commit, base
-        self._lock = lock
+        self._owned = owned
         self._fresh: set[str] = set()  # sealed since the last commit
         self._dropped: set[str] = set()  # committed, but not to be named by the next
         self._directories: set[Path] = {path / STORAGE}
         self._serial = 0
-        self._made: list[Path] = []
+        self._open: set[str] = set()  # made, and not sealed yet
+        self._made: list[Path] = []  # new directories
 
     @classmethod
     def create(cls, path: Path, overwrite: bool) -> Self:
         """Make a directory for a new storage; one with a manifest is refused unless `overwrite`."""
-        if (path / MANIFEST).exists() and not overwrite:
-            raise FileExistsError(
-                f"{path}: holds a dump already; load it with load_from, or pass overwrite=True"
-            )
-        made = make_directory(path / STORAGE)
+        refuse_dump(path, overwrite)
+        made = make_directory(path)
         try:
-            commit = last_commit(path)
-            home = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, _locked(path))
+            owned = OwnedDirectory.take(path)
         except BaseException:
             remove_empty(made)
             raise
+        try:
+            refuse_dump(path, overwrite)
+            old = check_owned(owned)
+            made += make_inside(path, STORAGE)
+            commit = old.get("commit", 0)
+            home = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, owned)
+            home._dropped = {*named_files(path, old)}  # they go with the first commit
+        except BaseException:
+            owned.release()
+            remove_empty(made)
+            raise
         home._made = made
-        home._forget_all_others()
         return home
 
     def give_up(self) -> None:
         """Take back what `create` made, when no commit came of it."""
+        if self._owned is not None and self._owned.is_held:
+            self._owned.remove_noted(self._dropped)
         self.close()
-        for key in self._fresh:
-            (self.path / key).unlink(missing_ok=True)
         remove_empty(self._made)
 
     @classmethod
     def open(cls, path: Path, manifest: dict[str, Any], writable: bool) -> Self:
         """Open the directory of a manifest; to write means to lock it."""
-        lock = _locked(path) if writable else None
-        base = manifest["storage_path_relative"]
-        return cls(path, dict(manifest["files"]), manifest["commit"], base, lock)
+        owned = OwnedDirectory.take(path) if writable else None
+        try:
+            if owned is not None and last_commit(path) != manifest["commit"]:
+                raise FormatError(f"{path}: was replaced meanwhile; load again")
+            base = check_name(path, manifest["storage_path_relative"])
+            return cls(path, dict(manifest["files"]), manifest["commit"], base, owned)
+        except BaseException:
+            if owned is not None:
+                owned.release()
+            raise
 
     @property
     def is_writable(self) -> bool:
         """Whether this object may commit."""
-        return self._lock is not None
+        return self._owned is not None and self._owned.is_held
+
+    def check(self) -> None:
+        """Raise unless this object may write here: LaneBusyError in a forked child."""
+        if self._owned is not None:
+            self._owned.check()
 
     # -- files, named relative to the base directory of the storage
 
     def place(self, name: str) -> Path:
         """The path of a file; its directory is made if need be."""
         full = self.path / self.base / name
-        if not full.parent.is_dir():
-            make_directory(full.parent)
-        self._directories.add(full.parent)
+        if full.parent not in self._directories:
+            self.check()
+            make_inside(self.path, self._key(name).rpartition("/")[0])
+            self._directories.add(full.parent)
         return full
+
+    def place_new(self, name: str) -> Path:
+        """The path of a file that is about to be made; should this process be killed, the next writer removes it."""
+        full = self.place(name)
+        self._writer().note_new(self._key(name))
+        self._open.add(self._key(name))
+        return full
+
+    def note_new(self, names: Collection[str]) -> None:
+        """Say that files are about to be made that the next commit names by other files."""
+        self._writer().note(map(self._key, names))
+
+    def _writer(self) -> OwnedDirectory:
+        if self._owned is None:
+            raise ReadOnlyError(
+                f"{self.path}: was opened for reading, got a write; load it with read_only=False"
+            )
+        return self._owned
 
     def new_name(self, stem: str, ext: str) -> str:
         """A name that no file here has or had since this object was opened."""
         while True:
             name = f"{stem}{self._serial}{ext}"
             self._serial += 1
-            if not (self.path / self.base / name).exists():
+            if not self.has(name):
                 return name
+
+    def has(self, name: str) -> bool:
+        """Whether there is anything of this name."""
+        return has_name(self.path, self._key(name))
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Path]:
         """Write a new file by its path; then it is synced and named by the next commit, or taken back if it fails."""
         full = self.place(name)
+        self._writer().note([self._key(name)])
         try:
             _core.fault_point()
             yield full
             _core.fault_point()
             self.files[self._key(name)] = seal(full)
         except BaseException:
-            with suppress(OSError):
-                full.unlink(missing_ok=True)
+            self.take_back(name)
             raise
+        self._open.discard(self._key(name))
         self._fresh.add(self._key(name))
+
+    def adopt(self, name: str) -> None:
+        """Sync a file of `place_new`, and let the next commit name it; where that fails, the file stays as it is."""
+        key = self._key(name)
+        self.files[key] = seal(self.path / key)
+        self._open.discard(key)
+        self._fresh.add(key)
+
+    def take_back(self, name: str) -> None:
+        """Remove a file that was made since the last commit."""
+        key = self._key(name)
+        self._open.discard(key)
+        self._fresh.discard(key)
+        self.files.pop(key, None)
+        if self.is_writable:
+            with suppress(OSError):
+                remove_inside(self.path, key)
 
     def drop(self, name: str) -> None:
         """Do not name a file in the next commit, which deletes it; one never committed is deleted now."""
@@ -123,7 +195,7 @@ class Home:
             return
         if key in self._fresh:
             self._fresh.discard(key)
-            (self.path / key).unlink(missing_ok=True)
+            self.take_back(name)
         else:
             self._dropped.add(key)
 
@@ -139,13 +211,8 @@ class Home:
             raise FormatError(f"{self.path}: must name the file {name!r}, got none; it is damaged") from None
 
     def open_file(self, name: str) -> BinaryIO:
-        """Open a named file; FormatError, "load again", if it is gone. (Its name was checked with the manifest.)"""
-        try:
-            return open(f"{self.path}/{self.base}/{name}", "rb")
-        except FileNotFoundError:
-            raise FormatError(
-                f"{self.path / self.base / name}: is gone; it was replaced or damaged meanwhile: load again"
-            ) from None
+        """Open a named file; FormatError, "load again", if it is gone."""
+        return open_named(self.path, self._key(name))
 
     def _key(self, name: str) -> str:
         return f"{self.base}/{name}"
@@ -154,80 +221,56 @@ class Home:
 
     def finish(self, manifest: dict[str, Any]) -> None:
         """Commit: the manifest names what is here; then what it no longer names is deleted."""
+        owned = self._writer()
+        owned.check()
         for directory in sorted(self._directories):
             sync_directory(directory)
         _core.fault_point()
         number = self.commit + 1
         record = {**manifest, "storage_path_relative": self.base, "commit": number, "files": self.files}
+        owned.note(self._dropped)
         try:
-            write_manifest(self.path, record)
+            write_manifest(self.path, record, owned)
         except BaseException:
-            with suppress(OSError):
-                (self.path / TEMPORARY).unlink(missing_ok=True)
-            if last_commit(self.path) != number:
-                raise
+            if (
+                is_committed(self.path, number) is not False
+            ):  # what it names may not be removed by anything but a commit
+                self.commit = number
+                self._fresh.clear()
+            raise
         self.commit = number
         self._directories = {self.path / STORAGE}
         self._fresh.clear()
-        gone, self._dropped = self._dropped, set()
-        for key in gone:
+        with suppress(OSError):  # it is committed; the next one tries again
+            self._remove_dropped(owned)
+
+    def _remove_dropped(self, owned: OwnedDirectory) -> None:
+        for key in sorted(self._dropped):
             _core.fault_point()
-            (self.path / key).unlink(missing_ok=True)
-        for directory in {(self.path / key).parent for key in gone}:
-            if directory != self.path / STORAGE:
-                remove_empty([directory])
+            owned.remove([key])
+            self._dropped.discard(key)
+        owned.forget()
+        owned.note(self._open)
 
     def close(self) -> None:
         """Give the directory back to other writers; may be called twice."""
-        lock, self._lock = self._lock, None
-        if lock is not None:
-            os.close(lock)
-
-    def _forget_all_others(self) -> None:
-        """A new storage over an old dump: the old files go with the first commit."""
-        self._dropped = {str(f.relative_to(self.path)) for f in self._there()}
+        if self._owned is not None:
+            self._owned.release()
 
     def sweep(self, others: Collection[str] = ()) -> None:
-        """Delete what no manifest names; `others` are files that named files name."""
-        keep = {*self.files, *(self._key(name) for name in others)}
-        for file in self._there():
-            if str(file.relative_to(self.path)) not in keep:
-                file.unlink(missing_ok=True)
+        """Delete what a killed writer left, and no manifest names; `others` are files that named files name."""
+        self._writer().remove_noted({*self.files, *(self._key(name) for name in others)})
 
-    def _there(self) -> list[Path]:
-        return [f for f in (self.path / STORAGE).rglob("*") if f.is_file()]
+
+def refuse_dump(path: Path, overwrite: bool) -> None:
+    """Raise FileExistsError for a directory that holds a dump, unless it may be overwritten."""
+    if os.path.lexists(path / MANIFEST) and not overwrite:
+        raise FileExistsError(f"{path}: holds a dump already; load it with load_from, or pass overwrite=True")
 
 
 def seal(full: Path) -> About:
     """Sync a file that is complete, and return its size and checksum."""
-    with open(full, "rb+") as f:
+    with os.fdopen(open_inside(full.parent, full.name, os.O_RDWR), "rb+") as f:
         os.fsync(f.fileno())
         _core.fault_point()
         return {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
-
-
-def _locked(path: Path) -> int:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        os.close(fd)
-        raise LaneBusyError(
-            f"{path}: must have one writer, got a second beside {_writer(path)}; open it with read_only=True, "
-            "or close the other"
-        ) from None
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def _writer(path: Path) -> str:
-    """Who holds the lock of a directory, as far as the system tells."""
-    inode = str(path.stat().st_ino)
-    with suppress(OSError):
-        for line in Path("/proc/locks").read_text().splitlines():
-            fields = line.split()  # 1: FLOCK ADVISORY WRITE <pid> <device>:<inode> 0 EOF
-            if fields[1] == "FLOCK" and fields[5].rsplit(":")[-1] == inode:
-                return f"process {fields[4]}"
-    return "another process"

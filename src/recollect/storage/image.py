@@ -196,6 +196,9 @@ class ImageStorage(FileStorage):
             last = {row: i for i, row in enumerate(rows.tolist())}
             written: list[tuple[int, str]] = []
             self._newest += 1
+            while any(self.home.has(self._name(row, self._newest)) for row in last):
+                self._newest += 1  # a file of another program has that name
+            self.home.note_new([self._name(row, self._newest) for row in last])
             try:
                 for row, i in last.items():
                     name = self._name(row, self._newest)
@@ -204,7 +207,7 @@ class ImageStorage(FileStorage):
                     self.home.place(name).write_bytes(self._encode(frames[i]))
             except BaseException:
                 for _, name in written:
-                    self.home.place(name).unlink(missing_ok=True)
+                    self.home.take_back(name)
                 raise
             self._reach(max(last, default=-1) + 1)
             for row, name in written:
@@ -220,7 +223,7 @@ class ImageStorage(FileStorage):
             return
         name = self._name(row, generation)
         if self._unsynced.pop(name, None) is not None:
-            self.home.place(name).unlink(missing_ok=True)
+            self.home.take_back(name)
         else:
             self.home.drop_later(name)
         self._entries[row] = (0, 0, 0, 0)

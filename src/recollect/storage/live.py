@@ -14,7 +14,7 @@ from typing import Any
 from recollect.errors import FormatError
 from recollect.spaces import space_to_json
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import STORAGE, DumpWriter, refuse_live
+from recollect.storage.dump import DumpWriter
 from recollect.storage.home import Home
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -118,7 +118,6 @@ def dump_storage(storage: SpaceStorage, path: PathName) -> None:
         live.commit()
     if live is not None and is_same(live.home.path, path):
         return
-    refuse_live(Path(path))
     with DumpWriter(Path(path)) as writer:
         base = save(storage, writer)
         writer.finish({**manifest_of(storage), "storage_path_relative": base})
@@ -129,7 +128,7 @@ def save(storage: SpaceStorage, writer: DumpWriter) -> str:
     live = live_of(storage)
     if live is not None:
         return live.copy_to(writer)
-    base = f"{STORAGE}/part-{writer.commit}"
+    base = writer.begin_part()
     storage.save_parts(writer.path / base)
     writer.adopt_all(base)
     return base

@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
 from recollect.errors import FormatError
+from recollect.files import OwnedDirectory, has_name, make_directory, make_inside, remove_empty
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.base import PathName
-from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, make_directory, read_manifest, remove_empty
+from recollect.storage.dump import STORAGE, DumpWriter, check_owned, last_manifest, named_files, read_manifest
+from recollect.storage.home import refuse_dump
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
 from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
+
+_TURN_S = 10.0  # for another process that commits in the same directory
 
 
 class MemmapStorage(RowStorage):
@@ -50,13 +56,18 @@ class MemmapStorage(RowStorage):
 
         `live_as` is what its manifest says it is: a buffer's, when a buffer makes it, so that one commit makes both.
         """
-        storage = super().create(single_instance_space, *args, cache_path=cache_path, **kwargs)
-        storage.live_as = live_as
-        try:
-            storage.write_live()
-        except BaseException:
-            storage._give_up()
-            raise
+        if cache_path is None:
+            raise ValueError(f"cache_path: {cls.__name__} needs the directory of its file, got None")
+        path = Path(cache_path)
+        refuse_dump(path, bool(kwargs.get("overwrite")))
+        with owned_directory(path) as owned:
+            refuse_dump(path, bool(kwargs.get("overwrite")))
+            check_owned(owned)
+            storage = super().create(
+                single_instance_space, *args, cache_path=cache_path, owned=owned, **kwargs
+            )
+            storage.live_as = live_as
+            storage._begin_live(owned)
         return storage
 
     @classmethod
@@ -70,17 +81,10 @@ class MemmapStorage(RowStorage):
         overwrite: bool,
         **kwargs: Any,
     ) -> Rows:
-        sparse = kwargs.pop("sparse", False)
+        sparse, owned = kwargs.pop("sparse", False), kwargs.pop("owned")
         if kwargs:
             raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
-        if cache_path is None:
-            raise ValueError(f"cache_path: {cls.__name__} needs the directory of its file, got None")
-        path = Path(cache_path)
-        if (path / MANIFEST).exists() and not overwrite:
-            raise FileExistsError(
-                f"{path}: holds a dump already; load it with load_from, or pass overwrite=True"
-            )
-        return _new_file(path, layout, capacity, num_lanes, segments, sparse)
+        return _new_file(owned, layout, capacity, num_lanes, segments, sparse)
 
     @classmethod
     def from_dump(
@@ -94,40 +98,56 @@ class MemmapStorage(RowStorage):
         cast: bool = False,
     ) -> Self:
         layout = stored_layout(path, manifest)
-        live = bool(manifest.get("live"))
-        if live:
+        if manifest.get("live"):
             rows = open_live(path, manifest, layout, writable=not read_only)
         elif read_only:
             rows = open_rows(path, manifest, layout, verify=verify)
         else:
-            rows = _thaw(path, manifest, layout)
-        storage = cls(rows, space, capacity=manifest["capacity"], cast=cast, is_mutable=not read_only)
+            return cls._thawed(path, manifest, layout, space, cast)
+        return cls._over(path, manifest, rows, space, cast, not read_only)
+
+    @classmethod
+    def _thawed(cls, path: Path, manifest: dict[str, Any], layout: Layout, space: Any, cast: bool) -> Self:
+        """Make a live file of a dump; the dump stays the committed state until the new manifest is written."""
+        with owned_directory(path) as owned:
+            if check_owned(owned).get("commit") != manifest["commit"]:
+                raise FormatError(f"{path}: was replaced meanwhile; load again")
+            storage = cls._over(path, manifest, _thaw(owned, manifest, layout), space, cast, True)
+            storage._begin_live(owned)
+        return storage
+
+    @classmethod
+    def _over(
+        cls, path: Path, manifest: dict[str, Any], rows: Rows, space: Any, cast: bool, is_mutable: bool
+    ) -> Self:
+        storage = cls(rows, space, capacity=manifest["capacity"], cast=cast, is_mutable=is_mutable)
         storage.cache_filename = str(path)
         storage.commit = manifest["commit"]
         extra: dict[str, Any] = {key: manifest[key] for key in ("evict", "limiter") if key in manifest}
         storage.live_as = (manifest["format"], extra)
-        if not live and not read_only:
-            try:
-                storage.write_live()
-            except BaseException:
-                storage._give_up()
-                raise
         return storage
 
-    def write_live(self) -> None:
+    def _begin_live(self, owned: OwnedDirectory) -> None:
+        """Write the first manifest of a live file, or take the file back."""
+        try:
+            self.write_live(owned)
+        except BaseException:
+            self.close()
+            raise
+
+    def write_live(self, owned: OwnedDirectory | None = None) -> None:
         """Commit a manifest that says: the counters are in the file itself."""
         format_name, extra = self.live_as
-        with DumpWriter(Path(str(self.cache_filename))) as writer:
+        # Several processes may use the file: they take turns.
+        path = Path(str(self.cache_filename))
+        with DumpWriter(path, owned, live=self.file_name, wait_s=_TURN_S) as writer:
+            if owned is None and not writer.replaces_live:
+                raise FormatError(
+                    f"{path}: was replaced meanwhile, got dumps() of the buffer before; load again"
+                )
             writer.keep.add(f"{STORAGE}/{self.file_name}")
             record = self.record(Saved(windows_of(self.rows), [] if self.rows.geometry.tagged else None))
             writer.finish({**record, **extra, "live": True, "format": format_name})
-
-    def _give_up(self) -> None:
-        """Take back a file that no manifest names yet."""
-        file = Path(str(self.rows.path))
-        self.close()
-        file.unlink(missing_ok=True)
-        remove_empty([file.parent])
 
     def is_live_at(self, path: PathName) -> bool:
         """Whether `path` is the directory that this storage lives in."""
@@ -169,33 +189,43 @@ def _reopen(cls: type[MemmapStorage], path: str, commit: int, cast: bool) -> Mem
     return cls.from_dump(Path(path), manifest, space, read_only=True, verify=False, cast=cast)
 
 
-def _new_file(
-    path: Path, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool
-) -> Rows:
-    made = make_directory(path / STORAGE)
-    number = 1 + max(
-        (int(f.stem[5:]) for f in (path / STORAGE).glob("live-*.bin") if f.stem[5:].isdigit()), default=0
-    )
-    file = path / STORAGE / f"live-{number}.bin"
+@contextmanager
+def owned_directory(path: Path) -> Iterator[OwnedDirectory]:
+    """Own a directory, made if need be, for as long as something is made in it; what fails is taken back."""
+    made = make_directory(path)
     try:
-        return Rows.in_file(file, layout, capacity, num_lanes, segments, sparse)
+        with OwnedDirectory.take(path) as owned:
+            try:
+                made += [] if has_name(path, STORAGE) else [path / STORAGE]
+                yield owned
+            except BaseException:
+                if owned.is_held:
+                    owned.remove_noted({*named_files(path, last_manifest(path))})
+                raise
     except BaseException:
         remove_empty(made)
         raise
 
 
-def _thaw(path: Path, manifest: dict[str, Any], layout: Layout) -> Rows:
-    """Make a live file of a dump; the dump stays the committed state until the new manifest is written."""
-    source = open_rows(path, manifest, layout, verify=True)  # every row is read anyway
+def _new_file(
+    owned: OwnedDirectory, layout: Layout, capacity: int | None, num_lanes: int, segments: bool, sparse: bool
+) -> Rows:
+    make_inside(owned.path, STORAGE)
+    place = owned.path / STORAGE
+    number = 1 + max((int(f.stem[5:]) for f in place.glob("live-*.bin") if f.stem[5:].isdigit()), default=0)
+    owned.note_new(f"{STORAGE}/live-{number}.bin")
+    return Rows.in_file(place / f"live-{number}.bin", layout, capacity, num_lanes, segments, sparse)
+
+
+def _thaw(owned: OwnedDirectory, manifest: dict[str, Any], layout: Layout) -> Rows:
+    source = open_rows(owned.path, manifest, layout, verify=True)  # every row is read anyway
     try:
         g = source.geometry
-        rows = _new_file(path, layout, manifest["capacity"], g.n_lanes, g.tagged, False)
+        rows = _new_file(owned, layout, manifest["capacity"], g.n_lanes, g.tagged, False)
         try:
             copy_rows(source, rows)
         except BaseException:
-            file = Path(str(rows.path))
             rows.close()
-            file.unlink()
             raise
     finally:
         source.close()

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
 
 from recollect.errors import FormatError, ReadOnlyError, SchemaError
+from recollect.files import check_name, open_named
 from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.memory.rows import Rows, codec_of
@@ -22,7 +24,7 @@ from recollect.spaces import (
 from recollect.spaces.json import MOST_NBYTES
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest, refuse_live
+from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -277,7 +279,6 @@ class RowStorage(SpaceStorage):
     # -- disk
 
     def dumps(self, path: PathName) -> None:
-        refuse_live(Path(path))
         with DumpWriter(Path(path)) as writer:
             saved = write_rows(writer, self.rows)
             writer.finish({**self.record(saved), "format": "recollect.storage"})
@@ -403,22 +404,20 @@ def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
             return space_from_json(manifest["space"], held)
 
 
-def live_file(path: Path, manifest: dict[str, Any]) -> Path:
-    """The file of a live memmap storage."""
+def live_file(path: Path, manifest: dict[str, Any]) -> str:
+    """The name of the file of a live memmap storage."""
     with damage_in(path / MANIFEST):
-        file = Path(path, manifest["storage_path_relative"], manifest["storage"]["options"]["file"])
-        if not file.resolve().is_relative_to(path.resolve()):
-            raise FormatError(
-                f"{path / MANIFEST}: names a file outside itself, {file}; it is damaged or forged"
-            )
-        if not file.is_file():
-            raise FormatError(f"{file}: is gone; the dump was replaced or damaged meanwhile: load again")
-    return file
+        return check_name(
+            path, f"{manifest['storage_path_relative']}/{manifest['storage']['options']['file']}"
+        )
 
 
 def open_live(path: Path, manifest: dict[str, Any], layout: Layout, *, writable: bool) -> Rows:
     """Open the file of a live memmap storage; FormatError if it is not the one that the manifest speaks of."""
-    file = live_file(path, manifest)
+    name = live_file(path, manifest)
+    file = path / name
+    with suppress(PermissionError):  # what may not be written says so below, or is only read
+        open_named(path, name, "rb+" if writable else "rb").close()
     try:
         rows = Rows.open_file(file, layout, writable=writable)
     except FileNotFoundError:

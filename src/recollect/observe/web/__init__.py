@@ -21,7 +21,8 @@ except ImportError as error:
     ) from error
 
 from recollect.observe.web.app import make_app
+from recollect.observe.web.browser import browsing
 from recollect.observe.web.page import event_stream, page
 from recollect.observe.web.server import WebServer
 
-__all__ = ["WebServer", "event_stream", "make_app", "page"]
+__all__ = ["WebServer", "browsing", "event_stream", "make_app", "page"]

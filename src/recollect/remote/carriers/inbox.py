@@ -31,6 +31,8 @@ class Inbox:
             if source in (ANY, found[0]) and tag in (ANY, found[1]):
                 del self._frames[i]
                 self._nbytes[found[0]] -= found[2].nbytes + _FRAME_NBYTES
+                if not self._nbytes[found[0]]:
+                    del self._nbytes[found[0]]
                 return found
         return None
 

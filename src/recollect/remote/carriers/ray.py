@@ -116,6 +116,18 @@ class RayCarrier(TcpCarrier):
         carrier._registry = registry  # type: ignore[attr-defined]
         return carrier
 
+    def _look_up(self, dest: int, timeout: float) -> str | None:
+        """Ask the registry: a manager that was started again may listen elsewhere."""
+        known = super()._look_up(dest, timeout)
+        if self._registry is None:
+            return known
+        try:
+            found = _ray().get(self._registry.addresses.remote(), timeout=min(timeout, _ASK_S))
+        except Exception:  # the registry does not answer, or is gone: look where it was last
+            return known
+        address: str | None = found.get(dest, known)
+        return address
+
     @staticmethod
     def forget(job: str) -> None:
         """End the registry of a job."""
@@ -131,7 +143,7 @@ class _Rank:
 
     def run(self, worker: Any, manager: Any, layout: RankLayout, job: str, rank: int, seed: int) -> Any:
         from recollect.remote.backends import set_launched
-        from recollect.remote.launching import run_rank
+        from recollect.remote.launching import run_rank, take_leave
 
         if rank in layout.managers:
             carrier = RayCarrier.serve(job, rank)
@@ -142,6 +154,7 @@ class _Rank:
         try:
             return run_rank(worker, manager, layout, carrier, seed)
         finally:
+            take_leave(layout, carrier)
             set_launched("ray", None)
             carrier.close()
 

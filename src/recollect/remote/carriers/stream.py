@@ -25,6 +25,7 @@ from recollect.remote.carriers.turns import Turns
 from recollect.remote.wire import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
+MOST_GONE = 10_000  # ranks that left and are remembered as gone; before those, the lowest are forgotten
 _NAP_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
@@ -104,8 +105,16 @@ class StreamCarrier:
                 del self._outward[link.rank]
             if not any(other.rank == link.rank for other in self._links.values()):
                 self._gone.add(link.rank)
+                if len(self._gone) > MOST_GONE:
+                    self._forget(min(self._gone))
         link.close(self.is_closed)
         self._wake()  # who leads looks again, and wakes the others
+
+    def _forget(self, rank: int) -> None:
+        """Keep nothing of a rank that is gone; it may come again as one that was never here."""
+        self._gone.discard(rank)
+        self._known.discard(rank)
+        self.malformed.pop(rank, None)
 
     def _sever(self, link: Link) -> None:
         """Send nothing more by a link; who leads reads what came before its end, and drops it."""

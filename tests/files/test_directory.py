@@ -1,0 +1,241 @@
+"""A directory belongs to one writer, and nothing of anybody else's is removed, written or followed."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import os
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import recollect as rc
+from recollect.errors import FormatError, LaneBusyError
+from recollect.files import OwnedDirectory, open_inside
+from recollect.learners.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
+
+SPACE = {"x": ((), "int64")}
+LIVE = ("parquet", "hdf5", "memmap")
+
+
+def buffer(kind: str = "memory", path: Path | None = None, **kw: Any) -> rc.ReplayBuffer:
+    if kind in ("memory", "memmap"):
+        kw.setdefault("capacity", 8)
+    made = rc.ReplayBuffer.create(kind, SPACE, cache_path=path, **kw)
+    for i in range(3):
+        made.append({"x": i})
+    return made
+
+
+def in_child(work: Callable[[], Any]) -> int:
+    """Do something in a forked child; its exit status, 7 for LaneBusyError."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            work()
+            os._exit(0)
+        except LaneBusyError:
+            os._exit(7)
+        except BaseException:
+            os._exit(1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+def test_one_writer_and_the_error_names_it(tmp_path: Path) -> None:
+    with OwnedDirectory.take(tmp_path):
+        with pytest.raises(LaneBusyError, match=f"process {os.getpid()};"):
+            OwnedDirectory.take(tmp_path)
+        assert in_child(lambda: OwnedDirectory.take(tmp_path)) == 7
+    assert os.listdir(tmp_path) == []
+    OwnedDirectory.take(tmp_path).release()
+
+
+def test_a_killed_writer_keeps_no_lock_even_if_its_child_lives(tmp_path: Path) -> None:
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        owned = OwnedDirectory.take(tmp_path)
+        owned.note(["a"])
+        if os.fork() == 0:
+            os.write(writer, f"{os.getpid()}\n".encode())
+            signal.pause()
+        signal.pause()
+    grandchild = int(os.read(reader, 100))
+    try:
+        os.kill(pid, signal.SIGKILL)
+        os.waitpid(pid, 0)
+        with OwnedDirectory.take(tmp_path) as owned:
+            assert owned.left == ["a"]
+    finally:
+        os.kill(grandchild, signal.SIGKILL)
+        os.close(reader)
+        os.close(writer)
+
+
+def test_a_forked_child_may_not_write(tmp_path: Path) -> None:
+    with OwnedDirectory.take(tmp_path) as owned:
+        assert in_child(lambda: owned.note(["a"])) == 7
+        owned.note(["b"])
+        owned.forget()
+
+
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, code: int
+) -> None:
+    def flock(*args: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(OSError, match="second writer would not be noticed"):
+        buffer().dumps(tmp_path / "dump")
+    assert not (tmp_path / "dump").exists()
+
+
+@pytest.mark.parametrize("make", ["link", "hard link", "fifo", "text"])
+def test_a_lock_that_is_another_programs_is_refused(tmp_path: Path, make: str) -> None:
+    lock, other = tmp_path / "dump" / ".recollect-writer", tmp_path / "other"
+    lock.parent.mkdir()
+    other.write_text("mine")
+    if make == "link":
+        lock.symlink_to(other)
+    elif make == "hard link":
+        os.link(other, lock)
+    elif make == "fifo":
+        os.mkfifo(lock)
+    else:
+        lock.write_text("mine")
+    with pytest.raises((FormatError, OSError)):
+        buffer().dumps(lock.parent)
+    assert other.read_text() == "mine" and os.listdir(lock.parent) == [lock.name]
+
+
+def test_a_directory_that_was_moved_is_not_written(tmp_path: Path) -> None:
+    live = buffer("parquet", tmp_path / "a")
+    os.rename(tmp_path / "a", tmp_path / "b")
+    (tmp_path / "a").mkdir()
+    with pytest.raises(OSError, match="moved or removed"):
+        live.flush() if hasattr(live, "flush") else live.storage.flush()
+    assert os.listdir(tmp_path / "a") == []
+    os.rmdir(tmp_path / "a")
+    os.rename(tmp_path / "b", tmp_path / "a")
+    live.close()
+    assert len(rc.ReplayBuffer.load_from(tmp_path / "a")) == 3
+
+
+@pytest.mark.parametrize("kind", ["memory", *LIVE])
+@pytest.mark.parametrize("foreign", ["storage", "manifest", "link"])
+def test_a_directory_that_was_never_ours_is_refused(tmp_path: Path, kind: str, foreign: str) -> None:
+    path, other = tmp_path / "dump", tmp_path / "other"
+    other.mkdir()
+    (other / "rows-1.bin").write_text("mine")
+    path.mkdir()
+    if foreign == "storage":
+        (path / "storage").mkdir()
+        (path / "storage" / "rows-1.bin").write_text("mine")
+    elif foreign == "manifest":
+        (path / "manifest.json").write_text('{"name": "a web app"}')
+    else:
+        (path / "storage").symlink_to(other)
+    before = {f: f.read_text() for f in tmp_path.rglob("*") if f.is_file()}
+    with pytest.raises(FileExistsError):
+        buffer().dumps(path) if kind == "memory" else buffer(kind, path, overwrite=True)
+    assert {f: f.read_text() for f in tmp_path.rglob("*") if f.is_file()} == before
+
+
+@pytest.mark.parametrize("kind", ["memory", *LIVE])
+def test_foreign_files_in_our_directories_stay(tmp_path: Path, kind: str) -> None:
+    path = tmp_path / "dump"
+    with buffer(kind, None if kind == "memory" else path) as made:
+        if kind == "memory":
+            made.dumps(path)
+    for name in ("notes.txt", "storage/notes.txt", "storage/rows-2.bin", "storage/part-0.x", "log-7.bin"):
+        (path / name).write_text("mine")
+    with rc.ReplayBuffer.load_from(path, read_only=False) as made:
+        made.append({"x": 9})
+    if kind != "memmap":
+        with buffer() as made:
+            if kind == "memory":
+                made.dumps(path)
+    with buffer("parquet", path, overwrite=True):
+        pass
+    for name in ("notes.txt", "storage/notes.txt", "storage/rows-2.bin", "storage/part-0.x", "log-7.bin"):
+        assert (path / name).read_text() == "mine"
+    assert len(rc.ReplayBuffer.load_from(path)) == 3
+
+
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_dump_over_a_live_buffer_is_refused(tmp_path: Path, kind: str) -> None:
+    with buffer(kind, tmp_path / "live") as live:
+        with pytest.raises((LaneBusyError, FileExistsError)):
+            buffer().dumps(tmp_path / "live")
+        live.append({"x": 3})
+    assert len(rc.ReplayBuffer.load_from(tmp_path / "live")) == 4
+
+
+@pytest.mark.parametrize("verb", ["create", "thaw", "dumps", "load"])
+def test_a_second_process_is_refused_while_one_writes(tmp_path: Path, verb: str) -> None:
+    path = tmp_path / "dump"
+    with buffer() as made:
+        made.dumps(path)
+        with OwnedDirectory.take(path):  # as another writer would, at any step of its work
+            work: dict[str, Callable[[], Any]] = {
+                "create": lambda: buffer("memmap", path, overwrite=True),
+                "thaw": lambda: rc.ReplayBuffer.load_from(path, read_only=False, storage="memmap"),
+                "dumps": lambda: made.dumps(path),
+                "load": lambda: buffer("parquet", path, overwrite=True),
+            }
+            assert in_child(work[verb]) == 7
+    assert len(rc.ReplayBuffer.load_from(path)) == 3
+
+
+@pytest.mark.parametrize("name", ["/etc/x", "../x", "storage/../../x", "a\0b", "", "."])
+def test_names_stay_inside(tmp_path: Path, name: str) -> None:
+    with pytest.raises(FormatError, match="outside itself"):
+        open_inside(tmp_path, name)
+
+
+def test_links_and_pipes_inside_are_refused(tmp_path: Path) -> None:
+    with buffer() as made:
+        made.dumps(tmp_path / "dump")
+    rows = tmp_path / "dump" / "storage" / "rows-1.bin"
+    data = rows.read_bytes()
+    rows.rename(tmp_path / "rows")
+    rows.symlink_to(tmp_path / "rows")
+    with pytest.raises(FormatError):
+        rc.ReplayBuffer.load_from(tmp_path / "dump")
+    rows.unlink()
+    os.mkfifo(rows)
+    with pytest.raises(FormatError):
+        rc.ReplayBuffer.load_from(tmp_path / "dump", verify=True)
+    rows.unlink()
+    rows.write_bytes(data)
+    storage = tmp_path / "dump" / "storage"
+    storage.rename(tmp_path / "elsewhere")
+    (tmp_path / "elsewhere" / "mine").write_text("mine")
+    storage.symlink_to(tmp_path / "elsewhere")
+    for read_only in (True, False):
+        with pytest.raises((FormatError, FileExistsError)):
+            rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=read_only, storage="memmap")
+    with pytest.raises((FormatError, FileExistsError)):
+        buffer().dumps(tmp_path / "dump")
+    assert sorted(os.listdir(tmp_path / "elsewhere")) == ["mine", "rows-1.bin", "stamps-1.bin"]
+
+
+def test_a_learners_checkpoint_leaves_foreign_directories(tmp_path: Path) -> None:
+    for name in (".m.tmp-1", ".removed-x"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "mine").write_text("mine")
+    path = save_checkpoint(tmp_path / "m", {"iteration": 1})
+    save_checkpoint(path, {"iteration": 2})
+    assert load_checkpoint(path) == {"iteration": 2}
+    assert sorted(os.listdir(tmp_path)) == [".m.tmp-1", ".removed-x", "m"]
+    (path / "notes").write_text("mine")
+    for work in (lambda: save_checkpoint(path, {}), lambda: remove_checkpoint(path)):
+        with pytest.raises(FileExistsError, match="notes"):
+            work()
+    assert json.dumps(sorted(os.listdir(path))) == '["manifest.json", "notes", "tensors.bin"]'
