@@ -19,6 +19,7 @@ from recollect.datasets.batch import DatasetBatch, need
 from recollect.datasets.columns import check_size, number_space, numbers
 from recollect.errors import FormatError
 from recollect.files.record import damage_in, parse_json, read_json
+from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
 
 _MAIN = "main_data.hdf5"
@@ -26,11 +27,14 @@ _STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "trunc
 _OF = {"obs": "observations", "next_obs": "observations", "action": "actions", **_STEPS}
 
 
-def from_minari(source: Any) -> DatasetBatch:
+def from_minari(source: Any, *, observation_space: Any = None, action_space: Any = None) -> DatasetBatch:
     """Show a Minari data set as a read-only batch of transitions, its episodes as segments.
 
     `source` is the directory of a data set, its id below `$MINARI_DATASETS_PATH` (else `~/.minari/datasets`), or a
     `minari.MinariDataset`, of which only the episodes that it was filtered to are shown. The `infos` are in `left_out`.
+
+    Old data sets do not say their spaces, only which environment has them. Making it would run whatever the file names,
+    so the spaces must be given then, as those of the environment: `observation_space=env.observation_space`, and so on.
     """
     episodes = None
     if hasattr(source, "storage") and hasattr(source, "episode_indices"):
@@ -45,7 +49,8 @@ def from_minari(source: Any) -> DatasetBatch:
     chosen = sorted(lengths) if episodes is None else episodes
     if not any(lengths.get(i) for i in chosen):
         raise FormatError(f"{path}: must hold episodes, got none")
-    obs, action = (_space(path, meta, name) for name in ("observation_space", "action_space"))
+    obs = _space(path, meta, "observation_space", observation_space)
+    action = _space(path, meta, "action_space", action_space)
     flag = number_space((), np.bool_)
     reward = number_space((), files.reward_dtype(chosen[0]))
     space = make_dict([("obs", obs), ("action", action), ("reward", reward), ("next_obs", obs), ("terminated", flag),
@@ -205,26 +210,16 @@ def _json(path: Path) -> dict[str, Any]:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
 
 
-def _space(path: Path, meta: dict[str, Any], name: str) -> Space[Any]:
-    if name in meta:
-        with damage_in(f"{path}: {name}"):
-            return _from_json(meta[name])
-    try:
-        import gymnasium
-
-        spec = (
-            str(meta["env_spec"])
-            .replace('"autoreset": false, ', "")
-            .replace('"apply_api_compatibility": false, ', "")
+def _space(path: Path, meta: dict[str, Any], name: str, given: Any) -> Space[Any]:
+    if given is not None:
+        return as_space(given)
+    if name not in meta:
+        raise FormatError(
+            f"{path}: must say its {name}, got none; give that of its environment, "
+            f"from_minari(path, {name}=env.{name})"
         )
-        env = gymnasium.make(gymnasium.envs.registration.EnvSpec.from_json(spec))
-        try:
-            found: Space[Any] = getattr(env, name)
-            return found
-        finally:
-            env.close()
-    except Exception as error:
-        raise FormatError(f"{path}: has no {name}, and its environment cannot be made ({error!r})") from None
+    with damage_in(f"{path}: {name}"):
+        return _from_json(meta[name])
 
 
 def _from_json(obj: Any) -> Space[Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 from recollect.errors import FormatError
 from recollect.files.record import brief, damage_in
 from recollect.rollout.config import Config
@@ -11,7 +13,7 @@ from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
 from recollect.rollout.saved import MOST_RUNS, Kept, SavedTask
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
-from recollect.rollout.tasks import Task, find_workflow, task_key
+from recollect.rollout.tasks import Task, Workflow, find_workflow, is_registered, task_key
 
 
 def restore(desk: Desk, journal: Journal) -> None:
@@ -20,7 +22,7 @@ def restore(desk: Desk, journal: Journal) -> None:
     for one in kept.batches:  # before anything is changed
         _check(one, journal.path)
         for task in one.batch.tasks:
-            find_workflow(task.workflow)  # it may be unknown here
+            _find(task.workflow, desk.config)  # it may be unknown here
     with damage_in(journal.path):
         revived = [
             revive(one, desk.n_batches + 1 + n, desk.config, desk.scheduler, journal)
@@ -107,9 +109,25 @@ def _task_of(saved: SavedTask, batch: BatchRecord, position: int) -> TaskRecord:
         saved.workflow, repeat_times=saved.repeat_times, task_id=saved.task_id, timeout_s=saved.timeout_s,
         max_retries=saved.max_retries,
     )  # fmt: skip
-    flow = find_workflow(saved.workflow, modules=batch.config.workflow_modules)
+    flow = _find(saved.workflow, batch.config)
     key = task_key(batch.config.seed, batch.id, saved.task_id)
     return TaskRecord(batch, position, task, flow, saved.data, saved.group_id, key)
+
+
+def _find(name: str, config: Config) -> Workflow:
+    """The workflow that a journal names.
+
+    A file must not say what is imported, and so run: besides registered names only those of `workflow_modules`, and of
+    modules that this program has imported itself, are looked up.
+    """
+    module = name.partition(":")[0]
+    is_ours = module in sys.modules and module.partition(".")[0] not in sys.stdlib_module_names
+    if ":" in name and module not in config.workflow_modules and not is_ours and not is_registered(name):
+        raise ValueError(
+            f"workflow: must be of a module that this program imports, got {brief(name)} in the journal; import "
+            f"{brief(module)} first, or name it in workflow_modules"
+        )
+    return find_workflow(name, modules=config.workflow_modules)
 
 
 def _resume(task: TaskRecord, batch: BatchRecord, scheduler: Scheduler, config: Config) -> None:
