@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import gymnasium
 import h5py
 import numpy as np
 import pyarrow as pa
@@ -87,6 +88,26 @@ def test_broken_minari_sets_are_format_errors(tmp_path: Path) -> None:
     (root / "data/main_data.hdf5").write_bytes(b"\x89HDF")
     with pytest.raises(FormatError, match="main_data.hdf5.*damaged"):
         from_minari(root)
+
+
+def test_a_minari_set_without_spaces_runs_nothing_and_takes_them_from_its_reader(tmp_path: Path) -> None:
+    root, made = sets.minari_hdf5(tmp_path / "set"), tmp_path / "made"
+    whole = from_minari(root)
+    meta = json.loads((root / "data/metadata.json").read_text())
+    del meta["observation_space"], meta["action_space"]
+    spec = gymnasium.envs.registration.EnvSpec(
+        "forged-v0", entry_point="os:mkdir", kwargs={"path": str(made)}
+    )
+    sets.put(root / "data/metadata.json", json.dumps({**meta, "env_spec": spec.to_json()}))
+    for read in (from_minari, open_dataset):
+        with pytest.raises(FormatError, match=r"must say its observation_space, .*observation_space=env\."):
+            read(root)
+    obs, action = whole.single_space["obs"], whole.single_space["action"]
+    with pytest.raises(FormatError, match="must say its action_space"):
+        from_minari(root, observation_space=obs)
+    data = from_minari(root, observation_space=obs, action_space=action)
+    assert equal(data[:], whole[:])
+    assert not made.exists()
 
 
 # -- Hugging Face

@@ -18,7 +18,7 @@ from tests.process.killing import killed_at, steps
 import recollect as rc
 from recollect.errors import FormatError
 from recollect.files import OwnedDirectory
-from recollect.learners import checkpoint
+from recollect.files.record import signed_json
 from recollect.learners.checkpoint import (
     check_shapes,
     load_checkpoint,
@@ -218,7 +218,7 @@ def test_damage_is_named(file: str, how: str, tmp_path: Path) -> None:
         ({"format_version": "1"}, "needs a newer release"),
         ({"files": {}}, "it is damaged"),
         ({"extra": 1}, "it is damaged"),
-        ({"state": [1]}, "state cannot be list; it is damaged"),
+        ({"state": [1]}, "state"),
         (
             {"state": {"x": {"$tensor": {"dtype": "float32", "shape": [4], "at": 10**6, "bytes": 16}}}},
             "it is damaged",
@@ -241,9 +241,7 @@ def test_forged_manifests_are_refused(change: Any, said: str, tmp_path: Path) ->
     manifest = json.loads((path / "manifest.json").read_text())
     del manifest["crc32c"]
     body = {**manifest, **change}
-    text = checkpoint.canonical_json(body)
-    crc = f"{checkpoint._core.crc32c(text.encode()):08x}"
-    (path / "manifest.json").write_text(json.dumps({**body, "crc32c": crc}))
+    (path / "manifest.json").write_text(signed_json(body))
     with pytest.raises(FormatError, match=said):
         load_checkpoint(path)
 

@@ -419,6 +419,31 @@ def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
     run(main())
 
 
+def test_a_journal_imports_only_what_the_program_names(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "strange.py").write_text(
+        "import asyncio\nasync def work(task, models):\n    await asyncio.Event().wait()\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+
+    async def main() -> None:
+        async with made(tmp_path) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("strange:work")], batch_type="train")
+        del sys.modules["strange"]
+        with pytest.raises(ValueError, match="workflow: .*strange:work.* workflow_modules"):
+            async with made(tmp_path):
+                pass
+        assert "strange" not in sys.modules
+        async with made(tmp_path, workflow_modules=("strange",)) as c:
+            assert c.batch_state(1).state is rr.BatchLifecycleState.RUNNING
+
+    try:
+        run(main())
+    finally:
+        sys.modules.pop("strange", None)
+
+
 def test_finished_runs_are_staged_again_and_failed_ones_stay_failed(tmp_path: Path) -> None:
     async def main() -> None:
         HOLD.update({(0, 1)})

@@ -11,7 +11,7 @@ import numpy as np
 
 import recollect as rc
 from recollect import _core
-from recollect.storage.dump import canonical_json
+from recollect.files.record import canonical_json
 
 SPACE = {"id": ((), "int64"), "words": ((3,), "float64")}
 KINDS = ("memory", "shared", "memmap")

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +13,8 @@ from gymnasium import Space, spaces
 
 from recollect.datasets.batch import need
 from recollect.errors import FormatError
+from recollect.files.record import brief
+from recollect.spaces.json import MOST_NBYTES
 
 Array = np.ndarray[Any, Any]
 
@@ -66,6 +70,14 @@ def pictures(items: list[Any], shape: tuple[int, ...], root: Path | None, where:
             raise FormatError(f"{where}, row {i}: must be a picture of {shape}, got {found.shape}")
         out[i] = found.reshape(shape)
     return out
+
+
+def check_size(shape: Sequence[int], itemsize: int, where: str) -> None:
+    """Raise FormatError for a shape that no sample has: a few digits of metadata would take any amount of memory."""
+    if min(shape, default=0) < 0 or prod(shape) * itemsize > MOST_NBYTES:
+        raise FormatError(
+            f"{where}: a sample must have at most {MOST_NBYTES} bytes, got the shape {brief(shape)}; it is damaged"
+        )
 
 
 def number_space(shape: tuple[int, ...], dtype: Any) -> Space[Any]:

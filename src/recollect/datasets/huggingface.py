@@ -5,7 +5,6 @@ A directory is read by pyarrow alone, memory-mapped; the package `datasets` is n
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from recollect.datasets.columns import (
     text_space,
 )
 from recollect.errors import FormatError
+from recollect.files.record import as_kind, read_json
 from recollect.spaces.tree import make_dict
 
 
@@ -75,8 +75,10 @@ class _Saved:
                     f"{self.name}: its rows are chosen by an index; save dataset.flatten_indices()"
                 )
             parts = []
-            for entry in state.get("_data_files") or []:
-                file = self._path / Path(str(entry["filename"])).name
+            for entry in as_kind(state.get("_data_files") or [], list[dict[str, Any]], self.name):
+                file = self._path / (Path(str(entry.get("filename"))).name or "?")
+                if not file.is_file():
+                    raise FormatError(f"{file}: must be an Arrow stream, got nothing; it is damaged")
                 try:
                     parts.append(pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
                 except (pa.ArrowException, OSError) as error:
@@ -205,6 +207,7 @@ def _directory(path: Path, split: str | None) -> Path:
         raise FormatError(
             f"{path}: must hold state.json or dataset_dict.json, got neither; save_to_disk writes them"
         )
+    names = as_kind(names, list[str], path)
     return path / Path(_one_split({name: name for name in names}, split, str(path))).name
 
 
@@ -218,6 +221,6 @@ def _one_split(there: Any, split: str | None, where: str) -> Any:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(path)
+    except OSError as error:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged or foreign") from None

@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch, need
-from recollect.datasets.columns import number_space, numbers, pictures, text_space
+from recollect.datasets.columns import check_size, number_space, numbers, pictures, text_space
 from recollect.datasets.lerobot_meta import (
     INFO,
     OWN,
@@ -26,6 +26,7 @@ from recollect.datasets.lerobot_meta import (
 )
 from recollect.datasets.video import frames_at
 from recollect.errors import FormatError
+from recollect.files.record import damage_in
 from recollect.spaces.tree import make_dict
 
 Array = np.ndarray[Any, Any]
@@ -139,11 +140,18 @@ class LeRobotBatch(DatasetBatch):
 def _space_of(meta: Meta, name: str) -> Space[Any] | str:
     """The space of a feature, or why it has none."""
     about = meta.features[name]
+    with damage_in(f"{meta.path}: {name}"):
+        return _space_about(meta, name, about)
+
+
+def _space_about(meta: Meta, name: str, about: dict[str, Any]) -> Space[Any] | str:
     kind, shape = str(about["dtype"]), tuple(int(n) for n in about.get("shape") or ())
     if kind in ("image", "video"):
         if _is_depth(about):
             return "is a video of quantised depth"
-        return spaces.Box(0, 255, _picture_shape(meta, name, shape, about.get("names")), np.uint8)
+        found = _picture_shape(meta, name, shape, about.get("names"))
+        check_size(found, 1, f"{meta.path}: {name}")
+        return spaces.Box(0, 255, found, np.uint8)
     if kind == "string":
         files = sorted({episode.data for episode in meta.episodes})
         return text_space(
@@ -153,6 +161,8 @@ def _space_of(meta: Meta, name: str) -> Space[Any] | str:
         dtype = np.dtype(kind)
     except TypeError:
         return f"is of dtype {kind!r}"
+    if name not in OWN:
+        check_size(shape, dtype.itemsize, f"{meta.path}: {name}")
     return number_space(() if name in OWN else shape, dtype)
 
 

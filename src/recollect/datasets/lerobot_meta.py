@@ -6,15 +6,26 @@ Versions 2.0 and 2.1 have a file per episode and JSON lines in `meta`; 3.0 has m
 
 from __future__ import annotations
 
-import json
+import re
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from recollect.errors import FormatError
-from recollect.storage.dump import check_text
+from recollect.files.record import (
+    FileAbout,
+    as_kind,
+    brief,
+    check_signed,
+    damage_in,
+    parse_json,
+    read_bytes,
+)
+from recollect.files.record import read_json as read_object
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
+_SPEC = re.compile(r"0?[0-9]{0,2}d?")
 OWN = (
     "timestamp",
     "frame_index",
@@ -59,18 +70,13 @@ def read_meta(path: Path) -> Meta:
     version = str(info.get("codebase_version"))
     if version not in VERSIONS:
         raise FormatError(f"{path / INFO}: codebase_version must be one of {list(VERSIONS)}, got {version!r}")
-    try:
+    with damage_in(f"{path}: metadata"):
         features = {str(key): dict(value) for key, value in info["features"].items()}
         cameras = [key for key, value in features.items() if value["dtype"] == "video"]
         read = _episodes_v3 if version == "v3.0" else _episodes_v2
         episodes = sorted(read(path, info, cameras), key=lambda e: e.number)
         tasks = _tasks_v3(path) if version == "v3.0" else _tasks_v2(path)
         fps = float(info["fps"])
-    except (KeyError, TypeError, ValueError, AttributeError, IndexError) as error:
-        if isinstance(error, FormatError):
-            raise
-        said = f"must have {error.args[0]!r}" if type(error) is KeyError else f"are garbled ({error!r})"
-        raise FormatError(f"{path}: its metadata {said}; it is damaged or foreign") from None
     if not any(episode.length for episode in episodes):
         raise FormatError(f"{path}: must hold episodes, got none")
     total = info.get("total_episodes", len(episodes))
@@ -91,10 +97,10 @@ def below(path: Path, name: str) -> Path:
 def read_json(path: Path) -> dict[str, Any]:
     """Read an object; FormatError if there is none."""
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
+        return read_object(path)
     except FileNotFoundError:
         raise FormatError(f"{path}: must exist, got nothing there; it is no LeRobot data set") from None
-    except (OSError, ValueError, TypeError) as error:
+    except OSError as error:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
 
 
@@ -102,21 +108,36 @@ def read_checksums(path: Path) -> dict[str, dict[str, Any]]:
     """Size and checksum of each file of a data set that we wrote; FormatError if the list itself is damaged."""
     file = path / CHECKSUMS
     try:
-        text = file.read_text(encoding="utf-8")
-        record = json.loads(text)
-        check_text(file, text, record)
-        return dict(record["files"])
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        if isinstance(error, FormatError):
-            raise
+        data = read_bytes(file, follow=True)
+    except OSError as error:
         raise FormatError(f"{file}: must be a list of checksums, got {error!r}; it is damaged") from None
+    record = as_kind(parse_json(data, file), dict[str, Any], file)
+    check_signed(file, data, record)
+    files = record.get("files")
+    as_kind(files, dict[str, FileAbout], file)
+    return dict(files or {})
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:
     try:
-        return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
-    except (OSError, ValueError) as error:
+        lines = read_bytes(path, follow=True).splitlines()
+    except OSError as error:
         raise FormatError(f"{path}: must be JSON lines, got {error}; it is missing or damaged") from None
+    return [as_kind(parse_json(line, path), dict[str, Any], path) for line in lines if line.strip()]
+
+
+def file_name(template: Any, **values: Any) -> str:
+    """The name that a template of the metadata gives; FormatError unless it only fills in these values, narrowly.
+
+    A template comes from a file: a width in it would make a name of any length, and a field may reach anywhere.
+    """
+    for _, name, spec, conversion in Formatter().parse(str(template)):
+        if name is not None and (name not in values or conversion or not _SPEC.fullmatch(spec or "")):
+            raise FormatError(
+                f"{brief(template)}: must fill in {sorted(values)} with at most 99 digits, got {brief(name)}; "
+                "the metadata are damaged or forged"
+            )
+    return str(template).format(**values)
 
 
 def read_table(file: Path, columns: list[str] | None = None) -> Any:
@@ -135,12 +156,12 @@ def _episodes_v2(path: Path, info: dict[str, Any], cameras: list[str]) -> list[E
     for line in _lines(path / "meta" / "episodes.jsonl"):
         number = int(line["episode_index"])
         at = {"episode_chunk": number // int(info["chunks_size"]), "episode_index": number}
-        videos = {key: (str(info["video_path"]).format(video_key=key, **at), 0.0) for key in cameras}
+        videos = {key: (file_name(info["video_path"], video_key=key, **at), 0.0) for key in cameras}
         found.append(
             Episode(
                 number,
                 int(line["length"]),
-                str(info["data_path"]).format(**at),
+                file_name(info["data_path"], **at),
                 videos,
                 tuple(line.get("tasks", ())),
             )
@@ -169,13 +190,13 @@ def _episodes_v3(path: Path, info: dict[str, Any], cameras: list[str]) -> list[E
             else None
         )
         for row in read_table(file, names).to_pylist():
-            data = str(info["data_path"]).format(
-                chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
+            data = file_name(
+                info["data_path"], chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
             )
             videos = {}
             for key in cameras:
                 at = {side: row[f"videos/{key}/{side}"] for side in ("chunk_index", "file_index")}
-                name = str(info["video_path"]).format(video_key=key, **at)
+                name = file_name(info["video_path"], video_key=key, **at)
                 videos[key] = (name, float(row[f"videos/{key}/from_timestamp"]))
             found.append(
                 Episode(

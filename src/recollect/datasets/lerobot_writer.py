@@ -32,7 +32,7 @@ from recollect.datasets.statistics import Running
 from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, make_directory, make_inside, replace_file, sync_directory
 from recollect.files.directory import NAME as WRITER
-from recollect.storage.dump import signed_json
+from recollect.files.record import signed_json
 from recollect.storage.home import seal
 
 JOURNAL = "journal.json"

@@ -5,9 +5,10 @@ An episode of T steps has T + 1 observations; here it is T transitions, as `tran
 
 from __future__ import annotations
 
-import json
 import os
+from collections.abc import Collection
 from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch, need
-from recollect.datasets.columns import number_space, numbers
+from recollect.datasets.columns import check_size, number_space, numbers
 from recollect.errors import FormatError
+from recollect.files.record import damage_in, parse_json, read_json
+from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
 
 _MAIN = "main_data.hdf5"
@@ -24,11 +27,14 @@ _STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "trunc
 _OF = {"obs": "observations", "next_obs": "observations", "action": "actions", **_STEPS}
 
 
-def from_minari(source: Any) -> DatasetBatch:
+def from_minari(source: Any, *, observation_space: Any = None, action_space: Any = None) -> DatasetBatch:
     """Show a Minari data set as a read-only batch of transitions, its episodes as segments.
 
     `source` is the directory of a data set, its id below `$MINARI_DATASETS_PATH` (else `~/.minari/datasets`), or a
     `minari.MinariDataset`, of which only the episodes that it was filtered to are shown. The `infos` are in `left_out`.
+
+    Old data sets do not say their spaces, only which environment has them. Making it would run whatever the file names,
+    so the spaces must be given then, as those of the environment: `observation_space=env.observation_space`, and so on.
     """
     episodes = None
     if hasattr(source, "storage") and hasattr(source, "episode_indices"):
@@ -38,11 +44,13 @@ def from_minari(source: Any) -> DatasetBatch:
     meta = _metadata(path)
     kind = str(meta.get("data_format", "hdf5"))
     files: Any = _Hdf5(path) if kind == "hdf5" else _Arrow(path, kind)
-    lengths = files.lengths(int(meta.get("total_episodes", -1)))
+    with damage_in(path):
+        lengths = files.lengths(int(meta.get("total_episodes", -1)))
     chosen = sorted(lengths) if episodes is None else episodes
     if not any(lengths.get(i) for i in chosen):
         raise FormatError(f"{path}: must hold episodes, got none")
-    obs, action = (_space(path, meta, name) for name in ("observation_space", "action_space"))
+    obs = _space(path, meta, "observation_space", observation_space)
+    action = _space(path, meta, "action_space", action_space)
     flag = number_space((), np.bool_)
     reward = number_space((), files.reward_dtype(chosen[0]))
     space = make_dict([("obs", obs), ("action", action), ("reward", reward), ("next_obs", obs), ("terminated", flag),
@@ -83,10 +91,13 @@ class _Hdf5:
             found = {}
             for name in f:
                 if name.startswith("episode_"):
-                    found[int(name[8:])] = int(f[name].attrs.get("total_steps", len(f[name]["rewards"])))
-        missing = [i for i in range(total) if i not in found]
-        if missing:
-            raise FormatError(f"{self.file}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+                    there = len(f[name]["rewards"])
+                    found[int(name[8:])] = steps = int(f[name].attrs.get("total_steps", there))
+                    if steps > there:
+                        raise FormatError(
+                            f"{self.file}: {name} must hold {steps} steps, got {there}; it is damaged"
+                        )
+        _check_total(self.file, total, found)
         return found
 
     def reward_dtype(self, episode: int) -> Any:
@@ -100,6 +111,12 @@ class _Hdf5:
             except (KeyError, OSError, AttributeError) as error:
                 raise FormatError(f"{self.file}: episode_{episode}/{name} cannot be read ({error}); "
                                   "it is damaged") from None  # fmt: skip
+
+
+def _check_total(where: Path, total: int, found: Collection[int]) -> None:
+    missing = list(islice((i for i in range(min(total, len(found) + 5)) if i not in found), 5))
+    if missing:
+        raise FormatError(f"{where}: must hold {total} episodes, lacks {missing}; it is damaged")
 
 
 def _hdf5_value(node: Any, space: Space[Any], rows: slice) -> Any:
@@ -124,9 +141,7 @@ class _Arrow:
 
     def lengths(self, total: int) -> dict[int, int]:
         found = {int(d.name): d for d in self.path.iterdir() if d.is_dir() and d.name.isdigit()}
-        missing = [i for i in range(total) if i not in found]
-        if missing:
-            raise FormatError(f"{self.path}: must hold {total} episodes, lacks {missing[:5]}; it is damaged")
+        _check_total(self.path, total, found)
         return {i: int(_json(d / "metadata.json")["total_steps"]) for i, d in found.items()}
 
     def reward_dtype(self, episode: int) -> Any:
@@ -190,40 +205,26 @@ def _metadata(path: Path) -> dict[str, Any]:
 
 def _json(path: Path) -> dict[str, Any]:
     try:
-        return dict(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, TypeError) as error:
+        return read_json(path)
+    except OSError as error:
         raise FormatError(f"{path}: must be JSON, got {error}; it is damaged") from None
 
 
-def _space(path: Path, meta: dict[str, Any], name: str) -> Space[Any]:
-    if name in meta:
-        try:
-            return _from_json(meta[name])
-        except (KeyError, ValueError, TypeError) as error:
-            raise FormatError(
-                f"{path}: its {name} cannot be read ({error!r}); it is damaged or newer"
-            ) from None
-    try:
-        import gymnasium
-
-        spec = (
-            str(meta["env_spec"])
-            .replace('"autoreset": false, ', "")
-            .replace('"apply_api_compatibility": false, ', "")
+def _space(path: Path, meta: dict[str, Any], name: str, given: Any) -> Space[Any]:
+    if given is not None:
+        return as_space(given)
+    if name not in meta:
+        raise FormatError(
+            f"{path}: must say its {name}, got none; give that of its environment, "
+            f"from_minari(path, {name}=env.{name})"
         )
-        env = gymnasium.make(gymnasium.envs.registration.EnvSpec.from_json(spec))
-        try:
-            found: Space[Any] = getattr(env, name)
-            return found
-        finally:
-            env.close()
-    except Exception as error:
-        raise FormatError(f"{path}: has no {name}, and its environment cannot be made ({error!r})") from None
+    with damage_in(f"{path}: {name}"):
+        return _from_json(meta[name])
 
 
 def _from_json(obj: Any) -> Space[Any]:
     """The space that Minari wrote as JSON."""
-    obj = json.loads(obj) if isinstance(obj, str | bytes) else obj
+    obj = parse_json(obj, "space") if isinstance(obj, str | bytes) else obj
     kind = obj["type"]
     if kind == "Dict":
         return make_dict([(key, _from_json(child)) for key, child in obj["subspaces"].items()])
@@ -240,5 +241,7 @@ def _from_json(obj: Any) -> Space[Any]:
     if kind != "Box":
         raise ValueError(f"type must be one that has rows, got {kind!r}")
     dtype = np.dtype(obj["dtype"])
+    shape = tuple(int(n) for n in obj["shape"])
+    check_size(shape, dtype.itemsize, "space")
     low, high = (np.array(obj[side]).astype(dtype) for side in ("low", "high"))
-    return spaces.Box(low, high, tuple(obj["shape"]), dtype.type)
+    return spaces.Box(low, high, shape, dtype.type)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 from recollect.batch import BatchBase
-from recollect.errors import FormatError
+from recollect.errors import BudgetError, FormatError
+from recollect.files.record import read_json
 
 KINDS = ("recollect", "lerobot", "minari", "huggingface")
 
@@ -60,6 +60,6 @@ def open_dataset(path: str | Path, *, split: str | None = None) -> BatchBase:
 
 def _is_minari(file: Path) -> bool:
     try:
-        return "data_format" in json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, TypeError):
+        return "data_format" in read_json(file)
+    except (OSError, FormatError, BudgetError):
         return False

@@ -1,7 +1,8 @@
-"""Files: directories that one process writes, names that stay inside, whole writes, and removal of our own files only.
+"""Files: directories that one process writes, names that stay inside, whole writes, and records read without trust.
 
 `directory` is the lock that every writer of a directory takes, and the list of what it made there; `names` opens files
-without following links; `sync` makes directories and replaces files so that a crash leaves the old or the new.
+without following links; `record` reads what may be damaged or forged; `sync` makes directories and replaces files so
+that a crash leaves the old or the new.
 """
 
 from recollect.files.directory import OwnedDirectory

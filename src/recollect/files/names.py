@@ -27,11 +27,19 @@ def check_name(where: Path, name: object) -> str:
     if (
         not isinstance(name, str)
         or not name
-        or "\0" in name
+        or not _is_text(name)
         or any(p in ("", ".", "..") for p in name.split("/"))
     ):
         raise FormatError(f"{where}: names a file outside itself, {name!r}; it is damaged or forged")
     return name
+
+
+def _is_text(name: str) -> bool:
+    """Whether the kernel can be told a name."""
+    try:
+        return b"\0" not in os.fsencode(name)
+    except UnicodeEncodeError:  # a lone surrogate
+        return False
 
 
 @contextmanager
@@ -48,6 +56,10 @@ def parent_of(path: Path, name: str) -> Iterator[tuple[int, str]]:
     except OSError as error:
         if error.errno in _NOT_INSIDE:
             raise _linked(path, name) from None
+        if error.errno == errno.ENAMETOOLONG:
+            raise FormatError(
+                f"{path}: names a file {name[:40]!r}..., of {len(name)} characters; it is damaged or forged"
+            ) from None
         if error.filename is not None:
             error.filename = str(path / name)
         raise
@@ -55,13 +67,17 @@ def parent_of(path: Path, name: str) -> Iterator[tuple[int, str]]:
         os.close(fd)
 
 
-def open_inside(path: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o644) -> int:
+def open_inside(
+    path: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow: bool = False
+) -> int:
     """Open a plain file below a directory and return its descriptor; FormatError for a link or anything else.
 
-    To write, the file must have this one name: another (a hard link) may lie outside.
+    To write, the file must have this one name: another (a hard link) may lie outside. With `follow` the last part of
+    the name may be a link to a plain file anywhere, to read it.
     """
     with parent_of(path, name) as (parent, last):
-        flags |= os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO opens at once, and is refused
+        flags |= os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO opens at once, and is refused
+        flags |= 0 if follow else os.O_NOFOLLOW
         fd = os.open(last, flags, mode, dir_fd=parent)
         try:
             found = os.fstat(fd)

@@ -10,9 +10,9 @@ name as it was before, or the new one; what it leaves beside them the next save 
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import errno
-import json
 import os
 import secrets
 from collections.abc import Callable, Mapping
@@ -21,19 +21,36 @@ from glob import escape
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 
 from recollect import _core
 from recollect.errors import FormatError, LaneBusyError
-from recollect.files import OwnedDirectory, make_directory, open_named, remove_empty, sync_directory
+from recollect.files import OwnedDirectory, make_directory, remove_empty, sync_directory
 from recollect.files.directory import NAME
-from recollect.storage.dump import canonical_json, file_crc, read_text
+from recollect.files.record import FileAbout, as_kind, brief, damage_in, read_bytes, read_signed, signed_json
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
 CONTENTS = (TENSORS, f"{REPLAY}/", MANIFEST)
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
+
+
+class CheckpointFiles(msgspec.Struct, forbid_unknown_fields=True, rename={"tensors": TENSORS}):
+    """The files of a checkpoint."""
+
+    tensors: FileAbout
+
+
+class CheckpointRecord(msgspec.Struct, forbid_unknown_fields=True):
+    """What the manifest of a checkpoint must say."""
+
+    format: str
+    format_version: int
+    files: CheckpointFiles
+    state: dict[str, Any]
+    replay: bool
 
 
 def save_checkpoint(
@@ -64,9 +81,7 @@ def save_checkpoint(
             "format": FORMAT, "format_version": FORMAT_VERSION, "files": about, "state": tree,
             "replay": dump_replay is not None,
         }  # fmt: skip
-        text = canonical_json(body)
-        whole = canonical_json({**body, "crc32c": f"{_core.crc32c(text.encode()):08x}"})
-        _write(temporary / MANIFEST, [whole.encode()])
+        _write(temporary / MANIFEST, [signed_json(body).encode()])
         sync_directory(temporary)
         _core.fault_point()
         _put_in_place(temporary, path)
@@ -190,21 +205,19 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
     path = Path(path)
     manifest = _manifest(path)
-    about = manifest["files"][TENSORS]
+    about = manifest.files.tensors
     try:
-        with open_named(path, TENSORS) as f:
-            nbytes = os.fstat(f.fileno()).st_size
-            if nbytes != about["bytes"]:
-                raise FormatError(
-                    f"{path / TENSORS}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
-                )
-            if file_crc(f) != about["crc32c"]:
-                raise FormatError(f"{path / TENSORS}: its checksum does not match; it is damaged")
-            f.seek(0)
-            data = np.frombuffer(f.read(), np.uint8)
+        data = read_bytes(path / TENSORS, most=about.bytes)
     except FileNotFoundError:
         raise FormatError(f"{path / TENSORS}: is gone; the checkpoint is damaged") from None
-    state = decode(manifest["state"], data)
+    if len(data) != about.bytes:
+        raise FormatError(
+            f"{path / TENSORS}: must have {about.bytes} bytes, got {len(data)}; it is truncated"
+        )
+    if f"{_core.crc32c(data):08x}" != about.crc32c:
+        raise FormatError(f"{path / TENSORS}: its checksum does not match; it is damaged")
+    with damage_in(path / MANIFEST):
+        state = decode(manifest.state, np.frombuffer(data, np.uint8))
     if not isinstance(state, dict):
         raise FormatError(f"{path / MANIFEST}: state cannot be {type(state).__name__}; it is damaged")
     return state
@@ -212,34 +225,45 @@ def load_checkpoint(path: Path) -> dict[str, Any]:
 
 def replay_path(path: Path) -> Path | None:
     """Return where a checkpoint keeps its replay, None if it has none."""
-    return Path(path) / REPLAY if _manifest(Path(path))["replay"] else None
+    return Path(path) / REPLAY if _manifest(Path(path)).replay else None
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def _manifest(path: Path) -> CheckpointRecord:
     file = path / MANIFEST
     try:
-        manifest = json.loads(read_text(path, MANIFEST))
+        return as_kind(read_signed(file, (FORMAT,), FORMAT_VERSION), CheckpointRecord, file)
     except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no checkpoint") from None
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
-        found = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
-        raise FormatError(f"{file}: format must be {FORMAT!r}, got {found!r}; it is another program's")
-    version = manifest.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatError(
-            f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
-        )
-    crc = manifest.pop("crc32c", None)
-    if crc != f"{_core.crc32c(canonical_json(manifest).encode()):08x}":
-        raise FormatError(f"{file}: its checksum does not match; it is damaged")
-    if (
-        set(manifest) != {"format", "format_version", "files", "state", "replay"}
-        or TENSORS not in manifest["files"]
-    ):
-        raise FormatError(f"{file}: has the fields {sorted(manifest)}; it is damaged")
-    return manifest
+
+
+def load_optimizer(name: str, optimizer: Any, found: Any) -> None:
+    """Give an optimizer the state that a checkpoint has; FormatError unless it is one of these very parameters."""
+    groups = optimizer.state_dict()["param_groups"]
+    with damage_in(f"{name} of the checkpoint"):
+        check_alike(name, groups, found["param_groups"])
+        shapes = [tuple(p.shape) for group in optimizer.param_groups for p in group["params"]]
+        for place, entry in found["state"].items():
+            own = [x for x in entry.values() if tuple(x.shape) not in ((), shapes[place])]
+            if place < 0 or own or not {"step", "exp_avg", "exp_avg_sq"} <= set(entry):
+                raise FormatError(f"{name}: its state cannot be of parameter {place}; it is damaged")
+        optimizer.load_state_dict(copy.deepcopy(found))  # torch would keep the tensors
+
+
+def check_alike(name: str, wanted: Any, found: Any) -> None:
+    """Raise FormatError naming the first part of a state that is missing, or of another kind, size or shape."""
+    if isinstance(wanted, dict) and isinstance(found, dict) and wanted.keys() == found.keys():
+        for key, child in wanted.items():
+            check_alike(f"{name}.{key}", child, found[key])
+    elif isinstance(wanted, list | tuple) and isinstance(found, list | tuple) and len(wanted) == len(found):
+        for place, pair in enumerate(zip(wanted, found)):
+            check_alike(f"{name}.{place}", *pair)
+    elif hasattr(wanted, "shape") and tuple(wanted.shape) == tuple(getattr(found, "shape", (-1,))):
+        return
+    elif isinstance(wanted, bool | str) or wanted is None:
+        if type(found) is not type(wanted):
+            raise FormatError(f"{name}: must be a {type(wanted).__name__}, got {brief(found)}; it is damaged")
+    elif not (isinstance(wanted, int | float) and type(found) in (int, float)):
+        raise FormatError(f"{name}: must be as {brief(wanted)}, got {brief(found)}; it is damaged")
 
 
 def check_shapes(name: str, wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
@@ -247,10 +271,10 @@ def check_shapes(name: str, wanted: Mapping[str, Any], found: Mapping[str, Any])
     for key, x in wanted.items():
         if key not in found:
             raise FormatError(f"{name}.{key}: is not in the checkpoint; it is of another network")
-        if tuple(found[key].shape) != tuple(x.shape):
+        if tuple(getattr(found[key], "shape", (-1,))) != tuple(x.shape):
             raise FormatError(
-                f"{name}.{key}: shape must be {tuple(x.shape)}, got {tuple(found[key].shape)} in the checkpoint; "
-                "resume with the layout and hidden sizes it was made with"
+                f"{name}.{key}: shape must be {tuple(x.shape)}, got {tuple(getattr(found[key], 'shape', ()))} "
+                "in the checkpoint; resume with the layout and hidden sizes it was made with"
             )
     for key in found:
         if key not in wanted:

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from recollect.errors import FormatError
+
 
 def normalize(obs: Any, stats: tuple[Any, Any] | None, eps: float = 1e-2) -> Any:
     """Return (obs - mean) / (std + eps), or `obs` itself when there are no statistics yet.
@@ -71,5 +73,9 @@ class RunningStats:
 
     def load_state_dict(self, state: Any) -> None:
         """Take over what `get_state_dict` returned."""
-        self.count = int(state["count"])
-        self._mean, self._m2 = (np.array(state[name], np.float64) for name in ("mean", "m2"))
+        mean, m2 = (np.array(state[name], np.float64) for name in ("mean", "m2"))
+        if mean.shape != self._mean.shape or m2.shape != self._m2.shape or int(state["count"]) < 0:
+            raise FormatError(
+                f"normalizer: must be of {self._mean.shape}, got {mean.shape}; it is of another learner"
+            )
+        self.count, self._mean, self._m2 = int(state["count"]), mean, m2

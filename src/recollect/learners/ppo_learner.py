@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from recollect.learners.checkpoint import load_optimizer
 from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.networks import ActorCritic
@@ -113,9 +113,9 @@ class PPOLearner:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Take over what `get_state_dict` returned."""
         self.network.load_state_dict(state["network"])
-        self.optimizer.load_state_dict(copy.deepcopy(state["optimizer"]))  # torch would keep the tensors
+        load_optimizer("optimizer", self.optimizer, state["optimizer"])
         self.generator.set_state(state["generator"])
-        self.update_count = state["update_count"]
+        self.update_count = int(state["update_count"])
 
 
 def continues(valid: Any, dones: Any) -> Any:

@@ -20,6 +20,7 @@ from recollect.errors import (
     PeerDiedError,
     RecollectError,
 )
+from recollect.files.record import damage_in
 from recollect.ipc.async_runner import AsyncRunner
 from recollect.ipc.collector import EnvSpec
 from recollect.ipc.shared_buffer import check_count
@@ -279,14 +280,16 @@ class ReferenceRunner(AsyncRunner):
             raise FormatError(
                 f"{path}: must be a checkpoint of {self.algorithm}, got {state.get('algorithm')!r}"
             )
-        return int(state["iteration"])
+        with damage_in(path):
+            return int(state["iteration"])
 
     def _restore(self, state: Mapping[str, Any], path: Path) -> None:
         """Take over a checkpoint: learner, counts, and the replay if it is there."""
-        check_state(self._learner.get_state_dict(), state["learner"])
-        self._learner.load_state_dict(state["learner"])
-        self._steps_base = int(state["env_steps"])
-        self._version_base = int(state["weight_version"]) - int(self._weights.version)
+        with damage_in(path):
+            check_state(self._learner.get_state_dict(), state["learner"])
+            self._learner.load_state_dict(state["learner"])
+            self._steps_base = int(state["env_steps"])
+            self._version_base = int(state["weight_version"]) - int(self._weights.version)
         self._publish_restored()
 
     @abstractmethod

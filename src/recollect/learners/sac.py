@@ -12,6 +12,7 @@ import numpy as np
 
 from recollect import replay as plain_replay
 from recollect.errors import DeadlineError, FormatError
+from recollect.files.record import damage_in
 from recollect.ipc import memory_budget
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline, make_collector_pack
@@ -270,7 +271,8 @@ class OffPolicyRunner(ReferenceRunner):
         if saved is not None:
             self._restore_replay(saved)
         if self._limiter is not None and "limiter" in state:
-            self._limiter.load_state_dict(dict(state["limiter"]))
+            with damage_in(path):
+                self._limiter.load_state_dict(dict(state["limiter"]))
 
     def _restore_replay(self, path: Path) -> None:
         """Add the saved rows, lane by lane if there are as many lanes, else spread over those there are."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from recollect.learners.checkpoint import load_optimizer
 from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.networks import TanhGaussianActor, TwinCritic
@@ -149,11 +150,9 @@ class SACLearner:
         with torch.no_grad():
             self.log_alpha.copy_(state["log_alpha"])
         for name, optimizer in self.optimizers.items():
-            optimizer.load_state_dict(
-                copy.deepcopy(state["optimizers"][name])
-            )  # torch would keep the tensors
+            load_optimizer(f"optimizers.{name}", optimizer, state["optimizers"][name])
         self.generator.set_state(state["generator"])
-        self.update_count = state["update_count"]
+        self.update_count = int(state["update_count"])
         for name, stats in self._normalizers().items():
             stats.load_state_dict(state[name])
 

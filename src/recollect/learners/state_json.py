@@ -7,6 +7,7 @@ Nothing is pickled: what JSON cannot say is named by a one-key object, `{"$tenso
 from __future__ import annotations
 
 from collections.abc import Mapping
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -92,7 +93,7 @@ def _tensor(about: Any, data: Any) -> Any:
     try:
         dtype, shape = _DTYPES[about["dtype"]], [int(n) for n in about["shape"]]
         at, nbytes = int(about["at"]), int(about["bytes"])
-        whole = np.prod(shape, dtype=np.int64) * dtype.itemsize
+        whole = prod(shape) * dtype.itemsize
         if min([0, at, *shape]) < 0 or whole != nbytes or at + nbytes > len(data):
             raise ValueError("its place is outside the file")
         block = np.array(data[at : at + nbytes], np.uint8)

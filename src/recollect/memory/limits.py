@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import resource
 from pathlib import Path
 
 from recollect.errors import BudgetError
@@ -11,8 +12,8 @@ _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
 
 def available_nbytes() -> int | None:
-    """Return the least of what the system and each enclosing cgroup still allow, None if unknown."""
-    known = [n for n in (_system_nbytes(), *_cgroup_nbytes()) if n is not None]
+    """Return the least of what the system, `ulimit -v` and each enclosing cgroup still allow, None if unknown."""
+    known = [n for n in (_system_nbytes(), _address_nbytes(), *_cgroup_nbytes()) if n is not None]
     return min(known, default=None)
 
 
@@ -46,6 +47,18 @@ def _system_nbytes() -> int | None:
         return None
     found = re.search(r"^MemAvailable:\s+(\d+) kB", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
+
+
+def _address_nbytes() -> int | None:
+    """What the limit of this process's address space leaves."""
+    most, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if most == resource.RLIM_INFINITY:
+        return None
+    try:
+        pages = int(Path("/proc/self/statm").read_text().split()[0])
+    except (OSError, ValueError):
+        return None
+    return max(0, most - pages * resource.getpagesize())
 
 
 def _cgroup_nbytes() -> list[int]:

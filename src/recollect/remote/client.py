@@ -21,7 +21,7 @@ from recollect.remote.records import ClientStats
 from recollect.remote.session import Entry, Session
 from recollect.remote.settings import check_client
 from recollect.remote.shelf import check_draw
-from recollect.remote.wire import cut_items, encode
+from recollect.remote.wire import check_drawn, cut_items, encode
 
 _GOODBYE_S = 5.0
 _HEAD_NBYTES = 512  # the most that a frame has beside its items
@@ -297,6 +297,8 @@ class RemoteReplay:
         with self._lock:
             self._check_open()
             self._connect()
+            if self._session.items is not None:
+                check_drawn(int(n), self._session.items.shapes)
             parts = self._line.ask(lambda request: encode(Sample(request, int(n), by, replace)))  # type: ignore[arg-type]
             items = self._session.items
             if items is None:
@@ -307,6 +309,10 @@ class RemoteReplay:
                     raise FrameError("sample: items must have the layout of this client, got others")
                 rows, lengths, fields = cut_items(message, body, items.shapes)
                 packed.append(Packed(message.n, rows, lengths, fields))
+            if sum(part.n for part in packed) != n:
+                raise FrameError(
+                    f"sample: the manager must send {n} items, got {sum(part.n for part in packed)}"
+                )
             return items.decode(Packed.concat(packed))
 
     def metadata(self) -> dict[str, Any]:

@@ -41,7 +41,17 @@ from recollect.remote.records import Checkpoint, ManagerStats
 from recollect.remote.saving import Saving
 from recollect.remote.shelf import Shelf
 from recollect.remote.store import Outcome
-from recollect.remote.wire import MAX_FRAME, MOST_FRAME, cut_items, cut_values, decode, encode, joined
+from recollect.remote.wire import (
+    MAX_FRAME,
+    MOST_DRAWN_NBYTES,
+    MOST_FRAME,
+    check_drawn,
+    cut_items,
+    cut_values,
+    decode,
+    encode,
+    joined,
+)
 from recollect.remote.writers import Writer, Writers
 from recollect.text import told_briefly
 
@@ -253,7 +263,9 @@ class Desk:
     def _on_sample(self, sender: int, message: Sample) -> list[Reply]:
         max_frame = self._max_frame
         try:
-            parts = _parts(self.shelf.draw(message.n, message.by, message.replace), max_frame - _HEAD_NBYTES)
+            check_drawn(message.n, self.items.shapes)
+            drawn = self.shelf.draw(message.n, message.by, message.replace, MOST_DRAWN_NBYTES)
+            parts = _parts(drawn, max_frame - _HEAD_NBYTES)
             heads = [
                 Items(message.request, self.items.id, some.n, len(some.rows), number, len(parts))
                 for number, some in enumerate(parts)

@@ -99,7 +99,7 @@ class Items(Message, tag=6):
     n: Count
     n_rows: Count
     part: Count
-    n_parts: Annotated[int, Meta(ge=1, le=2**31)]
+    n_parts: Annotated[int, Meta(ge=1, le=2**20)]
 
 
 class GetMetadata(Message, tag=7):

@@ -369,6 +369,7 @@ def as_error(failed: Failed) -> Exception:
         "SchemaError": SchemaError,
         "EmptyError": errors.EmptyError,
         "ClosedError": errors.ClosedError,
+        "BudgetError": errors.BudgetError,
         "FrameError": errors.FrameError,
         "ScoringError": ScoringError,
         "ValueError": ValueError,

@@ -147,12 +147,12 @@ class Shelf:
 
     # -- drawing
 
-    def draw(self, n: Any, by: str, replace: bool) -> Packed:
-        """Draw n items; EmptyError if none can be drawn."""
+    def draw(self, n: Any, by: str, replace: bool, most_nbytes: int | None = None) -> Packed:
+        """Draw n items; EmptyError if none can be drawn, BudgetError if they have more than `most_nbytes`."""
         check_draw(n, by)
         if not self.manager.store_locally:
             raise EmptyError("sample: this manager stores nothing; ask the one it forwards to")
-        return self.store.read(self._drawn(int(n), by, replace))
+        return self.store.read(self._drawn(int(n), by, replace), most_nbytes)
 
     def _drawn(self, n: int, by: str, replace: bool) -> Array:
         if by == "uniform":

@@ -11,6 +11,8 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
+from recollect.errors import BudgetError
+from recollect.memory.limits import human_nbytes
 from recollect.memory.rows import packed_codec
 from recollect.remote.diversity import Diversity, crowding
 from recollect.remote.items import ItemSpace, stored_places
@@ -239,16 +241,19 @@ class Store:
 
     # -- out
 
-    def read(self, index: Array) -> Packed:
-        """The items at these indices, packed."""
+    def read(self, index: Array, most_nbytes: int | None = None) -> Packed:
+        """The items at these indices, packed; BudgetError, before any is read, if they have more than `most_nbytes`."""
         index = np.ascontiguousarray(index, np.int64)
         if not self.items.is_trajectory:
+            _check_most(len(index), self.items.shapes.row_nbytes, most_nbytes)
             rows = np.asarray(self._native.read(self._whole, index, False, None))
             return Packed(len(index), rows, log_rewards=None)
         number = self._places.length
         f = self.layout.fields[number]
         only = _core.Codec([(f.offset, f.dtype, f.shape, False)], None, self.layout.row_nbytes)
         width = int(np.max(self._native.read(only, index, False, None)[0], initial=1))
+        shapes = self.items.shapes
+        _check_most(len(index), width * shapes.row_nbytes + shapes.field_nbytes, most_nbytes)
         return self.items.from_stored(
             self.layout, list(self._native.read(self._codec(width), index, False, None))
         )
@@ -261,3 +266,11 @@ class Store:
             mass = np.exp(values[index] - values[index].max(initial=-np.inf)) if len(index) else np.empty(0)
             self._weights = (index, np.cumsum(mass))
         return self._weights
+
+
+def _check_most(n: int, nbytes: int, most: int | None) -> None:
+    if most is not None and n * nbytes > most:
+        raise BudgetError(
+            f"n: {n} items must have at most {human_nbytes(most)} together, got {human_nbytes(n * nbytes)} (each as "
+            "long as the longest); draw fewer at a time"
+        )

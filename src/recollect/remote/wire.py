@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from recollect import _core
-from recollect.errors import FrameError
+from recollect.errors import BudgetError, FrameError
 from recollect.remote.messages import PROTOCOL, AnyMessage, Data, Items, Metadata, Sync
 from recollect.text import encoded
 
@@ -26,7 +26,9 @@ ALIGNMENT = 64
 MAX_FRAME = 64 << 20
 MOST_FRAME = 1 << 30
 MAX_HEAD = 8 << 20
-MOST_EMPTY = 1 << 16  # items of no bytes in one container: nothing else bounds their number
+MOST_EMPTY = 1 << 16  # items or rows of no bytes in one container: nothing else bounds their number
+MOST_DRAWN = 1 << 20  # items that one Sample may ask for, and
+MOST_DRAWN_NBYTES = 1 << 28  # bytes that its answer may have: all others wait while they are copied
 
 _ZEROS = [bytes(n) for n in range(ALIGNMENT)]
 _encoder = msgspec.msgpack.Encoder()
@@ -48,6 +50,13 @@ def check_max_frame(max_frame: Any) -> int:
     if isinstance(max_frame, bool) or not isinstance(max_frame, int) or not 4096 <= max_frame <= MOST_FRAME:
         raise ValueError(f"max_frame: must be in [4096, {MOST_FRAME}] bytes, got {max_frame!r}")
     return max_frame
+
+
+def check_drawn(n: int, shapes: Shapes) -> None:
+    """Raise BudgetError for more items than one Sample may ask for: the manager serves nobody else meanwhile."""
+    most = MOST_DRAWN if shapes.row_nbytes else MOST_EMPTY
+    if n > most:
+        raise BudgetError(f"n: must be at most {most} items in one draw, got {n}; draw several times")
 
 
 def encode(
@@ -145,6 +154,8 @@ def split(body: memoryview, shapes: Sequence[tuple[int, int]]) -> list[Array]:
     """Cut a body into its blocks of (rows, bytes of a row); FrameError, by arithmetic alone, unless they fill it."""
     starts, at = [], 0
     for n, nbytes in shapes:
+        if n > MOST_EMPTY and not nbytes:
+            raise FrameError(f"frame: rows of no bytes must be at most {MOST_EMPTY}, got {n}")
         at += -at % ALIGNMENT if n * nbytes else 0
         starts.append(at)
         at += n * nbytes
@@ -168,8 +179,6 @@ def cut_items(
     if not has_steps:
         if n_rows:
             raise FrameError(f"frame: a container to be scored only has no steps, got {n_rows}")
-        if n > MOST_EMPTY and not shapes.field_nbytes:
-            raise FrameError(f"frame: items without fields must be at most {MOST_EMPTY}, got {n}")
         (fields,) = split(body, [(n, shapes.field_nbytes)])
         return np.empty((0, shapes.row_nbytes), np.uint8), None, fields
     rows, lengths, fields = split(body, [(n_rows, shapes.row_nbytes), (n, 4), (n, shapes.field_nbytes)])

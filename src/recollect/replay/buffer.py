@@ -624,8 +624,10 @@ class ReplayBuffer(BatchBase):
         """Return the space of a dump, None if there is no dump. Spaces are the same for every backend."""
         from pathlib import Path
 
+        from recollect.storage.rows import stored_space
+
         found = snapshot.peek(path)
-        return None if found is None else snapshot.stored_space(Path(path), found)
+        return None if found is None else stored_space(Path(path), found)
 
     # -- life
 

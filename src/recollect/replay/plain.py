@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 
 from recollect.batch.structure import select
-from recollect.errors import ReadOnlyError, SchemaError, SegmentOpenError
+from recollect.errors import FormatError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
@@ -118,7 +118,16 @@ class PlainEngine:
 
     def _restore(self, state: dict[str, Any]) -> None:
         found = [(ident, length, clipped) for ident, _, _, length, clipped in state["segments"] or ()]
-        self._place(state["count"], state["offset"], found)
+        count, offset, most = state["count"], state["offset"], self.storage.capacity
+        if (offset >= most or count > most) if most else offset + count > len(self.storage):
+            raise FormatError(
+                f"manifest: {count} samples from row {offset} on are not in {len(self.storage)} rows"
+            )
+        if sum(length for _, length, _ in found) > count:
+            raise FormatError(
+                f"manifest: segments must have at most the {count} samples there are; it is damaged"
+            )
+        self._place(count, offset, found)
         self._next_id = max(self._next_id, state.get("segment_counter", 0) + 1)
 
     def _place(self, count: int, offset: int, segments: list[tuple[int, int, int]]) -> None:

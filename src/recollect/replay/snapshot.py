@@ -7,11 +7,12 @@ from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recollect.errors import FormatError, ReadOnlyError, SegmentOpenError
+from recollect.errors import ReadOnlyError, SegmentOpenError
 from recollect.files import OwnedDirectory
+from recollect.files.record import damage_in
 from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
-from recollect.spaces import as_space, first_difference, space_from_json
+from recollect.spaces import as_space, first_difference
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
 from recollect.storage.dump import DumpWriter, check_files, read_manifest
@@ -20,7 +21,7 @@ from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
 from recollect.storage.registry import find_storage, find_stored
 from recollect.storage.row_dump import write_orders, write_rows
-from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout
+from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout, stored_space
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer
@@ -95,11 +96,9 @@ def _stored_limiter(path: Path, manifest: dict[str, Any], read_only: bool) -> Ra
     saved = manifest.get("limiter")
     if saved is None or read_only:
         return None
-    try:
+    with damage_in(f"{path}: limiter"):
         arguments = ("samples_per_insert", "min_size", "band", "deadline")
         return RateLimiter(*(saved[name] for name in arguments))
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: its limiter cannot be read ({error}); it is damaged") from None
 
 
 def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only: bool, multiprocessing: bool,
@@ -157,24 +156,18 @@ def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, 
         wrapped: SpaceStorage = opened
         if backend not in (None, "numpy") or device is not None:
             wrapped = ToBackendOrDeviceStorage(opened, backend, device)
-        buffer = cls._over(
-            wrapped, tracked=manifest["segments"] is not None, evict=manifest["evict"],
-            multiprocessing=multiprocessing, cache_path=str(path), state=manifest, limiter=limiter,
-        )  # fmt: skip
+        with damage_in(path):
+            buffer = cls._over(
+                wrapped, tracked=manifest["segments"] is not None, evict=manifest["evict"],
+                multiprocessing=multiprocessing, cache_path=str(path), state=manifest, limiter=limiter,
+            )  # fmt: skip
         if limiter is not None and not limiter.is_ready:
-            limiter.load_state_dict(manifest["limiter"])
+            with damage_in(f"{path}: limiter"):
+                limiter.load_state_dict(manifest["limiter"])
         return buffer
     except BaseException:
         opened.close()
         raise
-
-
-def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
-    """The space that a manifest describes."""
-    try:
-        return space_from_json(manifest["space"])
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: its space cannot be read ({error}); it is damaged") from None
 
 
 def peek(path: PathName) -> dict[str, Any] | None:

@@ -17,12 +17,15 @@ import warnings
 from queue import Empty, SimpleQueue
 from typing import Any
 
+import msgspec
+
 from recollect.errors import FormatError, LaneBusyError
 from recollect.rollout.execute import Outcome
 from recollect.rollout.records import BatchRecord, Joined, TaskRecord
 from recollect.rollout.saved import (
     Kept,
     Restored,
+    SavedMeta,
     decode_batch,
     decode_cut,
     decode_outcome,
@@ -294,8 +297,9 @@ class Journal:
             database.executemany(
                 "insert or replace into meta values (?, ?)", [("format", FORMAT), ("layout", self.layout)]
             )
+        counters = msgspec.convert(meta, SavedMeta)
         restored = Restored(
-            next_group=meta.get("next_group", 0), k=meta.get("k", 0), first_version=meta.get("first_version")
+            next_group=counters.next_group, k=counters.k, first_version=counters.first_version
         )
         self._first_free = 1
         for serial, about, cut, ended in database.execute("select * from batches order by serial"):

@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+import sys
+
+from recollect.errors import FormatError
+from recollect.files.record import brief, damage_in
 from recollect.rollout.config import Config
 from recollect.rollout.desk import Desk
 from recollect.rollout.journal import Journal
 from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
-from recollect.rollout.saved import Kept, SavedTask
+from recollect.rollout.saved import MOST_RUNS, Kept, SavedTask
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
-from recollect.rollout.tasks import Task, find_workflow, task_key
+from recollect.rollout.tasks import Task, Workflow, find_workflow, is_registered, task_key
 
 
 def restore(desk: Desk, journal: Journal) -> None:
     """Bring back what the journal holds: live batches with their finished runs, history, and counters."""
     kept = journal.restored
-    revived = [  # before anything is changed: a workflow may be unknown here
-        revive(one, desk.n_batches + 1 + n, desk.config, desk.scheduler, journal)
-        for n, one in enumerate(kept.batches)
-    ]
+    for one in kept.batches:  # before anything is changed
+        _check(one, journal.path)
+        for task in one.batch.tasks:
+            _find(task.workflow, desk.config)  # it may be unknown here
+    with damage_in(journal.path):
+        revived = [
+            revive(one, desk.n_batches + 1 + n, desk.config, desk.scheduler, journal)
+            for n, one in enumerate(kept.batches)
+        ]
     desk.n_batches += len(revived)
     desk.next_group = max(desk.next_group, kept.next_group)
     desk.k = max(desk.k, kept.k)
@@ -37,11 +46,29 @@ def restore(desk: Desk, journal: Journal) -> None:
             desk.scheduler.add(batch)
 
 
+def _check(kept: Kept, path: str) -> None:
+    """Raise FormatError for a batch whose parts do not belong together."""
+    tasks = kept.batch.tasks
+    n_runs = {
+        place if one.position < 0 else one.position: one.repeat_times for place, one in enumerate(tasks)
+    }
+    cut = [] if kept.cut is None else [*kept.cut.tasks, *kept.cut.carried_in]
+    if (
+        len(n_runs) < len(tasks)
+        or sum(n_runs.values()) > MOST_RUNS
+        or any(position not in n_runs for position in cut)
+        or any(not 0 <= outcome.run_id < n_runs.get(position, 0) for position, outcome in kept.runs)
+    ):
+        raise FormatError(
+            f"{path}: batch {brief(kept.batch.batch_id)} lacks or garbles its tasks; it is damaged"
+        )
+
+
 def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journal: Journal) -> BatchRecord:
     """Return the record of a batch that a journal kept; its work is not started yet."""
     saved = kept.batch
     n_tasks = len(saved.tasks) if saved.expected < 0 else saved.expected
-    state = BatchState(saved.batch_id, saved.batch_type, n_tasks, min_wait_num=saved.min_wait_num)  # type: ignore[arg-type]
+    state = BatchState(saved.batch_id, saved.batch_type, n_tasks, min_wait_num=saved.min_wait_num)
     batch = BatchRecord(state, serial, saved.priority, config)
     batch.admitted, batch.commit_id, batch.k = True, saved.commit_id, saved.k
     found: dict[int, TaskRecord] = {}
@@ -82,9 +109,25 @@ def _task_of(saved: SavedTask, batch: BatchRecord, position: int) -> TaskRecord:
         saved.workflow, repeat_times=saved.repeat_times, task_id=saved.task_id, timeout_s=saved.timeout_s,
         max_retries=saved.max_retries,
     )  # fmt: skip
-    flow = find_workflow(saved.workflow, modules=batch.config.workflow_modules)
+    flow = _find(saved.workflow, batch.config)
     key = task_key(batch.config.seed, batch.id, saved.task_id)
     return TaskRecord(batch, position, task, flow, saved.data, saved.group_id, key)
+
+
+def _find(name: str, config: Config) -> Workflow:
+    """The workflow that a journal names.
+
+    A file must not say what is imported, and so run: besides registered names only those of `workflow_modules`, and of
+    modules that this program has imported itself, are looked up.
+    """
+    module = name.partition(":")[0]
+    is_ours = module in sys.modules and module.partition(".")[0] not in sys.stdlib_module_names
+    if ":" in name and module not in config.workflow_modules and not is_ours and not is_registered(name):
+        raise ValueError(
+            f"workflow: must be of a module that this program imports, got {brief(name)} in the journal; import "
+            f"{brief(module)} first, or name it in workflow_modules"
+        )
+    return find_workflow(name, modules=config.workflow_modules)
 
 
 def _resume(task: TaskRecord, batch: BatchRecord, scheduler: Scheduler, config: Config) -> None:

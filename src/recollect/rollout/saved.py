@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import msgspec
+from msgspec import Meta
 
 from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
@@ -14,18 +15,24 @@ from recollect.rollout.records import BatchRecord, Cut, TaskRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
 from recollect.text import encoded
 
+MOST_RUNS = 1 << 22
+"""Runs that a batch of a journal may have: each takes memory when it is read."""
+Count = Annotated[int, Meta(ge=0, le=1 << 62)]
+
 
 class SavedTask(msgspec.Struct, array_like=True):
     """A task as it is recorded."""
 
     workflow: str
     data: bytes
-    repeat_times: int
+    repeat_times: Annotated[int, Meta(ge=1, le=MOST_RUNS)]
     task_id: BatchId
     timeout_s: float | None
     max_retries: int | None
     group_id: int
-    position: int = -1  # by which its runs are found; -1: the place in the list
+    position: Annotated[
+        int, Meta(ge=-1, le=1 << 62)
+    ] = -1  # by which its runs are found; -1: the place in the list
     carried_in: bool = False  # it began in an earlier batch
 
 
@@ -33,7 +40,7 @@ class SavedBatch(msgspec.Struct, array_like=True):
     """A batch as it is recorded."""
 
     batch_id: BatchId
-    batch_type: str
+    batch_type: Literal["train", "eval"]
     min_wait_num: int | None
     priority: int | None
     commit_id: str
@@ -48,8 +55,8 @@ class SavedCut(msgspec.Struct, array_like=True):
     """Which tasks count, by position, and what became of the others."""
 
     tasks: list[int]
-    cancelled: int
-    carried: int
+    cancelled: Count
+    carried: Count
     carried_in: list[int] = []
 
 
@@ -57,13 +64,21 @@ class SavedEnding(msgspec.Struct, array_like=True):
     """How a batch ended."""
 
     batch_id: BatchId
-    batch_type: str
-    expected: int
+    batch_type: Literal["train", "eval"]
+    expected: Count
     statuses: list[tuple[BatchId, TaskStatus]]
     min_wait_num: int | None
     state: str
     result: dict[str, Any] | None
     reason: str | None
+
+
+class SavedMeta(msgspec.Struct):
+    """The counters of a journal."""
+
+    next_group: Count = 0
+    k: Count = 0
+    first_version: int | None = None
 
 
 @dataclass
@@ -138,7 +153,7 @@ def read_ending(data: bytes) -> Ending:
     """The ending that was saved."""
     saved = _decode_ending(data)
     state = BatchState(
-        saved.batch_id, saved.batch_type, saved.expected, dict(saved.statuses), saved.min_wait_num,  # type: ignore[arg-type]
+        saved.batch_id, saved.batch_type, saved.expected, dict(saved.statuses), saved.min_wait_num,
         BatchLifecycleState(saved.state), saved.result,
     )  # fmt: skip
     return Ending(state, saved.reason)

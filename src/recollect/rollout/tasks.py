@@ -174,6 +174,11 @@ def find_workflow(spec: Any, *, by_name: bool = False, modules: Sequence[str] = 
     return Workflow(path, spec, _is_async(spec), False)
 
 
+def is_registered(name: str) -> bool:
+    """Whether a workflow has this name in this process."""
+    return name in _registered
+
+
 def _named(name: str, modules: Sequence[str]) -> Workflow:
     if name not in _registered and ":" not in name:
         import_modules(modules)

@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from gymnasium import spaces
 
-from recollect.errors import DtypeError, SchemaError
+from recollect.errors import DtypeError, FormatError, SchemaError
 from recollect.spaces.convert import to_array, to_batch
 from recollect.spaces.tree import LeafKind
 
@@ -115,7 +115,12 @@ class TextCodec:
 
     def decode_one(self, arrays: Sequence[Array]) -> str:
         data, length = arrays
-        return data[: int(length)].tobytes().decode("utf-8", "surrogatepass")
+        if not 0 <= (n := int(length)) <= self.nbytes:
+            raise FormatError(f"{self.name}: must have at most {self.nbytes} bytes, got {n}; it is damaged")
+        try:
+            return data[:n].tobytes().decode("utf-8", "surrogatepass")
+        except UnicodeDecodeError as error:
+            raise FormatError(f"{self.name}: must be UTF-8, got {error}; it is damaged") from None
 
     def decode_batch(self, arrays: Sequence[Array], n: int) -> tuple[str, ...]:
         return tuple([self.decode_one(row) for row in zip(*arrays, strict=True)])
@@ -164,6 +169,10 @@ class SequenceCodec:
 
     def decode_one(self, arrays: Sequence[Array]) -> Any:
         count = int(arrays[0])
+        if not 0 <= count <= self.most:
+            raise FormatError(
+                f"{self.name}: must have at most {self.most} elements, got {count}; it is damaged"
+            )
         elements = [array[:count] for array in arrays[1:]]
         if self.stack:
             return self.element.decode_batch(elements, count)

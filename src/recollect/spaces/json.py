@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from copy import copy
+from functools import lru_cache
 from itertools import pairwise
+from math import prod
 from typing import Any
 
 import numpy as np
@@ -21,6 +24,11 @@ from recollect.spaces.tree import make_dict, node_kind
 
 Json = dict[str, Any]
 Array = np.ndarray[Any, Any]
+Ranges = tuple[tuple[int, int], ...]
+MOST_NBYTES = 1 << 27
+"""The most that the arrays of one sample may have in a description that no data speak for."""
+MOST_CHARACTERS = 3 << 20
+"""The most that all different charsets of a space may have: twice all of Unicode, and some."""
 
 
 def canonical(value: Any) -> str:
@@ -34,8 +42,32 @@ def space_to_json(space: Space[Any]) -> Json:
     return {"type": kind, **_WRITERS[kind](space)}
 
 
-def space_from_json(obj: Json) -> Space[Any]:
-    """Return the space that `space_to_json` wrote; FormatError if it is none."""
+def space_from_json(obj: Json, most_nbytes: int = MOST_NBYTES) -> Space[Any]:
+    """Return the space that `space_to_json` wrote; FormatError if it is none.
+
+    A few words can describe a space that no memory holds, so its size is found before anything is made: the arrays of
+    one sample may have `most_nbytes` together, and the charsets of its Texts `MOST_CHARACTERS`.
+    """
+    try:
+        nbytes, charsets = _size_of(obj)
+    except FormatError:
+        raise
+    except Exception as error:
+        raise FormatError(f"space: must be complete and of valid values, got {_brief(obj)}") from error
+    if nbytes > most_nbytes:
+        raise FormatError(
+            f"space: a sample must have at most {most_nbytes} bytes, got {_brief(nbytes)}; it is damaged or forged"
+        )
+    characters = sum(last - first + 1 for ranges in charsets for first, last in ranges)
+    if characters > MOST_CHARACTERS:
+        raise FormatError(
+            f"space: its charsets must have at most {MOST_CHARACTERS} characters together, got {_brief(characters)}; "
+            "it is damaged or forged"
+        )
+    return _read(obj)
+
+
+def _read(obj: Json) -> Space[Any]:
     try:
         read = _READERS[obj["type"]]
     except (KeyError, TypeError) as error:
@@ -48,8 +80,38 @@ def space_from_json(obj: Json) -> Space[Any]:
         raise FormatError(f"space: must be complete and of valid values, got {_brief(obj)}") from error
 
 
+def _size_of(obj: Any) -> tuple[int, set[Ranges]]:
+    """The bytes that the arrays of one sample have, and the different charsets, by arithmetic alone."""
+    kind = obj.get("type") if isinstance(obj, dict) else None
+    if kind in ("dict", "tuple"):
+        found = [_size_of(item[1] if kind == "dict" else item) for item in obj["items"]]
+        return sum(nbytes for nbytes, _ in found), set().union(*(charsets for _, charsets in found))
+    if kind == "sequence":
+        return _size_of(obj["feature"])
+    if kind == "text":
+        return 0, {_ranges(obj)}
+    if kind == "multibinary":
+        n = obj["n"]
+        return prod(_whole(x) for x in (n if isinstance(n, list) else [n])), set()
+    if kind in ("box", "extended_box", "multidiscrete"):
+        shape = [_whole(n) for n in obj["shape"]]
+        return prod(shape) * dtype_from(obj["dtype"], "space").itemsize, set()
+    if kind == "discrete":
+        return 8, set()
+    raise FormatError(f"space: must be one of {sorted(_READERS)}, got {_brief(obj)}")
+
+
+def _whole(n: Any) -> int:
+    if isinstance(n, bool) or not isinstance(n, int) or not 0 <= n < 1 << 62:
+        raise FormatError(f"space: a shape must be of numbers that are not negative, got {_brief(n)}")
+    return n
+
+
 def _brief(obj: Any) -> str:
-    text = repr(obj)
+    try:
+        text = repr(obj)
+    except (RecursionError, ValueError):  # too many levels, or digits
+        text = f"a {type(obj).__name__} of too many levels or digits"
     return text if len(text) <= 120 else text[:117] + "..."
 
 
@@ -135,18 +197,44 @@ def _multidiscrete_from_json(obj: Json) -> Space[Any]:
 
 
 def _text_to_json(space: Any) -> Json:
-    # The set, sorted: older gymnasium keeps it in hash order, which differs from process to process.
-    codes = sorted(map(ord, space.character_set))
-    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(codes)) if b != a + 1]
-    ranges = [[codes[a], codes[b - 1]] for a, b in pairwise([0, *breaks, len(codes)])] if codes else []
+    ranges = [list(pair) for pair in _ranges_of(frozenset(space.character_set))]
     return {"min_length": space.min_length, "max_length": space.max_length, "charset": ranges}
 
 
+@lru_cache(maxsize=2)
+def _ranges_of(charset: frozenset[str]) -> Ranges:
+    # The set, sorted: older gymnasium keeps it in hash order, which differs from process to process.
+    codes = sorted(map(ord, charset))
+    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(codes)) if b != a + 1]
+    return tuple((codes[a], codes[b - 1]) for a, b in pairwise([0, *breaks, len(codes)])) if codes else ()
+
+
 def _text_from_json(obj: Json) -> Space[Any]:
-    # chr of each end first: it refuses what is no code point before a huge range is walked.
-    ranges = [range(first, ord(chr(last)) + 1) for first, last in obj["charset"]]
-    charset = frozenset(chr(code) for codes in ranges for code in codes)
-    return spaces.Text(obj["max_length"], min_length=obj["min_length"], charset=charset)
+    least, most = obj["min_length"], obj["max_length"]
+    if type(least) is not int or type(most) is not int or not 0 <= least <= most < 1 << 31:
+        raise FormatError(f"space: a Text must have lengths that are numbers, got {_brief((least, most))}")
+    text = copy(_text_of(_ranges(obj)))  # it shares the tables of its charset, which may be all of Unicode
+    text.min_length, text.max_length = least, most
+    return text
+
+
+@lru_cache(maxsize=2)  # there are no more that are large
+def _text_of(ranges: Ranges) -> spaces.Text:
+    charset = frozenset(chr(code) for first, last in ranges for code in range(first, last + 1))
+    return spaces.Text(1, min_length=0, charset=charset)
+
+
+def _ranges(obj: Json) -> Ranges:
+    """The charset of a Text, checked: ascending ranges of code points that do not overlap."""
+    ranges = tuple((_whole(first), _whole(last)) for first, last in obj["charset"])
+    ends = [end for pair in ranges for end in pair]
+    if (
+        any(last < first for first, last in ranges)
+        or any(b <= a for a, b in zip(ends[1::2], ends[2::2]))
+        or (ends and ends[-1] > 0x10FFFF)
+    ):
+        raise FormatError(f"space: a charset must be ascending ranges of code points, got {_brief(ranges)}")
+    return ranges
 
 
 def _sequence_to_json(space: Any) -> Json:
@@ -154,7 +242,13 @@ def _sequence_to_json(space: Any) -> Json:
 
 
 def _sequence_from_json(obj: Json) -> Space[Any]:
-    return spaces.Sequence(space_from_json(obj["feature"]), stack=obj["stack"])
+    return spaces.Sequence(_read(obj["feature"]), stack=_flag(obj["stack"]))
+
+
+def _flag(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise FormatError(f"space: stack must be true or false, got {_brief(value)}")
+    return value
 
 
 def _dict_to_json(space: Any) -> Json:
@@ -162,7 +256,7 @@ def _dict_to_json(space: Any) -> Json:
 
 
 def _dict_from_json(obj: Json) -> Space[Any]:
-    return make_dict((key, space_from_json(child)) for key, child in obj["items"])
+    return make_dict((key, _read(child)) for key, child in obj["items"])
 
 
 def _tuple_to_json(space: Any) -> Json:
@@ -170,7 +264,7 @@ def _tuple_to_json(space: Any) -> Json:
 
 
 def _tuple_from_json(obj: Json) -> Space[Any]:
-    return spaces.Tuple([space_from_json(child) for child in obj["items"]])
+    return spaces.Tuple([_read(child) for child in obj["items"]])
 
 
 _WRITERS: dict[str, Callable[[Any], Json]] = {

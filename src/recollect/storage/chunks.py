@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect.errors import BudgetError
 from recollect.spaces import Layout
 from recollect.storage.columns import widened
 
@@ -224,7 +225,13 @@ class ChunkCache:
 
     def _make_slab(self) -> None:
         n = self.n_slots * self.rows
-        self._slab = [np.empty((n, *f.shape), f.dtype) for f in self.layout.fields]
+        try:
+            self._slab = [np.empty((n, *f.shape), f.dtype) for f in self.layout.fields]
+        except (MemoryError, ValueError) as error:  # more than memory, or than an array, can have
+            raise BudgetError(
+                f"chunks: {n} rows of {self.layout.row_nbytes} bytes cannot be held ({error}); make pieces smaller, "
+                "or they are damaged"
+            ) from None
 
     def _joined(self, layout: Layout, columns: list[Array]) -> tuple[Layout, list[Array]]:
         """Widen the slab and a chunk to the longer of their Sequences."""

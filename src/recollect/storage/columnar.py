@@ -9,6 +9,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from recollect.errors import ClosedError, FormatError
+from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, compile_layout, space_at
 from recollect.spaces.tree import as_keys
@@ -154,7 +155,5 @@ class FileStorage(FiledStorage):
 
 def from_saved(where: Path, saved: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> Any:
     """Read what `contents` wrote; FormatError if it is none."""
-    try:
+    with damage_in(f"{where}: storage"):
         return make(saved["options"])
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"{where}: its storage is garbled ({error!r}); it is damaged") from None

@@ -7,7 +7,6 @@ killed dump leaves behind no manifest names, and the next commit deletes it.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import shutil
@@ -15,9 +14,11 @@ import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, BinaryIO, Self
+from typing import Annotated, Any, BinaryIO, Literal, Self
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from recollect import _core
 from recollect.errors import FormatError, MissingExtraError
@@ -27,25 +28,20 @@ from recollect.files import (
     has_name,
     make_directory,
     make_inside,
-    open_inside,
     open_named,
     remove_empty,
     replace_file,
     sync_directory,
 )
+from recollect.files.record import Count, FileAbout, Positive, as_kind, read_json, read_signed, signed_json
 
 MANIFEST = "manifest.json"
 FORMAT_VERSION = 1
-FIELDS = tuple("capacity commit count files lanes layout_hash live offset segments space storage".split())
 STORAGE = "storage"
 DUMPS = ("recollect.storage", "recollect.replay")
 About = dict[str, Any]  # size and checksum of a file
 _PART = 1 << 22
 _NUMBERED = re.compile(r"(?!live-)[^-]+-(\d{1,15})\.bin|part-(\d{1,15})")
-_KINDS: dict[str, Any] = {
-    "commit": int, "live": bool, "storage": dict, "storage_path_relative": str, "layout_hash": str, "count": int,
-    "offset": int, "capacity": int | None, "lanes": list, "evict": dict | None, "segments": list | None, "files": dict,
-}  # fmt: skip
 
 
 class DumpWriter:
@@ -325,83 +321,73 @@ def write_manifest(path: Path, manifest: dict[str, Any], owned: OwnedDirectory |
     replace_file(path / MANIFEST, lambda f: f.write(text.encode()), note=note)
 
 
+class LaneRecord(msgspec.Struct):
+    """One lane, as a manifest has it."""
+
+    start: Count
+    capacity: Positive | None
+    count: Count
+    offset: Count
+
+
+class StorageRecord(msgspec.Struct):
+    """A storage, as a manifest has it; what its options may be, it knows itself."""
+
+    name: str
+    options: dict[str, Any]
+    children: dict[str, StorageRecord] = {}
+
+
+class EvictRecord(msgspec.Struct):
+    """What goes first, as a manifest has it."""
+
+    by: Literal["oldest", "lowest"]
+    key: str | None = None
+
+
+class ManifestRecord(msgspec.Struct):
+    """What a manifest must say, whatever storage it is of."""
+
+    format: str
+    commit: Count
+    live: bool
+    storage: StorageRecord
+    space: dict[str, Any]
+    layout_hash: str
+    count: Count
+    offset: Count
+    capacity: Positive | None
+    lanes: Annotated[list[LaneRecord], Meta(min_length=1)]
+    segments: list[tuple[Count, Count, Count, Positive, Count]] | None
+    files: dict[str, FileAbout]
+    storage_path_relative: str = STORAGE
+    log: str = STORAGE
+    evict: EvictRecord | None = None
+    segment_counter: Count = 0
+    max_lengths: dict[str, Positive] | None = None
+
+
 def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     """Read and check the manifest of a directory; FormatError says what is wrong with it."""
     file = path / MANIFEST
     try:
-        text = read_text(path, MANIFEST)
-        manifest = json.loads(text)
-    except FileNotFoundError:
+        manifest = read_signed(file, formats, FORMAT_VERSION)
+    except (FileNotFoundError, NotADirectoryError):
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
-    except (UnicodeDecodeError, json.JSONDecodeError, OSError) as error:
-        raise FormatError(f"{file}: must be JSON, got {error}; it is damaged or foreign") from None
-    if not isinstance(manifest, dict) or manifest.get("format") not in formats:
-        got = manifest.get("format") if isinstance(manifest, dict) else type(manifest).__name__
+    record = as_kind(manifest, ManifestRecord, file)
+    if record.format == "recollect.replay" and record.evict is None:
+        raise FormatError(f"{file}: must say what goes first, got no evict; it is damaged")
+    if record.evict is not None and record.evict.by == "lowest" and record.evict.key is None:
+        raise FormatError(f"{file}: evict must have a key, got none; it is damaged")
+    count = sum(lane.count for lane in record.lanes)
+    if count != record.count:
         raise FormatError(
-            f"{file}: format must be one of {list(formats)}, got {got!r}; it is another program's"
+            f"{file}: count must be {count}, that of all lanes, got {record.count}; it is damaged"
         )
-    version = manifest.get("format_version")
-    if not isinstance(version, int) or version > FORMAT_VERSION:
-        raise FormatError(
-            f"{file}: format version {version} needs a newer release; this one reads {FORMAT_VERSION}"
-        )
-    check_text(file, text, manifest)
-    missing = [field for field in FIELDS if field not in manifest]
-    if missing or not isinstance(manifest["commit"], int):
-        raise FormatError(
-            f"{file}: must have the fields {list(FIELDS)}, lacks or garbles {missing}; it is damaged"
-        )
-    _check_kinds(file, manifest)
-    for name in (
-        manifest.get("storage_path_relative", STORAGE),
-        manifest.get("log", STORAGE),
-        *manifest["files"],
-    ):
+    for name in (record.storage_path_relative, record.log, *record.files):
         check_name(path, name)
+    manifest.setdefault("storage_path_relative", record.storage_path_relative)
     return manifest
-
-
-def read_text(path: Path, name: str) -> str:
-    """The text of a plain file of a directory; FormatError for a link or a FIFO."""
-    with os.fdopen(open_inside(path, name), "rb") as f:
-        return f.read().decode("utf-8")
-
-
-def signed_json(record: dict[str, Any]) -> str:
-    """Canonical JSON of a record with the checksum of itself."""
-    body = canonical_json(record)
-    return canonical_json({**json.loads(body), "crc32c": f"{_core.crc32c(body.encode()):08x}"})
-
-
-def check_text(file: Path, text: str, record: dict[str, Any]) -> None:
-    """Take the checksum out of a record; FormatError unless its text is, to the letter, what `signed_json` wrote."""
-    record.pop("crc32c", None)
-    # To the letter: 1e5 and 1E5 are one number and two texts, and a flipped bit lies between them.
-    if text != signed_json(record):
-        raise FormatError(f"{file}: its checksum does not match; it is damaged")
-
-
-def _check_kinds(file: Path, manifest: dict[str, Any]) -> None:
-    """Raise FormatError naming the first field that is not of its kind, or does not fit the others."""
-    for field, kinds in _KINDS.items():
-        value = manifest.get(field)
-        if field in manifest and (not isinstance(value, kinds) or isinstance(value, bool) != (kinds is bool)):
-            raise FormatError(f"{file}: {field} cannot be {value!r}; it is damaged")
-    storage, evict = manifest["storage"], manifest.get("evict")
-    if not isinstance(storage.get("name"), str) or not isinstance(storage.get("options"), dict):
-        raise FormatError(f"{file}: storage cannot be {storage!r}; it is damaged")
-    if manifest["format"] == "recollect.replay" and (
-        evict is None or evict.get("by") not in ("oldest", "lowest")
-    ):
-        raise FormatError(f"{file}: evict cannot be {evict!r}; it is damaged")
-    try:
-        count = sum(lane["count"] for lane in manifest["lanes"])
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{file}: its lanes lack or garble {error}; it is damaged") from None
-    if count != manifest["count"]:
-        raise FormatError(
-            f"{file}: count must be {count}, that of all lanes, got {manifest['count']}; it is damaged"
-        )
 
 
 def check_files(
@@ -448,21 +434,24 @@ def _has_size(file: Path, about: About) -> bool:
 def is_committed(path: Path, number: int) -> bool | None:
     """Whether the newest commit has this number; None if that cannot be told, since the manifest cannot be read now."""
     try:
-        return bool(json.loads(read_text(path, MANIFEST))["commit"] == number)
-    except FileNotFoundError:
-        return False
+        return last_commit(path) == number
     except (OSError, MemoryError):
         return None
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return False
 
 
 def last_commit(path: Path) -> int:
-    """Return the number of the newest commit, 0 if there is none that can be read."""
+    """Return the number of the newest commit, 0 if there is none; what a damaged manifest says is not looked at."""
     try:
-        return int(json.loads(read_text(path, MANIFEST))["commit"])
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        found = read_json(path / MANIFEST, follow=False).get("commit")
+    except (FileNotFoundError, NotADirectoryError, FormatError):
         return 0
+    return found if type(found) is int and found > 0 else 0
+
+
+def held_nbytes(path: Path) -> int:
+    """The bytes that all plain files of a dump have together."""
+    found = (os.lstat(f) for f in (path / STORAGE).rglob("*"))
+    return sum(s.st_size for s in found if stat.S_ISREG(s.st_mode))
 
 
 def file_crc(f: BinaryIO) -> str:
@@ -472,8 +461,3 @@ def file_crc(f: BinaryIO) -> str:
     while n := f.readinto(part):  # type: ignore[attr-defined]
         crc = _core.crc32c(part[:n], crc)
     return f"{crc:08x}"
-
-
-def canonical_json(value: Any) -> str:
-    """JSON with sorted keys and no blanks: one text for one value."""
-    return json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=False, allow_nan=False)

@@ -10,6 +10,7 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
+from recollect.files.record import damage_in
 from recollect.spaces import as_space
 from recollect.storage.base import PathName, SpaceStorage
 from recollect.storage.dump import check_files, read_manifest
@@ -139,8 +140,11 @@ class FiledStorage(SpaceStorage):
         **options: Any,
     ) -> Self:
         """Open the storage of a manifest whose files were checked."""
-        if cls.is_in_parts(path, manifest["storage"]):
-            return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
+        with damage_in(path):
+            is_in_parts = cls.is_in_parts(path, manifest["storage"])
+        if is_in_parts:
+            with damage_in(path):
+                return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
         unknown = sorted(set(options) - set(cls.load_options))
         if unknown:
             raise TypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
@@ -148,9 +152,10 @@ class FiledStorage(SpaceStorage):
         live = Live(home)
         try:
             length = int(manifest["count"])
-            storage = cls.reopen(
-                live, "", manifest["storage"], space, manifest["capacity"], length, **options
-            )
+            with damage_in(path):
+                storage = cls.reopen(
+                    live, "", manifest["storage"], space, manifest["capacity"], length, **options
+                )
             live.root = storage
             if storage.stored_length() < length:
                 raise FormatError(

@@ -10,7 +10,7 @@ from urllib.parse import quote
 
 from gymnasium import Space, spaces
 
-from recollect.errors import FormatError
+from recollect.files.record import damage_in
 from recollect.spaces import space_at
 from recollect.spaces.tree import Path, children, leaf_paths, make_dict, path_name
 
@@ -110,12 +110,10 @@ def directory_of(number: int, part: Part) -> str:
 
 def saved_parts(where: FilePath, saved: dict[str, Any], space: Any) -> list[Part]:
     """The parts of a manifest, whose children are put into their order."""
-    try:
+    with damage_in(f"{where}: storages"):
         order = saved["options"]["order"]
         saved["children"] = {pattern: saved["children"][pattern] for pattern in order}
         for child in saved["children"].values():
             if not isinstance(child["path"], str) or "/" in child["path"] or ".." in child["path"]:
                 raise ValueError(f"path {child['path']!r}")
         return divide(space, saved["children"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FormatError(f"{where}: its storages are garbled ({error!r}); it is damaged") from None

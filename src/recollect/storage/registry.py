@@ -54,7 +54,7 @@ def find_storage(name: Any) -> type[SpaceStorage]:
 def find_stored(name: Any, where: str) -> type[SpaceStorage]:
     """Return the class that a file names; FormatError if it is not registered here."""
     try:
-        return find_storage(name)
+        return find_storage(name if isinstance(name, str) else repr(name))
     except ValueError as error:
         raise FormatError(
             f"{where}: its storage is not known here ({error}); call register_storage first"

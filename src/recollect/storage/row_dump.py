@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,6 +17,8 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import ContentionError, FormatError
+from recollect.files.record import damage_in
+from recollect.memory.limits import check_fits
 from recollect.memory.rows import Rows, packed_codec
 from recollect.spaces import Layout
 from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, check_files
@@ -203,7 +206,7 @@ def _open_segment(rows: Rows, lane: int) -> Found | None:
 
 def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: bool) -> Rows:
     """Map the rows of a dump for reading, without copying them."""
-    try:
+    with _gone_in(path), damage_in(path / MANIFEST):
         commit = int(manifest["commit"])
         others = [
             f"{STORAGE}/stamps-{commit}.bin",
@@ -215,43 +218,44 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
         segments = manifest["segments"]
         if manifest["layout_hash"] != layout.hash:
             raise FormatError(f"{path}: its layout hash is not that of its space; it is damaged")
-        nbytes, *_ = (manifest["files"][name]["bytes"] for name in (f"{STORAGE}/rows-{commit}.bin", *others))
-        _check_windows(path, windows, capacity, nbytes // layout.row_nbytes if layout.row_nbytes else None)
+        sizes = [manifest["files"][name]["bytes"] for name in (f"{STORAGE}/rows-{commit}.bin", *others)]
+        # Every row that is shown has a stamp; rows of no bytes have nothing else that says how many there are.
+        n_rows = min(sizes[1] // 8, sizes[0] // layout.row_nbytes if layout.row_nbytes else sizes[1] // 8)
+        _check_windows(path, windows, capacity, n_rows)
         held = capacity or max(windows[0].count + windows[0].offset, 1)
         tagged = segments is not None or has_orders(manifest)
+        words = 8 * held * (3 if tagged else 1)
+        check_fits(words, f"{path}: capacity", "free memory, or it is damaged", when=" to be loaded")
         rows = Rows.in_mapped_file(path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), tagged)
-    except FormatError:
-        raise
-    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
-        raise FormatError(f"{path / MANIFEST}: lacks or garbles {error}; it is damaged") from None
-    except FileNotFoundError as error:
-        raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
     try:
-        _set_stamps(rows, path / STORAGE / f"stamps-{commit}.bin", held)
-        _set_windows(rows, windows)
-        _set_segments(rows, segments, manifest.get("segment_counter", 0))
-        if has_orders(manifest):
-            _set_orders(rows, path / STORAGE / f"orders-{commit}.bin")
-        rows.native.freeze()
-    except FileNotFoundError as error:
-        rows.close()
-        raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
-    except (TypeError, IndexError, OverflowError) as error:
-        rows.close()
-        raise FormatError(f"{path / MANIFEST}: its segments cannot be ({error}); it is damaged") from None
+        with _gone_in(path), damage_in(path / MANIFEST):
+            _set_stamps(rows, path / STORAGE / f"stamps-{commit}.bin", held)
+            _set_windows(rows, windows)
+            _set_segments(rows, segments, manifest.get("segment_counter", 0))
+            if has_orders(manifest):
+                _set_orders(rows, path / STORAGE / f"orders-{commit}.bin")
+            rows.native.freeze()
     except BaseException:
         rows.close()
         raise
     return rows
 
 
-def _check_windows(path: Path, windows: list[LaneWindow], capacity: int | None, n_rows: int | None) -> None:
+@contextmanager
+def _gone_in(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except FileNotFoundError as error:
+        raise FormatError(f"{error.filename}: is gone; the dump was replaced meanwhile: load again") from None
+
+
+def _check_windows(path: Path, windows: list[LaneWindow], capacity: int | None, n_rows: int) -> None:
     """Raise for lanes that are no equal parts of the capacity, or show rows that the file does not have."""
     run = None if capacity is None else capacity // max(len(windows), 1)
     for k, w in enumerate(windows):
         fits = (w.start, w.capacity) == (k * (run or 0), run) and w.count >= 0 <= w.offset
         fits = fits and (w.count <= run and w.offset < run if run else len(windows) == 1)
-        if not fits or (n_rows is not None and max((end for _, end in w.rows()), default=0) > n_rows):
+        if not fits or max((end for _, end in w.rows()), default=0) > n_rows:
             raise FormatError(
                 f"{path / MANIFEST}: lane {k} cannot be in {n_rows} rows, got {w}; it is damaged"
             )

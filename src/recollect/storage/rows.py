@@ -10,6 +10,7 @@ import numpy as np
 
 from recollect.errors import FormatError, ReadOnlyError, SchemaError
 from recollect.files import check_name, open_named
+from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.memory.rows import Rows, codec_of
 from recollect.spaces import (
@@ -20,9 +21,10 @@ from recollect.spaces import (
     space_from_json,
     space_to_json,
 )
+from recollect.spaces.json import MOST_NBYTES
 from recollect.spaces.tree import as_keys
 from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import MANIFEST, DumpWriter, read_manifest
+from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
@@ -386,20 +388,28 @@ def stored_cast(manifest: dict[str, Any]) -> bool:
 
 def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
     """The layout that a manifest describes."""
-    try:
-        return compile_layout(space_from_json(manifest["space"]), manifest.get("max_lengths") or None)
-    except (KeyError, TypeError, ValueError) as error:
-        raise FormatError(f"{path}: its space cannot be read ({error}); it is damaged") from None
+    with damage_in(f"{path / MANIFEST}: space"):
+        return compile_layout(stored_space(path, manifest), manifest.get("max_lengths") or None)
+
+
+def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
+    """The space that a manifest describes: no larger than its files speak for, or than any may be."""
+    with damage_in(f"{path / MANIFEST}: space"):
+        try:
+            return space_from_json(manifest["space"])
+        except FormatError as error:
+            held = held_nbytes(path)
+            if held <= MOST_NBYTES:
+                raise FormatError(f"{path / MANIFEST}: {error}") from None
+            return space_from_json(manifest["space"], held)
 
 
 def live_file(path: Path, manifest: dict[str, Any]) -> str:
     """The name of the file of a live memmap storage."""
-    try:
+    with damage_in(path / MANIFEST):
         return check_name(
             path, f"{manifest['storage_path_relative']}/{manifest['storage']['options']['file']}"
         )
-    except (KeyError, TypeError) as error:
-        raise FormatError(f"{path / MANIFEST}: lacks or garbles {error}; it is damaged") from None
 
 
 def open_live(path: Path, manifest: dict[str, Any], layout: Layout, *, writable: bool) -> Rows:

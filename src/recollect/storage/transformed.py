@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from recollect.backends import copied
-from recollect.errors import FormatError
+from recollect.files.record import damage_in
 from recollect.spaces import as_space
 from recollect.spaces.transformation import (
     DataTransformation,
@@ -64,10 +64,8 @@ class TransformedStorage(WrapperStorage):
 
     @classmethod
     def own_from(cls, saved: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with damage_in("transformation"):
             return {"transformation": transformation_from_json(saved["transformation"])}
-        except TypeError as error:
-            raise FormatError(f"transformation: its arguments do not fit ({error}); it is damaged") from None
 
     def _inward(self, block: Any, n: int) -> Any:
         # It may change what it gets, and what it gets may be the caller's.

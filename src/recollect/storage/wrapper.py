@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, Self
 
-from recollect.errors import FormatError
+from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout
 from recollect.storage.base import PathName, SpaceStorage
@@ -118,13 +118,9 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
 
     @classmethod
     def _read_own(cls, where: Path, saved: dict[str, Any]) -> dict[str, Any]:
-        try:
+        with damage_in(f"{where}: storage"):
             saved["children"][INNER]["name"]
             return cls.own_from(saved["options"]) | _lengths(saved["options"].get("max_lengths"))
-        except (KeyError, TypeError, ValueError, AttributeError) as error:
-            if isinstance(error, FormatError):
-                raise
-            raise FormatError(f"{where}: its storage is garbled ({error!r}); it is damaged") from None
 
     @classmethod
     def is_in_parts(cls, path: Path, saved: dict[str, Any]) -> bool:
