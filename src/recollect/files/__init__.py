@@ -6,7 +6,7 @@ without following links; `sync` makes directories and replaces files so that a c
 
 from recollect.files.directory import OwnedDirectory
 from recollect.files.names import check_name, has_name, make_inside, open_inside, open_named, remove_inside
-from recollect.files.sync import make_directory, remove_empty, replace_file, sync_directory
+from recollect.files.sync import make_directory, remove_empty, replace_file, sync_directory, write_at
 
 __all__ = [
     "OwnedDirectory",
@@ -20,4 +20,5 @@ __all__ = [
     "remove_inside",
     "replace_file",
     "sync_directory",
+    "write_at",
 ]
