@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import gymnasium.error
+import numpy as np
 import pytest
+from gymnasium import spaces
 
 import recollect as rc
+from recollect.remote.items import item_space
 
 ALSO: dict[str, type[BaseException]] = {
     "SchemaError": ValueError,
@@ -35,3 +41,43 @@ def test_an_error_is_ours_and_the_builtin_that_callers_expect(name: str) -> None
 @pytest.mark.parametrize("name", ["MissingLeafError", "DtypeError"])
 def test_children_of_the_schema_error(name: str) -> None:
     assert issubclass(getattr(rc, name), rc.SchemaError)
+
+
+def foreign(name: str) -> Any:
+    """An object of another library, whose class has the name of one of ours."""
+    return type(name, (), {"__module__": "elsewhere.containers", "__len__": lambda self: 3})()
+
+
+def item_space_of_paths() -> Any:
+    step = spaces.Dict({"state": spaces.Box(0, 8, (2,), np.int32)})
+    return item_space(spaces.Dict({"steps": spaces.Sequence(step, stack=True)}), 5)
+
+
+BUFFER = rc.ReplayBuffer.create("memory", {"obs": ((2,), "float32")}, capacity=4)
+CONFUSED: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "a container": ("Trajectories", lambda x: item_space_of_paths().encode(x)),
+    "a block": ("Trajectories", BUFFER.extend),
+    "a sample": ("OrderedDict", BUFFER.append),
+    "another buffer": ("ReplayBuffer", BUFFER.extend_from),
+    "a source": ("ReplayBuffer", lambda x: rc.StepSampler(x, 4)),
+    "a member": ("ReplayBuffer", lambda x: rc.CombinedBatch([BUFFER, x])),
+    "a sampler": ("StepSampler", lambda x: rc.MultiprocessingSampler(x)),
+    "a recorded buffer": (
+        "ReplayBuffer",
+        lambda x: rc.ReplayBufferCollectionWrapper(gymnasium.make("CartPole-v1"), x),
+    ),
+    "an environment": ("Env", lambda x: rc.ReplayBufferCollectionWrapper(x, BUFFER)),
+    "a space": ("Box", rc.as_space),
+    "a limiter": (
+        "RateLimiter",
+        lambda x: rc.ReplayBuffer.create("memory", ((), "int64"), capacity=2, limiter=x),
+    ),
+    "a configuration": ("Config", lambda x: rc.RolloutCoordinator(x, [])),
+}
+
+
+@pytest.mark.parametrize("what", CONFUSED)
+def test_a_class_of_the_same_name_is_told_with_its_module(what: str) -> None:
+    name, use = CONFUSED[what]
+    with pytest.raises((TypeError, ValueError), match=rf"got elsewhere\.containers\.{name}\b"):
+        use(foreign(name))

@@ -203,3 +203,14 @@ class ResetNeeded(RecollectError, gymnasium.error.ResetNeeded):
 
 class MissingExtraError(RecollectError, ImportError):
     """An optional package is not installed; the message gives the pip command."""
+
+
+def class_name(value: object) -> str:
+    """Name the class of a value for a message, with its module: another library may have a class of the same name.
+
+    >>> from collections import Counter
+    >>> class_name(3), class_name(Counter())
+    ('int', 'collections.Counter')
+    """
+    kind = type(value)
+    return kind.__name__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"

@@ -138,12 +138,29 @@ class TestOffsets:
         torch = pytest.importorskip("torch")
         assert SliceStackedBatch(numbers(3), torch.tensor([-1, 0]))[1].tolist() == [0, 1]
 
-    def test_expand_index_is_not_clipped(self) -> None:
+    def test_expand_index_stays_inside_the_batch(self) -> None:
         stack = SliceStackedBatch(numbers(4), [-2, 0, 3])
-        assert stack.expand_index([0, -1]).tolist() == [[-2, 0, 3], [1, 3, 6]]
-        assert stack.expand_index(np.array([False, True, False, False])).tolist() == [[-1, 1, 4]]
+        assert stack.expand_index([0, -1]).tolist() == [[0, 0, 3], [1, 3, 3]]
+        assert stack.expand_index(np.array([False, True, False, False])).tolist() == [[0, 1, 3]]
+        assert stack.expand_index([]).shape == (0, 3)
         with pytest.raises(IndexError):
             stack.expand_index([4])
+
+    @given(st.integers(1, 9), OFFSETS)
+    def test_rows_at_expanded_positions_are_the_frames(self, n: int, offsets: list[int]) -> None:
+        seen = []
+
+        def look(stack: Any, index: Any, data: Any, metadata: Any) -> Any:
+            seen.append(np.array_equal(stack.batch[index.ravel()], data.ravel()))
+            return np.ones(index.shape, np.bool_)
+
+        source = numbers(n)
+        plain = SliceStackedBatch(source, offsets, fill_invalid_data=False)
+        asked = SliceStackedBatch(source, offsets, look, fill_invalid_data=False)
+        expanded = plain.expand_index(slice(None))
+        assert np.array_equal(source[expanded.ravel()].reshape(expanded.shape), plain[:])
+        assert np.array_equal(plain.get_valid_mask(expanded, plain[:], None), mask_of(plain, slice(None)))
+        assert np.array_equal(mask_of(asked, slice(None)), mask_of(plain, slice(None))) and all(seen)
 
 
 class TestShapes:
@@ -218,7 +235,7 @@ class TestMaskFunctions:
         assert mask_of(stack, [0, 3]).tolist() == [[False, True], [True, True]]
         got, index, data, metadata = seen[0]
         assert got is stack
-        assert index.tolist() == [[-1, 0], [2, 3]]
+        assert index.tolist() == [[0, 0], [2, 3]]
         assert data.tolist() == [[0, 0], [2, 3]]
         assert metadata["w"].tolist() == [[0, 0], [20, 30]]
         SliceStackedBatch(numbers(4), [-1, 0], function)[0]

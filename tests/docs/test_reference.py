@@ -1,15 +1,22 @@
-"""The reference has every public name, and no other."""
+"""The reference has every public name and no other, and every class has the members that its page promises."""
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import re
+from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import pytest
+from tests.docs.pages import CONSTANTS, PAGES
 
+import recollect as rc
 from recollect import cli
+from recollect.batch import CastTransformation
+from recollect.rollout import BatchLifecycleState
 
 REFERENCE = Path(__file__).parents[2] / "docs" / "reference"
 ENTRY = re.compile(r"^\.\. (?:autoclass|autofunction|automodule|data):: (\S+)", re.MULTILINE)
@@ -48,3 +55,110 @@ def test_no_entry_is_there_twice() -> None:
 def test_every_command_is_described() -> None:
     page = (REFERENCE / "cli.md").read_text()
     assert all(f"## recollect {name}\n" in page for name in cli._COMMANDS)
+
+
+class Member(NamedTuple):
+    """A line of a page: what a class must have."""
+
+    owner: Any
+    kind: str
+    name: str
+    rest: str  # parameters in parentheses, or a value
+
+
+def promised() -> Iterator[tuple[str, Member]]:
+    for module, page in PAGES.items():
+        owner: Any = None
+        for line in page.split("\n")[1:-1]:
+            kind, name, rest = re.fullmatch(r"(\w+) (\w+)(.*)", line).groups()  # type: ignore[union-attr]
+            if kind in ("class", "protocol"):
+                owner = getattr(import_module(module), name)
+            label = f"{module}.{owner.__name__}" + ("" if kind in ("class", "protocol") else f".{name}")
+            yield label, Member(owner, kind, name, rest)
+
+
+MEMBERS = dict(promised())
+
+
+def make_manager() -> rc.remote.ReplayBufferManager:
+    ends = rc.remote.LocalCarrier.group(2)
+    return rc.remote.ReplayBufferManager({"id": ((), "int64")}, 0, 1, communication_backend=ends[0])
+
+
+def make_transformed() -> rc.TransformedBatch:
+    buffer = rc.ReplayBuffer.create("memory", ((), "int64"), capacity=2)
+    return rc.TransformedBatch(buffer, CastTransformation({"*": "float32"}))
+
+
+MADE: dict[str, Any] = {"ReplayBufferManager": make_manager, "TransformedBatch": make_transformed}
+
+
+def parameters_of(rest: str) -> list[inspect.Parameter]:
+    made: dict[str, Any] = {}
+    exec(f"def promised{rest}: pass", {"BatchLifecycleState": BatchLifecycleState}, made)
+    return list(inspect.signature(made["promised"]).parameters.values())
+
+
+def check_parameters(found: Any, rest: str, is_bound: bool) -> None:
+    """The same parameters in the same order; others are keywords, and one that the page asks for may have a default."""
+    ours = list(inspect.signature(found).parameters.values())[not is_bound :]
+    wanted = parameters_of(rest)
+    names = {p.name for p in wanted}
+    more = [p for p in ours if p.name not in names]
+    assert [(p.name, p.kind) for p in ours if p.name in names] == [(p.name, p.kind) for p in wanted]
+    for p in more:
+        is_optional = p.kind is p.KEYWORD_ONLY and p.default is not p.empty
+        assert is_optional or p.kind in (p.VAR_KEYWORD, p.VAR_POSITIONAL), f"{p} is asked for"
+    by_name = {p.name: p.default for p in ours}
+    for p in wanted:
+        if p.default is ...:  # made anew
+            assert repr(by_name[p.name]) == "<factory>"
+        elif p.default is not p.empty:
+            assert by_name[p.name] == p.default and type(by_name[p.name]) is type(p.default), p
+
+
+@pytest.mark.parametrize("label", MEMBERS)
+def test_a_member_is_as_its_page_says(label: str) -> None:
+    owner, kind, name, rest = MEMBERS[label]
+    if kind == "class":
+        check_parameters(owner.__init__, rest, is_bound=False)
+        return
+    if kind == "protocol":
+        assert Protocol in owner.__mro__
+        return
+    if kind == "field":
+        assert name in {field.name for field in dataclasses.fields(owner)}
+        return
+    if kind == "instance":
+        value = getattr(MADE[owner.__name__](), name)
+        assert rest == " = ..." or value == eval(rest.removeprefix(" = "))
+        return
+    found = inspect.getattr_static(owner, name)
+    if kind == "attribute":
+        assert found == eval(rest.removeprefix(" = "))
+    elif kind == "property":
+        assert isinstance(found, property)
+    elif kind in ("classmethod", "staticmethod"):
+        assert type(found).__name__ == kind
+        check_parameters(getattr(owner, name), rest, is_bound=True)
+    else:
+        assert not isinstance(found, property | staticmethod | classmethod)
+        found = getattr(owner, name)
+        assert inspect.isfunction(found)
+        assert inspect.iscoroutinefunction(found) == (kind == "async")
+        check_parameters(found, rest, is_bound=False)
+
+
+@pytest.mark.parametrize("label", [label for label, m in MEMBERS.items() if m.kind == "class"])
+def test_a_subclass_must_give_what_its_page_calls_abstract_and_no_more(label: str) -> None:
+    owner = MEMBERS[label].owner
+    wanted = {m.name for m in MEMBERS.values() if m.owner is owner and m.kind == "abstract"}
+    assert getattr(owner, "__abstractmethods__", frozenset()) == wanted
+
+
+@pytest.mark.parametrize("name", CONSTANTS)
+def test_a_constant_has_its_value(name: str) -> None:
+    found: Any = import_module("recollect")
+    for part in name.split(".")[1:]:
+        found = getattr(found, part)
+    assert found == CONSTANTS[name]

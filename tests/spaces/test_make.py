@@ -112,7 +112,7 @@ def test_a_custom_space_is_refused() -> None:
     class Odd(gymnasium.Space[Any]):
         pass
 
-    with pytest.raises(TypeError, match="^value: space must be one of .*got Odd"):
+    with pytest.raises(TypeError, match=r"^value: space must be one of .*got \S*Odd"):
         as_space(Odd())
 
 
@@ -125,7 +125,7 @@ def test_what_describes_no_space_is_told_by_its_class() -> None:
     class Env:
         action_space = None
 
-    with pytest.raises(TypeError, match=r"must describe a space, got Env; transition_space\(env\)"):
+    with pytest.raises(TypeError, match=r"must describe a space, got \S+Env; transition_space\(env\)"):
         as_space(Env())
     with pytest.raises(TypeError, match="obs: must describe a space, got object; give a gymnasium space"):
         as_space({"obs": object()})

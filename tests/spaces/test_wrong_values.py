@@ -336,7 +336,7 @@ def test_a_single_value_is_no_batch() -> None:
 def test_an_array_is_no_tuple() -> None:
     # Two columns of a Tuple and two samples of it look the same in an array; guessing would transpose.
     layout = compile_layout((((), "int64"), ((), "int64")))
-    with pytest.raises(SchemaError, match="^sample: must be a tuple of 2, got ndarray"):
+    with pytest.raises(SchemaError, match="^sample: must be a tuple of 2, got numpy.ndarray"):
         layout.encode_batch(np.zeros((2, 2), np.int64))
 
 

@@ -8,6 +8,7 @@ import json
 import os
 import pickle
 import sys
+import tracemalloc
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -801,6 +802,76 @@ def test_rows_that_a_dict_overwrote_come_back(monkeypatch: pytest.MonkeyPatch) -
             with pytest.raises(OSError, match="full"):
                 storage.set([2, 0], nested(7, 2))
         assert_same(storage.get(...), nested(0, 3))
+
+
+def large_frames(first: int, n: int) -> Any:
+    """Frames of 64 KiB each."""
+    return np.repeat(np.arange(first, first + n, dtype=np.uint16).astype(np.uint8), 1 << 16).reshape(
+        n, 256, 256
+    )
+
+
+def test_an_open_video_segment_takes_bounded_memory(tmp_path: Path) -> None:
+    n, space = 512, spaces.Box(0, 255, (256, 256), np.uint8)
+    with rc.ReplayBuffer.create(
+        "video", space, cache_path=tmp_path, maintain_segment_metadata=True
+    ) as buffer:
+        buffer.append(large_frames(0, 1)[0])
+        tracemalloc.start()  # arrays count, what the encoder takes for a frame or two does not
+        try:
+            for k in range(1, n):
+                buffer.append(large_frames(k, 1)[0])
+            buffer.storage.flush()
+            after_flush = committed_frames(tmp_path)
+            buffer.mark_segment_end()
+            peak = tracemalloc.get_traced_memory()[1]
+        finally:
+            tracemalloc.stop()
+        assert after_flush == n and peak < 12 << 20, f"{n * 64 >> 10} MiB of frames took {peak >> 20} MiB"
+        assert buffer.get_segments() == [(0, n)]
+        for k in range(0, n, 64):
+            assert np.array_equal(buffer[k : k + 64], large_frames(k, 64))
+    assert not list(tmp_path.rglob("*.raw"))
+
+
+def committed_frames(path: Path) -> int:
+    with rc.ReplayBuffer.load_from(path) as found:
+        return len(found)
+
+
+def test_frames_that_the_disk_refuses_are_none_of_the_segment(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    n, space = 200, spaces.Box(0, 255, (256, 256), np.uint8)
+    with rc.VideoStorage.create(space, capacity=None, cache_path=tmp_path) as storage:
+
+        def full(*args: Any) -> int:
+            raise OSError(28, "full")
+
+        def refused(block: Any) -> None:
+            before = storage.pending_segment_length
+            with monkeypatch.context() as patch, pytest.raises(OSError, match="full"):
+                patch.setattr(os, "pwrite", full)
+                storage.extend_length(len(block))
+                storage.set(range(before, before + len(block)), block)
+            storage.shrink_length(len(block))
+            assert storage.pending_segment_length == before
+
+        refused(large_frames(100, 70))
+        for k in range(0, n, 50):
+            for frame in large_frames(k, 50):
+                storage.append(frame)
+            refused(large_frames(7, 70))
+        storage.mark_segment_end()
+        assert np.array_equal(storage.get(slice(None)), large_frames(0, n))
+        for frame in large_frames(0, 150):
+            storage.append(frame)
+        storage.shrink_length(100)  # into those that wait in the file
+        for frame in large_frames(50, 100):
+            storage.append(frame)
+        storage.mark_segment_end()
+        assert np.array_equal(storage.get(slice(n, None)), large_frames(0, 150))
+    assert {f.suffix for f in (tmp_path / "storage").iterdir()} == {".mkv"}
 
 
 def test_a_failed_segment_end_leaves_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,7 +17,7 @@ from recollect.batch.boundaries import counted
 from recollect.batch.location import Bools, Ints, Location, Segments
 from recollect.batch.structure import Keys, as_batch, assemble, checked_batch, select, unbatch
 from recollect.batch.view import Read, ReadsOnce
-from recollect.errors import SchemaError
+from recollect.errors import SchemaError, class_name
 from recollect.indexing import normalize, positions
 from recollect.spaces import first_difference, space_at
 from recollect.spaces.tree import make_dict
@@ -78,7 +78,7 @@ class CombinedBatch(ReadsOnce):
         first = self.batches[0]
         for k, batch in enumerate(self.batches):
             if not isinstance(batch, BatchBase):
-                raise TypeError(f"batches[{k}]: must be a BatchBase, got {type(batch).__name__}; wrap it")
+                raise TypeError(f"batches[{k}]: must be a BatchBase, got {class_name(batch)}; wrap it")
             if batch.backend.name != first.backend.name:
                 names = f"{batch.backend.name}; wrap it in ToBackendOrDeviceBatch"
                 raise ValueError(

@@ -12,7 +12,7 @@ from recollect.batch.base import BatchBase
 from recollect.batch.location import runs_of
 from recollect.batch.structure import empty_batch
 from recollect.batch.walk import Walk
-from recollect.errors import MissingExtraError
+from recollect.errors import MissingExtraError, class_name
 
 Progress = Callable[[int], Any]
 
@@ -36,7 +36,7 @@ def copy_into(target: BatchBase, other: BatchBase, chunk_size: int, tqdm: bool) 
 def _check(target: BatchBase, other: BatchBase, chunk_size: int) -> None:
     name = type(target).__name__
     if not isinstance(other, BatchBase):
-        raise TypeError(f"{name}: other must be a batch, got {type(other).__name__}; use extend for a block")
+        raise TypeError(f"{name}: other must be a batch, got {class_name(other)}; use extend for a block")
     if chunk_size < 1:
         raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}; 8 is the default")
     if any(source is target._written()._identity() for source in _roots(other)):

@@ -16,6 +16,7 @@ from recollect.batch.frames import stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, unbatch
 from recollect.batch.view import Read, View, as_source
+from recollect.errors import class_name
 from recollect.indexing import is_single
 from recollect.spaces import as_numpy, as_space, space_at
 from recollect.spaces.tree import as_keys, make_dict, path_name
@@ -69,7 +70,7 @@ class NStepBatch(View):
 
     def _space(self, space: Space[Any]) -> spaces.Dict:
         if not isinstance(space, spaces.Dict):
-            raise ValueError(f"batch: space must be a Dict, got {type(space).__name__}; name its parts")
+            raise ValueError(f"batch: space must be a Dict, got {class_name(space)}; name its parts")
         if DISCOUNT in space.spaces:
             raise ValueError("batch: must have no leaf 'discount', got one; rename it by a TransformedBatch")
         reward = as_space((space_at(space, self.reward).shape, self._dtype))

@@ -28,11 +28,11 @@ class SliceStackedBatch(View):
     """Each sample of `batch` with those at `fixed_offset` from it, as `(B, T, ...)`; offset 0 is the anchor.
 
     A frame is valid when it is inside the batch, in the anchor's segment (if segments are known), and
-    `get_valid_mask_function(self, expanded_idx, data, metadata)` says so; the anchor always is. Metadata has
-    the `slice_valid_mask`. With `fill_invalid_data` an invalid frame shows the nearest valid one on the
-    anchor's side; without, foreign frames stay as read, and the edge row stands in outside the batch.
-    `stack_metadata` stacks the source's metadata too (a filled frame brings its own along); else it is the
-    anchor's. A stack of Text is a tuple of T, batched as gymnasium batches a tuple.
+    `get_valid_mask_function(self, expanded_idx, data, metadata)` says so; the anchor always is. The function gets
+    positions as `expand_index` gives them. Metadata has the `slice_valid_mask`. With `fill_invalid_data` an invalid
+    frame shows the nearest valid one on the anchor's side; without, foreign frames stay as read, and the edge row
+    stands in outside the batch. `stack_metadata` stacks the source's metadata too (a filled frame brings its own
+    along); else it is the anchor's. A stack of Text is a tuple of T, batched as gymnasium batches a tuple.
 
     Ownership: owns nothing. Read-only; write to the batch it views.
     Concurrency: as the batch it views; a call sees one moment, mask and frames alike.
@@ -84,15 +84,19 @@ class SliceStackedBatch(View):
     # Positions and masks
 
     def expand_index(self, index: Any) -> Any:
-        """Return the positions `(B, T)` of the frames of each index, not clipped to the batch."""
+        """Return the positions `(B, T)` of the frames of each index; the edge row stands in outside the batch."""
         return self._as_index(positions(index, len(self.batch))[:, None] + self.fixed_offset)
 
     def _as_index(self, expanded: Ints) -> Any:
-        return as_labels(self, {"index": expanded})["index"]
+        # Clipped, since a read at a negative position is one of the newest rows.
+        inside = np.clip(expanded, 0, max(len(self.batch) - 1, 0))
+        return as_labels(self, {"index": inside})["index"]
 
     def get_valid_mask(self, expanded_idx: Any, data: Any, metadata: dict[str, Any] | None) -> Any:
         """Return which of the frames `(B, T)` at `expanded_idx` are valid; the others are what was read."""
-        expanded = np.asarray(as_numpy(expanded_idx), np.int64)
+        # The anchors alone tell where the frames would be: an edge row that stands in is not one of them.
+        anchors = np.asarray(as_numpy(expanded_idx), np.int64)[:, self.anchor]
+        expanded = anchors[:, None] + self.fixed_offset
         n = len(self.batch)
         inside = (expanded >= 0) & (expanded < n)
         if not len(expanded):

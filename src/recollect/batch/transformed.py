@@ -14,6 +14,7 @@ from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Found, counted
 from recollect.batch.structure import Keys, as_batch, checked_batch, has_no_array, map_leaves, pick, unbatch
 from recollect.batch.view import Read, View, as_source
+from recollect.errors import class_name
 from recollect.indexing import is_single, normalize
 from recollect.spaces import as_space, batch_space
 from recollect.spaces.transformation import CallableTransformation, DataTransformation
@@ -61,7 +62,7 @@ class TransformedBatch(View):
         if isinstance(transformation, DataTransformation):
             return transformation
         if not callable(transformation):
-            kind = type(transformation).__name__
+            kind = class_name(transformation)
             raise TypeError(f"transformation: must be a DataTransformation or callable, got {kind}; pass one")
         return CallableTransformation(transformation, self._example(metadata))
 

@@ -13,6 +13,7 @@ from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Boundaries
 from recollect.batch.location import Bools, Ints, Location, Segments
 from recollect.batch.structure import Keys, fill
+from recollect.errors import class_name
 
 Read = tuple[Any, "dict[str, Any] | None"]
 
@@ -129,5 +130,5 @@ class View(ReadsOnce):
 def as_source(batch: Any) -> BatchBase:
     """Return `batch`, or raise TypeError if it is none."""
     if not isinstance(batch, BatchBase):
-        raise TypeError(f"batch: must be a BatchBase, got {type(batch).__name__}; put it into a ReplayBuffer")
+        raise TypeError(f"batch: must be a BatchBase, got {class_name(batch)}; put it into a ReplayBuffer")
     return batch

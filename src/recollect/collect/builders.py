@@ -14,6 +14,7 @@ from gymnasium import Space, spaces
 
 from recollect.batch.structure import select, unbatch
 from recollect.collect.values import copied, slot_of
+from recollect.errors import class_name
 from recollect.replay import ReplayBuffer
 from recollect.spaces import as_numpy, as_space, first_difference, transition_space
 from recollect.spaces.convert import narrow
@@ -55,7 +56,7 @@ def make_builder(env: Any, buffer: ReplayBuffer, given: Any) -> Builder:
     if callable(given):
         return CallableBuilder(env, buffer, given)
     raise TypeError(
-        f"transition_builder: must be a callable, a DataTransformation or None, got {type(given).__name__}"
+        f"transition_builder: must be a callable, a DataTransformation or None, got {class_name(given)}"
     )
 
 
@@ -81,7 +82,7 @@ class DefaultBuilder:
         if not isinstance(space, spaces.Dict):
             raise ValueError(
                 f"replay_buffers: the default builder needs a Dict space with keys among {known}, got "
-                f"{type(space).__name__}; pass a transition_builder"
+                f"{class_name(space)}; pass a transition_builder"
             )
         for key in space.spaces:
             if key not in known:

@@ -12,7 +12,7 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
-from recollect.errors import ClosedError, ReadOnlyError, SchemaError
+from recollect.errors import ClosedError, ReadOnlyError, SchemaError, class_name
 from recollect.replay import ReplayBuffer
 from recollect.replay.engine import REFUSED, RowsEngine
 from recollect.spaces import first_difference
@@ -80,14 +80,14 @@ def checked_buffers(buffers: ReplayBuffer | Sequence[ReplayBuffer]) -> list[Repl
     """Return the buffers as a list: at least one, all different, writable and of one space."""
     if not isinstance(buffers, ReplayBuffer | Sequence):
         raise TypeError(
-            f"replay_buffers: must be ReplayBuffers, got {type(buffers).__name__}; pass one or a list"
+            f"replay_buffers: must be ReplayBuffers, got {class_name(buffers)}; pass one or a list"
         )
     given = [buffers] if isinstance(buffers, ReplayBuffer) else list(buffers)
     if not given:
         raise ValueError("replay_buffers: must be at least one, got none; pass a ReplayBuffer")
     for buffer in given:
         if not isinstance(buffer, ReplayBuffer):
-            raise TypeError(f"replay_buffers: must be ReplayBuffers, got {type(buffer).__name__}")
+            raise TypeError(f"replay_buffers: must be ReplayBuffers, got {class_name(buffer)}")
         if not buffer.is_mutable:
             raise ReadOnlyError("replay_buffers: one was opened for reading; load it with read_only=False")
     if len({_key(buffer._identity()) for buffer in given}) < len(given):

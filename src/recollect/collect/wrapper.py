@@ -18,7 +18,7 @@ from gymnasium.vector import VectorEnv
 from recollect.collect.autoreset import Slots, mode_of
 from recollect.collect.builders import has_context
 from recollect.collect.recorder import Recorder
-from recollect.errors import ClosedError, SegmentOpenError
+from recollect.errors import ClosedError, SegmentOpenError, class_name
 from recollect.replay import ReplayBuffer
 from recollect.spaces import first_difference
 from recollect.storage.base import PathName
@@ -91,7 +91,7 @@ class ReplayBufferCollectionWrapper:
         elif isinstance(env, gymnasium.Env):
             kind = EnvCollectionWrapper
         else:
-            raise TypeError(f"env: must be a gymnasium Env or VectorEnv, got {type(env).__name__}")
+            raise TypeError(f"env: must be a gymnasium Env or VectorEnv, got {class_name(env)}")
         if not issubclass(cls, gymnasium.Wrapper | VectorEnv):
             # A class of the caller's own gets the kind as a second base.
             cls = kind if cls is ReplayBufferCollectionWrapper else type(cls.__name__, (cls, kind), {})

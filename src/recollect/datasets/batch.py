@@ -18,7 +18,7 @@ from gymnasium import spaces
 
 from recollect.batch import BatchBase
 from recollect.batch.structure import Keys, fill, pick
-from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError
+from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError, class_name
 from recollect.files.record import brief
 from recollect.indexing import normalize
 from recollect.memory.limits import check_fits
@@ -61,7 +61,7 @@ class DatasetBatch(BatchBase):
         """Show episodes of these lengths; without `has_episodes` they are only how the rows are kept."""
         super().__init__(single_space)
         if not isinstance(self.single_space, spaces.Dict):
-            raise TypeError(f"single_space: must be a Dict, got {type(self.single_space).__name__}")
+            raise TypeError(f"single_space: must be a Dict, got {class_name(self.single_space)}")
         self.left_out = dict(left_out or {})
         self.cache_nbytes = cache_nbytes
         self._has_episodes = has_episodes

@@ -22,7 +22,7 @@ from recollect.datasets.columns import (
     pictures,
     text_space,
 )
-from recollect.errors import FormatError
+from recollect.errors import FormatError, class_name
 from recollect.files.record import as_kind, read_json
 from recollect.spaces.tree import make_dict
 
@@ -111,7 +111,7 @@ class _Live:
             dataset = _one_split(dataset, split, type(dataset).__name__)
         if not hasattr(dataset, "with_format"):
             raise TypeError(
-                f"from_huggingface: must be a datasets.Dataset or a path, got {type(dataset).__name__}"
+                f"from_huggingface: must be a datasets.Dataset or a path, got {class_name(dataset)}"
             )
         self.name = f"{type(dataset).__name__}"
         self._dataset = dataset.with_format("arrow")

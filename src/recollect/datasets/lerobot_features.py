@@ -13,6 +13,7 @@ from gymnasium import Space, spaces
 
 from recollect.datasets.batch import need
 from recollect.datasets.lerobot_meta import OWN
+from recollect.errors import class_name
 from recollect.spaces.tree import leaf_paths
 
 Array = np.ndarray[Any, Any]
@@ -50,7 +51,7 @@ def features_of(space: Space[Any], as_video: bool) -> list[Feature]:
     """The features of a space; those that LeRobot fills in itself are left out, for they are made anew."""
     if not isinstance(space, spaces.Dict):
         raise TypeError(
-            f"space: must be a Dict to be a LeRobot data set, got {type(space).__name__}; name the leaf"
+            f"space: must be a Dict to be a LeRobot data set, got {class_name(space)}; name the leaf"
         )
     found: dict[str, Feature] = {}
     for path, child in leaf_paths(space):

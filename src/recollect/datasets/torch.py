@@ -10,7 +10,7 @@ from recollect.backends import move
 from recollect.batch import BatchBase
 from recollect.batch.structure import fill
 from recollect.datasets.batch import need
-from recollect.errors import FormatError
+from recollect.errors import FormatError, class_name
 from recollect.indexing import normalize
 from recollect.spaces import as_numpy, as_space, compile_layout
 
@@ -30,7 +30,7 @@ def as_torch_dataset(batch: BatchBase) -> Any:
     """
     need("torch", "torch", "as_torch_dataset")
     if not isinstance(batch, BatchBase):
-        raise TypeError(f"as_torch_dataset: must be a batch, got {type(batch).__name__}; see from_torch")
+        raise TypeError(f"as_torch_dataset: must be a batch, got {class_name(batch)}; see from_torch")
     return _torch_dataset_class()(batch)
 
 

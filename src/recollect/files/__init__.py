@@ -7,7 +7,7 @@ that a crash leaves the old or the new.
 
 from recollect.files.directory import OwnedDirectory
 from recollect.files.names import check_name, has_name, make_inside, open_inside, open_named, remove_inside
-from recollect.files.sync import make_directory, remove_empty, replace_file, sync_directory
+from recollect.files.sync import make_directory, remove_empty, replace_file, sync_directory, write_at
 
 __all__ = [
     "OwnedDirectory",
@@ -21,4 +21,5 @@ __all__ = [
     "remove_inside",
     "replace_file",
     "sync_directory",
+    "write_at",
 ]

@@ -76,3 +76,10 @@ def replace_file(
     _core.fault_point()
     sync_directory(file.parent)
     _core.fault_point()
+
+
+def write_at(fd: int, view: memoryview, at: int) -> None:
+    """Write all bytes of a view at a place in a file; OSError if the disk does not take them."""
+    while view:
+        done = os.pwrite(fd, view, at)
+        view, at = view[done:], at + done

@@ -11,7 +11,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from recollect import replay as plain_replay
-from recollect.errors import DeadlineError, FormatError
+from recollect.errors import DeadlineError, FormatError, class_name
 from recollect.files.record import damage_in
 from recollect.ipc import memory_budget
 from recollect.ipc.replay_buffer import ReplayBuffer
@@ -79,7 +79,7 @@ class OffPolicyRunner(ReferenceRunner):
 
     def _check_limiter(self, limiter: RateLimiter) -> None:
         if not isinstance(limiter, RateLimiter):
-            raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
+            raise TypeError(f"limiter: must be a RateLimiter or None, got {class_name(limiter)}")
         if self.rl_cfg.sync_collection:
             raise ValueError("limiter: is for collectors that run free, got one with sync_collection=True")
         limiter.check_free()

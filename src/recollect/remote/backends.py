@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from recollect.errors import class_name
 from recollect.remote.carriers.base import Carrier
 
 NAMES = ("local", "tcp", "mpi", "torch", "ray")
@@ -18,7 +19,7 @@ def check_backend(backend: Any) -> None:
                 f"communication_backend: must be one of {list(NAMES)} or a carrier, got {backend!r}"
             )
     elif not isinstance(backend, Carrier):
-        raise ValueError(f"communication_backend: must be a carrier or a name, got {type(backend).__name__}")
+        raise ValueError(f"communication_backend: must be a carrier or a name, got {class_name(backend)}")
 
 
 def carrier_of(backend: Any) -> Carrier:

@@ -11,7 +11,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.batch import BatchBase
-from recollect.errors import SchemaError
+from recollect.errors import SchemaError, class_name
 from recollect.remote.packed import Packed, Rows
 from recollect.remote.trajectories import LOG_REWARD, Array, Trajectories
 from recollect.remote.wire import Shapes
@@ -93,8 +93,10 @@ class ItemSpace:
         """A block of the trajectory space, as `extend` takes it: a sequence of steps for each item."""
         keys = list(self.space.spaces)  # type: ignore[attr-defined]
         if not isinstance(block, dict) or set(block) != set(keys):
-            got = sorted(block) if isinstance(block, dict) else type(block).__name__
-            raise SchemaError(f"container: must be Trajectories or a dict with keys {keys}, got {got}")
+            got = sorted(block) if isinstance(block, dict) else class_name(block)
+            raise SchemaError(
+                f"container: must be recollect.remote.Trajectories or a dict with keys {keys}, got {got}"
+            )
         each = [self._steps_of(one) for one in block["steps"]]
         lengths = np.array([n for n, _ in each], np.int32)
         if len(lengths) and lengths.min() < 1:

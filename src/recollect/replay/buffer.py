@@ -17,7 +17,7 @@ from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import select
-from recollect.errors import ContentionError, ReadOnlyError
+from recollect.errors import ContentionError, ReadOnlyError, class_name
 from recollect.indexing import normalize, positions
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import LIMITER_AT
@@ -708,7 +708,7 @@ def _check_limiter(limiter: Any, capacity: int | None) -> None:
     if limiter is None:
         return
     if not isinstance(limiter, RateLimiter):
-        raise TypeError(f"limiter: must be a RateLimiter or None, got {type(limiter).__name__}")
+        raise TypeError(f"limiter: must be a RateLimiter or None, got {class_name(limiter)}")
     limiter.check_free()
     if capacity is not None and limiter.min_size > capacity:
         raise ValueError(

@@ -11,7 +11,7 @@ import threading
 from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
-from recollect.errors import ClosedError, FormatError
+from recollect.errors import ClosedError, FormatError, class_name
 from recollect.rollout import aborting, admission, finalize, lifecycle
 from recollect.rollout.clock import Clock
 from recollect.rollout.config import Config
@@ -58,7 +58,7 @@ class RolloutCoordinator:
     ) -> None:
         """Check and keep; nothing is opened before `prepare`."""
         if not isinstance(config, Config):
-            raise TypeError(f"config: must be a rr.Config, got {type(config).__name__}")
+            raise TypeError(f"config: must be a rr.Config, got {class_name(config)}")
         auxiliary = [list(models) for models in auxiliary_models or ()]
         if len(config.auxiliary_names) > len(auxiliary):
             raise ValueError(

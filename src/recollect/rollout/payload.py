@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from recollect.errors import MissingLeafError, SchemaError
+from recollect.errors import MissingLeafError, SchemaError, class_name
 from recollect.rollout.experience import Experience
 from recollect.rollout.frame import Head, body_of, framed
 from recollect.rollout.schema import PER_RESPONSE, Array, Plan, Ragged, plan_of
@@ -42,7 +42,7 @@ def encode(
     for row in rows:
         if type(row) is not Experience and not isinstance(row, Experience):
             raise SchemaError(
-                f"experience: must be an Experience, got {type(row).__name__}; return rr.Experience"
+                f"experience: must be an Experience, got {class_name(row)}; return rr.Experience"
             )
     versions = {"model_version": model_version, "version_drift": version_drift}
     stamps: dict[str, int] = {}

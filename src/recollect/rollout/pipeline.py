@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.errors import PipelineError
+from recollect.errors import PipelineError, class_name
 from recollect.rollout.clock import Clock
 from recollect.rollout.decoding import decode_many
 from recollect.rollout.experience import Experiences
@@ -126,7 +126,7 @@ class Pipeline:
         if isinstance(returned, tuple) and len(returned) == 2:
             returned, extra = returned
         if not isinstance(returned, Experiences):
-            raise PipelineError(f"operator {name}: must return Experiences, got {type(returned).__name__}")
+            raise PipelineError(f"operator {name}: must return Experiences, got {class_name(returned)}")
         if returned is not x and not _is_part(returned, x):
             raise PipelineError(f"operator {name}: may drop and change rows, got new or repeated ones")
         found = {"dropped": len(x) - len(returned), "s": self.clock.time() - start, **extra}

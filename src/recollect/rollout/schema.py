@@ -16,6 +16,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect import _core
+from recollect.errors import class_name
 from recollect.spaces import Layout, as_space, compile_layout
 
 Array = np.ndarray[Any, Any]
@@ -130,7 +131,7 @@ def plan_of(space: Any = None, max_lengths: Mapping[str, int] | None = None) -> 
         return _default_plan()
     space = _default_space() if space is None else as_space(space)
     if not isinstance(space, spaces.Dict):
-        raise TypeError(f"space: must be a Dict of experience leaves, got {type(space).__name__}")
+        raise TypeError(f"space: must be a Dict of experience leaves, got {class_name(space)}")
     missing = [name for name in (*STAMPS, *VERSIONS, "reward") if name not in space.spaces]
     if missing:
         raise TypeError(f"space: must have the leaves of experience_space(), got none named {missing}")

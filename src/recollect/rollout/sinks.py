@@ -17,7 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from recollect._core import Condition
-from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError
+from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError, class_name
 from recollect.files import make_directory, replace_file
 from recollect.replay import ReplayBuffer
 from recollect.rollout.clock import checked_seconds
@@ -304,9 +304,7 @@ def check_sink(spec: Any) -> None:
     elif not isinstance(spec, str | Path | ReplayBuffer) and not all(
         callable(getattr(spec, name, None)) for name in ("write", "holds", "close")
     ):
-        raise SchemaError(
-            f"sink: must be a ReplayBuffer, a sink, a path or 'queue', got {type(spec).__name__}"
-        )
+        raise SchemaError(f"sink: must be a ReplayBuffer, a sink, a path or 'queue', got {class_name(spec)}")
 
 
 def make_sink(spec: Any, plan: Plan) -> tuple[Sink, bool]:

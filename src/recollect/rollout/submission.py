@@ -9,6 +9,7 @@ from typing import Any
 
 import msgspec
 
+from recollect.errors import class_name
 from recollect.rollout.clock import Timer
 from recollect.rollout.config import Config
 from recollect.rollout.records import BatchRecord, TaskRecord
@@ -39,10 +40,10 @@ def check_arguments(batch_id: Any, tasks: Any, batch_type: Any, min_wait_num: An
     """Check what needs no knowledge of other batches."""
     check_id(batch_id)
     if not isinstance(tasks, list):
-        raise TypeError(f"tasks: must be a list of rr.Task, got {type(tasks).__name__}")
+        raise TypeError(f"tasks: must be a list of rr.Task, got {class_name(tasks)}")
     for position, task in enumerate(tasks):
         if not isinstance(task, Task):
-            raise TypeError(f"tasks[{position}]: must be a rr.Task, got {type(task).__name__}")
+            raise TypeError(f"tasks[{position}]: must be a rr.Task, got {class_name(task)}")
     if batch_type not in ("train", "eval"):
         raise ValueError(f"batch_type: must be 'train' or 'eval', got {batch_type!r}")
     if min_wait_num is not None:

@@ -16,7 +16,7 @@ from recollect.backends import move
 from recollect.batch.location import Location
 from recollect.batch.structure import fill
 from recollect.batch.view import Read
-from recollect.errors import ClosedError, WorkerDiedError, WorkerError
+from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_name
 from recollect.memory.ring import checked_int, checked_seconds
 from recollect.sampling.base import BatchSampler, SamplerStats
 from recollect.sampling.planned import Gathers, Item, PlannedEpoch
@@ -76,7 +76,7 @@ class MultiprocessingSampler(BatchSampler):
         """Check everything, start nothing."""
         given: Any = sampler
         if not isinstance(given, BatchSampler) or isinstance(given, MultiprocessingSampler):
-            kind = type(given).__name__
+            kind = class_name(given)
             raise TypeError(
                 f"sampler: must be a BatchSampler of this process, got {kind}; wrap a StepSampler"
             )

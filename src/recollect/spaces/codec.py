@@ -14,7 +14,7 @@ from typing import Any, Protocol, cast
 import numpy as np
 from gymnasium import spaces
 
-from recollect.errors import DtypeError, FormatError, SchemaError
+from recollect.errors import DtypeError, FormatError, SchemaError, class_name
 from recollect.spaces.convert import to_array, to_batch
 from recollect.spaces.tree import LeafKind
 
@@ -188,4 +188,4 @@ def _as_items(value: Any, name: str, what: str) -> Sequence[Any]:
         return value
     if isinstance(value, np.ndarray) and value.ndim > 0:
         return cast(Sequence[Any], value)
-    raise SchemaError(f"{name}: must be a tuple or list of {what}, got {type(value).__name__}; pass a tuple")
+    raise SchemaError(f"{name}: must be a tuple or list of {what}, got {class_name(value)}; pass a tuple")

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.errors import DtypeError, SchemaError
+from recollect.errors import DtypeError, SchemaError, class_name
 from recollect.spaces.arrays import as_numpy, is_arraylike
 from recollect.spaces.dtypes import dtype_kind, exact_bits, float_bounds, int_bounds, native
 
@@ -55,9 +55,9 @@ def foreign(value: Any, name: str, dtype: np.dtype[Any]) -> Array:
             return np.asarray(as_numpy(value))
     except Exception as error:
         raise DtypeError(
-            f"{name}: must be readable as an array of {dtype}, got {type(value).__name__}; convert it first"
+            f"{name}: must be readable as an array of {dtype}, got {class_name(value)}; convert it first"
         ) from error
-    raise DtypeError(f"{name}: must be an array or number of {dtype}, got {type(value).__name__}; convert it")
+    raise DtypeError(f"{name}: must be an array or number of {dtype}, got {class_name(value)}; convert it")
 
 
 def _fit(array: Array, dtype: np.dtype[Any], shape: Shape, name: str, cast: bool) -> Array:
@@ -108,7 +108,7 @@ def _from_number(value: bool | int | float, dtype: np.dtype[Any], name: str) -> 
     kind = dtype_kind(dtype)
     is_bool = isinstance(value, bool)
     if is_bool != (kind == "bool") or (kind == "int" and isinstance(value, float)):
-        given = type(value).__name__
+        given = class_name(value)
         raise DtypeError(f"{name}: must be {kind} for dtype {dtype}, got {given} {shown(value)}; convert it")
     if kind == "float":
         return _rounded(value, dtype, name)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect.errors import class_name
 from recollect.spaces.arrays import as_numpy
 from recollect.spaces.dtypes import dtype_from, int_bounds, is_dtype_like, is_extended
 from recollect.spaces.extended import ExtendedBox
@@ -53,7 +54,7 @@ def _from_example(value: Any, path: Path) -> Space[Any]:
         array = as_numpy(value)
     except Exception as error:
         raise TypeError(
-            f"{name}: example must be an array, got {type(value).__name__}; give a space or (shape, dtype)"
+            f"{name}: example must be an array, got {class_name(value)}; give a space or (shape, dtype)"
         ) from error
     if (
         array.dtype == object and array.shape == ()
@@ -61,7 +62,7 @@ def _from_example(value: Any, path: Path) -> Space[Any]:
         hint = "transition_space(env) makes one of an environment" if hasattr(value, "action_space") else (
             "give a gymnasium space, (shape, dtype) or an example array"
         )  # fmt: skip
-        raise TypeError(f"{name}: must describe a space, got {type(value).__name__}; {hint}")
+        raise TypeError(f"{name}: must describe a space, got {class_name(value)}; {hint}")
     return full_box(array.shape, dtype_from(array.dtype, name))
 
 

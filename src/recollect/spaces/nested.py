@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from operator import itemgetter
 from typing import Any
 
-from recollect.errors import MissingLeafError, SchemaError
+from recollect.errors import MissingLeafError, SchemaError, class_name
 from recollect.spaces.tree import Path, path_name, subject
 
 Template = tuple[Any, ...]
@@ -97,7 +97,7 @@ def _fetch_tuple(n: int, path: Path) -> Fetch:
 
 def _dict_error(sample: Any, keys: tuple[Any, ...], path: Path) -> SchemaError:
     if not isinstance(sample, Mapping):
-        given = type(sample).__name__
+        given = class_name(sample)
         return SchemaError(
             f"{subject(path)}: must be a dict with keys {list(keys)}, got {given}; pass a dict"
         )
@@ -115,9 +115,7 @@ def _dict_error(sample: Any, keys: tuple[Any, ...], path: Path) -> SchemaError:
 
 def _tuple_error(sample: Any, n: int, path: Path) -> SchemaError:
     if not isinstance(sample, tuple | list):
-        return SchemaError(
-            f"{subject(path)}: must be a tuple of {n}, got {type(sample).__name__}; pass a tuple"
-        )
+        return SchemaError(f"{subject(path)}: must be a tuple of {n}, got {class_name(sample)}; pass a tuple")
     given = f"got a tuple of {len(sample)}"
     if len(sample) < n:
         return MissingLeafError(

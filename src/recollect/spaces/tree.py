@@ -9,6 +9,7 @@ from typing import Any, Literal
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect.errors import class_name
 from recollect.spaces.dtypes import supported
 from recollect.spaces.extended import ExtendedBox
 
@@ -48,7 +49,7 @@ def node_kind(space: object, path: Path = ()) -> NodeKind:
         if isinstance(space, cls):
             return kind
     known = ", ".join(cls.__name__ for cls, _ in _KINDS)
-    raise TypeError(f"{path_name(path)}: space must be one of {known}, got {type(space).__name__}")
+    raise TypeError(f"{path_name(path)}: space must be one of {known}, got {class_name(space)}")
 
 
 def children(space: Space[Any]) -> Iterator[tuple[str | int, Space[Any]]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -35,11 +36,12 @@ def check_codec(av: Any, codec: Any, dtype: np.dtype[Any]) -> None:
 
 
 def write_video(
-    av: Any, path: Path, frames: list[Array], codec: str, options: dict[str, str], gop: int
-) -> None:
-    """Write frames `[H, W]` or `[H, W, C]`, with a keyframe every `gop`."""
-    given = pixel_format(frames[0].dtype, frames[0].shape)
-    height, width = frames[0].shape[:2]
+    av: Any, path: Path, frames: Iterable[Array], dtype: np.dtype[Any], shape: tuple[int, ...],
+    codec: str, options: dict[str, str], gop: int,
+) -> None:  # fmt: skip
+    """Write frames `[H, W]` or `[H, W, C]` as they come, with a keyframe every `gop`."""
+    given = pixel_format(dtype, shape)
+    height, width = shape[:2]
     with av.open(str(path), "w", format="matroska") as container:
         stream = container.add_stream(codec, rate=FPS, options=options)
         stream.width, stream.height = width, height

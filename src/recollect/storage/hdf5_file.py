@@ -11,6 +11,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from recollect.files import write_at
+
 _PART = 1 << 22
 
 
@@ -44,7 +46,7 @@ class HDF5File:
             if self._waiting:
                 self._waiting.append((self._at, bytes(view)))
             else:
-                _write_at(self._fd, view, self._at)
+                write_at(self._fd, view, self._at)
         except BaseException as error:
             self._waiting.append((self._at, bytes(view)))
             if not isinstance(error, OSError):
@@ -92,7 +94,7 @@ class HDF5File:
             raise error
         while self._waiting:
             at, data = self._waiting[0]
-            _write_at(self._fd, memoryview(data), at)
+            write_at(self._fd, memoryview(data), at)
             del self._waiting[0]
         if os.fstat(self._fd).st_size != self._nbytes:
             os.ftruncate(self._fd, self._nbytes)
@@ -110,9 +112,3 @@ class HDF5File:
         self._waiting = []
         if fd >= 0:
             os.close(fd)
-
-
-def _write_at(fd: int, view: memoryview, at: int) -> None:
-    while view:
-        done = os.pwrite(fd, view, at)
-        view, at = view[done:], at + done

@@ -171,6 +171,15 @@ class Home:
         self._open.discard(self._key(name))
         self._fresh.add(self._key(name))
 
+    def make_scratch(self, name: str) -> int:
+        """Make a file without a name, for what need not outlive this process; return its descriptor."""
+        self.place(name)
+        with self._writer().make(
+            self._key(name)
+        ) as f:  # noted: should this process die here, the next one removes it
+            remove_inside(self.path, self._key(name))
+            return os.dup(f.fileno())
+
     def adopt(self, name: str) -> None:
         """Sync a file of `place_new`, and let the next commit name it; where that fails, the file stays as it is."""
         key = self._key(name)

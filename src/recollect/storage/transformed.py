@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Self
 
 from recollect.backends import copied
+from recollect.errors import class_name
 from recollect.files.record import damage_in
 from recollect.spaces import as_space
 from recollect.spaces.transformation import (
@@ -78,5 +79,5 @@ class TransformedStorage(WrapperStorage):
 def _of(own: dict[str, Any]) -> DataTransformation:
     found = own.get("transformation")
     if not isinstance(found, DataTransformation):
-        raise TypeError(f"transformation: must be a DataTransformation, got {type(found).__name__}")
+        raise TypeError(f"transformation: must be a DataTransformation, got {class_name(found)}")
     return found

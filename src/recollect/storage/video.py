@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import errno
+import os
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 
+from recollect import _core
 from recollect.errors import FormatError, SegmentOpenError
+from recollect.files import write_at
 from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.storage.appending import AppendStorage
@@ -18,10 +23,12 @@ from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.dump import file_crc
 from recollect.storage.files import Ints
 from recollect.storage.frames import check_codec, read_video, write_video
+from recollect.storage.home import Home
 from recollect.storage.image import check_frames
 from recollect.storage.live import FLUSH, SEGMENT, Live
 
 _CHUNK_NBYTES = 4 << 20
+_OPEN_NBYTES = 4 << 20  # frames of an open segment that wait in memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +39,78 @@ class Clip:
     n: int
 
 
+class OpenFrames:
+    """The frames of an open segment: the newest few in memory, those before them in a file without a name.
+
+    A frame that is not committed may be taken back, and an encoder cannot; so they wait as they came.
+
+    Ownership: of the file, which is gone with `close()`, or with the process.
+    Concurrency: the storage's lock is held in every call.
+    """
+
+    def __init__(self, home: Home, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+        self._fd, self._n_filed = -1, 0
+        self._newest: list[Array] = []
+        self._home, self._name, self._dtype, self._shape = home, name, dtype, shape
+        self._frame_nbytes = int(np.prod(shape)) * dtype.itemsize
+        self._most = max(1, _OPEN_NBYTES // max(self._frame_nbytes, 1))  # frames in memory
+
+    def __len__(self) -> int:
+        return self._n_filed + len(self._newest)
+
+    def __iter__(self) -> Iterator[Array]:
+        for k in range(self._n_filed):
+            yield self._read(k)
+        yield from self._newest
+
+    def add(self, frames: Array) -> None:
+        """Add frames [n, ...]; if it raises, `cut` takes back those that were added."""
+        for start in range(0, len(frames), self._most):
+            self._newest += list(frames[start : start + self._most].copy())
+            if len(self._newest) >= self._most:
+                self._file_newest()
+
+    def cut(self, n: int) -> None:
+        """Keep the first n frames at most."""
+        del self._newest[max(0, n - self._n_filed) :]
+        self._n_filed = min(self._n_filed, n)
+        if not len(self):
+            self.close()
+
+    def close(self) -> None:
+        """Give up the file; may be called twice."""
+        fd, self._fd = self._fd, -1
+        self._n_filed, self._newest = 0, []
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:
+        self.close()
+
+    def _file_newest(self) -> None:
+        if self._fd < 0:
+            self._fd = self._home.make_scratch(self._home.new_name(self._name, ".raw"))
+        for k, frame in enumerate(self._newest, self._n_filed):
+            _core.fault_point()
+            write_at(self._fd, frame.data.cast("B"), k * self._frame_nbytes)
+        self._n_filed, self._newest = self._n_filed + len(self._newest), []
+
+    def _read(self, k: int) -> Array:
+        frame = np.empty(self._shape, self._dtype)
+        view, at = frame.data.cast("B"), k * self._frame_nbytes
+        while view:
+            done = os.preadv(self._fd, [view], at)
+            if not done:
+                raise OSError(errno.EIO, f"{self._home.path}: lost frames of the open segment")
+            view, at = view[done:], at + done
+        return frame
+
+
 class VideoStorage(AppendStorage):
     """A file per segment: uint8 frames HxW, HxWx1 or HxWx3, uint16 depth; exact unless a lossy `codec=` is named.
 
-    Frames of the open segment wait in memory, and are there to be read when `mark_segment_end()` has written them.
+    Frames of the open segment wait in memory and, past 4 MiB, in a file without a name in the same directory. They are
+    there to be read when `mark_segment_end()` has written them.
     Frames are decoded a few at a time from the keyframe before them, and the last `cache_nbytes` are kept.
 
     Ownership: the files stay; `close()` ends the open segment and commits.
@@ -69,7 +144,7 @@ class VideoStorage(AppendStorage):
         self._clips: list[Clip] = []
         self._ends, self._chunk_ends = self._counted([])  # of clips, and of the chunks within
         self._checked: set[str] = set()  # clips whose checksum was found right
-        self._pending: list[Array] = []
+        self._pending = self._no_frames()
         self._cut: Clip | None = None  # the open segment as far as it was flushed
         self._ending: Clip | None = None  # the open segment, written whole but not yet ended
         self._cache = ChunkCache(self.layout, self.chunk_rows, cache_nbytes, self._load)
@@ -117,14 +192,17 @@ class VideoStorage(AppendStorage):
 
     @property
     def has_open_segment(self) -> bool:
-        return bool(self._pending)
+        return len(self._pending) > 0
 
     def _add(self, arrays: list[Array], n: int) -> None:
-        self._pending += list(arrays[0].copy())
+        self._pending.add(arrays[0])
+
+    def _no_frames(self) -> OpenFrames:
+        return OpenFrames(self.home, f"{self.prefix}open-", self._dtype, self._shape)
 
     def _truncate(self, length: int) -> None:
         seen = self._visible_length()
-        del self._pending[max(0, length - seen) :]
+        self._pending.cut(max(0, length - seen))
         self._forget_cut(length - seen)
         if length >= seen:
             return
@@ -158,7 +236,10 @@ class VideoStorage(AppendStorage):
         name = self.home.new_name(f"{self.prefix}segment-", ".mkv")
         with self.home.writing(name) as path:
             try:
-                write_video(self._av, path, self._pending, self.codec, self.codec_options, self.chunk_rows)
+                write_video(
+                    self._av, path, self._pending, self._dtype, self._shape,
+                    self.codec, self.codec_options, self.chunk_rows,
+                )  # fmt: skip
             except self._av.error.FFmpegError as error:
                 if isinstance(error, OSError):
                     raise OSError(error.errno, f"{path}: {error.strerror}") from error
@@ -174,7 +255,7 @@ class VideoStorage(AppendStorage):
         self._check_mutable("mark_segment_end")
         if self._ending is not None and self._ending.n != len(self._pending):
             self.cancel_segment_end()  # an interrupt left it, and more frames have come
-        if self._pending and self._ending is None:
+        if len(self._pending) and self._ending is None:
             self._ending = self._write_clip()
 
     def cancel_segment_end(self) -> None:
@@ -188,15 +269,17 @@ class VideoStorage(AppendStorage):
         ending = self._ending
         if ending is not None:
             self._forget_cut(-1)
-            clips = [*self._clips, ending]
+            clips, none = [*self._clips, ending], self._no_frames()
             ends, chunk_ends = self._counted(clips)
+            written = self._pending
             self._clips, self._ends, self._chunk_ends, self._pending, self._ending = (
                 clips,
                 ends,
                 chunk_ends,
-                [],
+                none,
                 None,
             )
+            written.close()
 
     def mark_segment_start(self, row: int) -> None:
         if row != self._written():
@@ -224,7 +307,7 @@ class VideoStorage(AppendStorage):
 
     def write_out(self, urgency: int) -> None:
         """Save an open segment too, as far as it goes, when everything is to be saved."""
-        if urgency < FLUSH or not self._pending or (self._cut and self._cut.n == len(self._pending)):
+        if urgency < FLUSH or not len(self._pending) or (self._cut and self._cut.n == len(self._pending)):
             return
         clip = self._write_clip()
         old, self._cut = self._cut, clip
@@ -278,4 +361,4 @@ class VideoStorage(AppendStorage):
 
     def _release(self) -> None:
         self._cache.close()
-        self._pending = []
+        self._pending.close()

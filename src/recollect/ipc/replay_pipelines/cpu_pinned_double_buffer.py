@@ -12,7 +12,7 @@ from time import monotonic, monotonic_ns
 from typing import Any, Self
 
 from recollect import _core
-from recollect.errors import ClosedError, DeadlineError, WrongTickError
+from recollect.errors import ClosedError, DeadlineError, WrongTickError, class_name
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import native_h2d, packing
 from recollect.ipc.replay_pipelines.base import ReplayTickMetadata, checked_seed, sample_seed
@@ -75,7 +75,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         check_count("sample_count", sample_count)
         if not isinstance(replay_buffer, ReplayBuffer):
             raise TypeError(
-                f"replay_buffer: must be a recollect.ipc.ReplayBuffer, got {type(replay_buffer).__name__}"
+                f"replay_buffer: must be a recollect.ipc.ReplayBuffer, got {class_name(replay_buffer)}"
             )
         self.base_seed, self.sample_count = checked_seed("base_seed", base_seed), int(sample_count)
         self.deadline = checked_timeout(deadline, 60.0)
