@@ -13,7 +13,7 @@ import pytest
 from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, saving, writers
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, records, saving, writers
 from recollect.remote.items import item_space
 from recollect.remote.messages import (
     DATA_TAG,
@@ -240,7 +240,7 @@ def test_after_a_hello_a_gap_is_told_again() -> None:
 
 
 def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "MOST_WRITERS", 2)
+    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
     known = writers.Writers()
     for rank, name in enumerate((b"a", b"b", b"a", b"c")):
         known.enter(name, rank)
@@ -248,7 +248,7 @@ def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPat
 
 
 def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(writers, "MOST_WRITERS", 2)
+    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
     m = made()
     silent, left, new = (Peer(m, rank, bytes([rank]) * 16) for rank in range(3))
     for peer in (silent, left):
@@ -258,6 +258,36 @@ def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch
     new.hello()
     (again,) = silent.data(1, [0])
     assert isinstance(again, Scores) and held(m) == [0, 1]  # its first answer; nothing is stored twice
+
+
+def test_thousands_of_clients_come_and_go_and_the_sums_stay_exact(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Whoever is forgotten is counted among the others; who is present is not forgotten, however silent it is."""
+    monkeypatch.setattr(records, "MOST_CLIENTS", 50)
+    m = made(None, checkpoint=Checkpoint(tmp_path / "m"))
+    first = Peer(m, 0, b"f" * 16)
+    first.hello()
+    first.data(1, [0])
+    for rank in range(1, 3001):
+        peer = Peer(m, rank, rank.to_bytes(16, "big"))
+        peer.hello()
+        peer.data(1, [rank])
+        peer.data(1, [rank])  # again: it is stored once
+        peer.send(b"rubbish")
+        peer.say(Exit(9, peer.writer, 2, ""))
+    assert m.exit_counter == 3000 and m._compute_metadata()["n_present"] == 1
+    m._desk.saving.dump()
+    m.close()
+    m = made(None, checkpoint=Checkpoint(tmp_path / "m", resume=True))
+    stats = m.stats()
+    assert stats.offered == 3001 and stats.duplicates == 3000 and stats.malformed == 3000
+    assert len(stats.senders) == 51 and stats.senders[records.OTHERS].state == "left"
+    for name, total in (("items", 3001), ("malformed", 3000), ("undelivered", 6000), ("requests", 12002)):
+        assert sum(getattr(sender, name) for sender in stats.senders.values()) == total
+    assert len(m._compute_metadata()["n_items"]) == 51
+    assert 0 in stats.senders and Peer(m, 0, first.writer).hello().last_seq == 1
+    m.close()
 
 
 def test_another_layout_is_refused_and_takes_no_number() -> None:

@@ -23,8 +23,8 @@ import numpy as np
 import pytest
 
 from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
-from recollect.remote.carriers import stream, tcp
+from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier, records
+from recollect.remote.carriers import tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
 from recollect.remote.carriers.listening import accepted
 from recollect.remote.messages import Sample
@@ -936,7 +936,7 @@ def test_of_clients_that_left_only_so_many_are_remembered(
     server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A rank that was given is given to nobody else, though who had it is forgotten."""
-    monkeypatch.setattr(stream, "MOST_GONE", 2)
+    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
     given = []
     for _ in range(6):
         worker = TcpCarrier.join([server.address], token=TOKEN)

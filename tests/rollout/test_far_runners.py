@@ -339,17 +339,52 @@ def test_a_malformed_payload_is_a_failed_attempt_and_counted() -> None:
     run(main())
 
 
-def test_a_malformed_message_ends_its_runner_and_is_counted() -> None:
+@pytest.mark.parametrize("data", [b"\xc1", b"\x92\xa6Broken\xa1\xff", b"\x92\xa6Broken" + b"\x91" * 100_000])
+def test_a_malformed_message_ends_its_runner_and_is_counted(data: bytes) -> None:
+    """Also one whose text is not UTF-8, or that is nested without end."""
+
     async def main() -> None:
         async with coordinator() as c:
             [runner] = runners(c)
-            runner.received(b"\xc1")
+            runner.received(data)
             assert runner.n_kills == 1 and c.stats().payloads_refused == 1
             await until(lambda: runners(c) and runners(c) != [runner] and runners(c)[0].is_ready)
             await submit(c)
             await until(lambda: c.gates.waiting)
             c.gates.end((1, 0, 0))
             assert (await c.finalize_train_batch(1))["ok_task_count"] == 1
+
+    run(main())
+
+
+def test_a_runner_that_cannot_read_a_message_is_replaced_and_its_attempt_done_again() -> None:
+    async def main() -> None:
+        async with coordinator() as c:
+            await submit(c)
+            await until(lambda: c.gates.waiting)
+            [runner] = runners(c)
+            runner.send(b"\x92\xa6Answer\xa1\xff")
+            await until(lambda: runners(c) and runners(c) != [runner] and c.gates.waiting)
+            c.gates.end((1, 0, 0))
+            assert (await c.finalize_train_batch(1))["ok_task_count"] == 1
+            check_doors(c)
+
+    run(main())
+
+
+def test_an_answer_that_cannot_travel_is_told_to_who_asked() -> None:
+    class Odd(rr.ScriptedModel):
+        async def generate(self, prompt: Any, **sampling: Any) -> Any:
+            [found] = await super().generate(prompt, **sampling)
+            found.finish_reason = object()
+            return [found]
+
+    async def main() -> None:
+        async with coordinator([Odd(["5"])], max_retries=0) as c:
+            await submit(c, name="tests.far.asks")
+            with pytest.raises(BatchFailed, match="ModelError: TypeError"):
+                await c.finalize_train_batch(1)
+            check_doors(c)
 
     run(main())
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import threading
 from typing import Any
 
@@ -883,3 +884,32 @@ def test_a_slow_listener_has_the_newest_and_is_told_once_how_many_it_missed() ->
             assert not c._desk.hub.listeners
 
     run(main())
+
+
+def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The attempt that was given its place is made all the same, and shutdown is clean."""
+    heard: list[str] = []
+
+    async def main() -> None:
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, about: heard.append(str(about["exception"]))
+        )
+        async with coordinator(runners=1) as c:
+            scheduler = c._desk.scheduler
+            real = scheduler.attempt_ended
+
+            def once(*args: Any) -> None:
+                monkeypatch.undo()
+                real(*args)
+                raise OSError("no space left")
+
+            monkeypatch.setattr(scheduler, "attempt_ended", once)
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(good) for _ in range(3)], batch_type="train")
+            assert (await c.finalize_train_batch(1))["ok_task_count"] == 3
+            check_doors(c)
+
+    run(main())
+    gc.collect()
+    assert heard == ["no space left"]

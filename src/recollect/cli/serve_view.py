@@ -12,6 +12,7 @@ from rich.live import Live
 from rich.table import Table
 
 from recollect.observe import Beacon
+from recollect.remote.records import OTHERS
 
 if TYPE_CHECKING:
     from recollect.remote.manager import ReplayBufferManager
@@ -94,12 +95,14 @@ def rates(before: ManagerStats, after: ManagerStats, seconds: float) -> dict[str
     """Who is connected, and what came per second between two looks."""
     each = {}
     for rank, sender in sorted(after.senders.items()):
-        old = before.senders.get(rank)
+        # Who was forgotten in between is counted among the others now, with all that it ever sent.
+        forgotten = before.senders.keys() - after.senders.keys() if rank == OTHERS else set()
+        old = [before.senders[r] for r in (*forgotten, rank) if r in before.senders]
         each[rank] = {
             "state": sender.state,
-            "requests_per_s": (sender.requests - (old.requests if old else 0)) / seconds,
-            "items_per_s": (sender.items - (old.items if old else 0)) / seconds,
-            "mb_per_s": (sender.nbytes - (old.nbytes if old else 0)) / seconds / 1e6,
+            "requests_per_s": (sender.requests - sum(o.requests for o in old)) / seconds,
+            "items_per_s": (sender.items - sum(o.items for o in old)) / seconds,
+            "mb_per_s": (sender.nbytes - sum(o.nbytes for o in old)) / seconds / 1e6,
         }
     return {
         "live": after.live,
@@ -144,12 +147,16 @@ def headline(plain: dict[str, Any]) -> str:
     )
 
 
+def _name(rank: int) -> str:
+    return "others" if rank == OTHERS else f"rank {rank}"
+
+
 def as_text(plain: dict[str, Any]) -> str:
     """One line, and one more for each rank."""
     lines = [headline(plain)]
     for rank, sender in shown(plain).items():
         lines.append(
-            f"  rank {rank}: {sender['state']}, {sender['requests_per_s']:,.0f} requests/s, "
+            f"  {_name(rank)}: {sender['state']}, {sender['requests_per_s']:,.0f} requests/s, "
             f"{sender['items_per_s']:,.0f} items/s, {sender['mb_per_s']:.2f} MB/s"
         )
     return "\n".join(lines)
@@ -162,5 +169,7 @@ def as_table(plain: dict[str, Any]) -> Table:
         table.add_column(name, justify="left" if name == "state" else "right")
     for rank, sender in shown(plain).items():
         numbers = [f"{sender[name]:,.0f}" for name in ("requests_per_s", "items_per_s")]
-        table.add_row(str(rank), sender["state"], *numbers, f"{sender['mb_per_s']:.2f}")
+        table.add_row(
+            _name(rank).removeprefix("rank "), sender["state"], *numbers, f"{sender['mb_per_s']:.2f}"
+        )
     return table

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recollect import _core
+from recollect.remote import records
 from recollect.remote.records import Limits
 
 
@@ -67,7 +68,10 @@ class _Worker:
 
 
 class RankBook:
-    """Which workers a manager expects, which are present and which have left, each by its own number."""
+    """Which workers a manager expects, which are present and which have left, each by its own number.
+
+    Where no number is expected, those that left are forgotten once there are too many, but still counted.
+    """
 
     def __init__(self, n_expected: int | None, worker_ranks: Iterable[int] | None, limits: Limits) -> None:
         self.n_expected, self.limits = n_expected, limits
@@ -76,6 +80,7 @@ class RankBook:
         self.anybody = False
         self._began: float | None = None
         self._is_late = False  # `join_s` is over
+        self._n_forgotten = 0
 
     def begin(self, now: float) -> None:
         """Start to wait for workers."""
@@ -90,7 +95,7 @@ class RankBook:
 
     @property
     def n_left(self) -> int:
-        return self.n_missing + self._count("left")
+        return self.n_missing + self._n_forgotten + self._count("left")
 
     @property
     def n_present(self) -> int:
@@ -112,7 +117,7 @@ class RankBook:
                 return f"this manager serves the ranks {sorted(self.fixed)}"
             if self.n_expected is not None and len(self.workers) >= self.n_expected:
                 return f"this manager serves {self.n_expected} workers, and has them"
-            worker = self.workers[rank] = _Worker("expected")
+            worker = self._enter(rank)
         worker.state, worker.host, worker.process = "present", host, process
         worker.heard, worker.lost_since = now, None
         self.anybody = True
@@ -130,9 +135,18 @@ class RankBook:
                 self.n_expected is not None and len(self.workers) >= self.n_expected
             ):
                 return
-            worker = self.workers[rank] = _Worker("left")
+            worker = self._enter(rank)
         worker.state = "left"
         self.anybody = True
+
+    def _enter(self, rank: int) -> _Worker:
+        worker = self.workers[rank] = _Worker("expected")
+        if self.n_expected is None and self.fixed is None and len(self.workers) > records.MOST_CLIENTS:
+            gone = next((r for r, w in self.workers.items() if w.state == "left"), None)
+            if gone is not None:
+                del self.workers[gone]
+                self._n_forgotten += 1
+        return worker
 
     def heard(self, rank: int, now: float) -> None:
         """Something came from this rank."""

@@ -9,6 +9,10 @@ from os import PathLike
 from typing import Any
 
 WINDOW_MOST = 4096
+MOST_CLIENTS = (
+    10_000  # that are remembered; of more, the longest silent is forgotten, if it can be one that left
+)
+OTHERS = -2  # the sender that stands for all who are forgotten
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,8 +108,8 @@ class Sender:
 class ManagerStats:
     """What a manager was offered and by which door it left: offered = live + evicted + removed + rejected + passed.
 
-    `rejected` is by reason; `senders` by rank; `phases` only with `timing`. `log_damages`: places of its log that were
-    damaged when it resumed.
+    `rejected` is by reason; `senders` by rank, the last 10,000 of them, and rank -2 for all others together; `phases`
+    only with `timing`. `log_damages`: places of its log that were damaged when it resumed.
     """
 
     offered: int

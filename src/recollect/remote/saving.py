@@ -244,7 +244,7 @@ class Saving:
         shelf.ema = state.ema
         shelf.counts.update({k: v for k, v in state.counts.items() if k in shelf.counts})
         shelf.rejected.update(state.rejected)
-        shelf.senders = {int(rank): dict(about) for rank, about in state.senders.items()}
+        shelf.senders.update({int(rank): dict(about) for rank, about in state.senders.items()})
         shelf.stream.load_state_dict(state.generator)
         if self.forwarder is not None:
             self.forwarder.resume(state.forward)

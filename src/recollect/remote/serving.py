@@ -8,6 +8,7 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote import records
 from recollect.remote.backends import carrier_of
 from recollect.remote.carriers.base import Carrier, is_over
 from recollect.remote.desk import Reply
@@ -45,9 +46,7 @@ class Serving:
         self.manager = manager
         self.pending: list[Pending] = []
         self.unsent = 0
-        self._in_a_row: dict[int, int] = {}
-        self._shut_out: set[int] = set()
-        self._of_streams: dict[int, int] = {}
+        self._in_a_row: dict[int, int] = {}  # malformed frames by rank, since its last good one
         self._next_tick = 0.0
         self._undertaker: threading.Thread | None = None
 
@@ -79,7 +78,7 @@ class Serving:
         """Do what a message asks, and return the answers; nothing that a peer sends raises here."""
         manager = self.manager
         with manager._lock:
-            if sender in self._shut_out:
+            if self._in_a_row.get(sender, 0) >= _MOST_MALFORMED:
                 return []
             if received.message is None:
                 return self._malformed(sender, received)
@@ -102,9 +101,9 @@ class Serving:
         """Count a malformed frame and close its sender's connection; True if that is for ever."""
         self.manager._desk.count_malformed(sender)
         self._in_a_row[sender] = self._in_a_row.get(sender, 0) + 1
+        if len(self._in_a_row) > records.MOST_CLIENTS:
+            del self._in_a_row[next(iter(self._in_a_row))]
         for_ever = self._in_a_row[sender] >= _MOST_MALFORMED
-        if for_ever:
-            self._shut_out.add(sender)
         refuse = getattr(self.manager._carrier, "refuse", None)
         if refuse is not None:
             refuse(sender, for_ever)
@@ -112,11 +111,10 @@ class Serving:
 
     def _hear_of_streams(self) -> None:
         """Frames whose size alone was wrong never came here: the carrier closed the connection. Count them too."""
-        seen: dict[int, int] = getattr(self.carrier, "malformed", {})
-        for rank, n in list(seen.items()):
-            for _ in range(n - self._of_streams.get(rank, 0)):
+        seen: dict[int, int] = getattr(self.carrier, "take_malformed", dict)()
+        for rank, n in seen.items():
+            for _ in range(n):
                 self._refuse(rank)
-            self._of_streams[rank] = n
 
     # -- answers
 

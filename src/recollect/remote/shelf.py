@@ -5,19 +5,20 @@ The work on one container: store, score, baseline, count.
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, OrderedDict
 from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from recollect.errors import EmptyError, ScoringError
+from recollect.remote import records
 from recollect.remote.agreement import Agreement, Summary
 from recollect.remote.baseline import from_buffer, next_ema
 from recollect.remote.diversity import Diversity
 from recollect.remote.items import ItemSpace
 from recollect.remote.packed import Packed
-from recollect.remote.records import ManagerStats, Sender, Shards
+from recollect.remote.records import OTHERS, ManagerStats, Sender, Shards
 from recollect.remote.scoring import Scored, call_scoring
 from recollect.remote.store import Outcome, Store, make_buffer
 from recollect.remote.trajectories import Array
@@ -45,7 +46,7 @@ class Shelf:
         self.ema: float | None = None
         self.counts = dict.fromkeys(_COUNTS, 0)
         self.rejected: Counter[str] = Counter()
-        self.senders: dict[int, dict[str, int]] = {}
+        self.senders: OrderedDict[int, dict[str, int]] = OrderedDict()  # who was heard last, last
         self.stream = IndexStream(seed)
         self._at_close: tuple[int, float | None] | None = None  # live and baseline, once the buffer is gone
         self.agreement: Agreement | None = None
@@ -65,10 +66,24 @@ class Shelf:
         self.store = Store(self.items, buffer, self.diversity)
 
     def about(self, sender: int) -> dict[str, int]:
-        """What is counted of one sender."""
-        if sender not in self.senders:
-            self.senders[sender] = dict.fromkeys(_OF_A_SENDER, 0)
-        return self.senders[sender]
+        """What is counted of one sender; of too many, one that is not present is counted among the others."""
+        found = self.senders.get(sender)
+        if found is None:
+            found = self.senders[sender] = dict.fromkeys(_OF_A_SENDER, 0)
+            if len(self.senders) - (OTHERS in self.senders) > records.MOST_CLIENTS:
+                self._fold()
+        self.senders.move_to_end(sender)
+        return found
+
+    def _fold(self) -> None:
+        """Add what is counted of the longest silent sender, one that has left if there is one, to the others."""
+        workers = self.manager._book.workers
+        silent = [rank for rank in self.senders if rank != OTHERS][:-1]  # the last has just come
+        gone = (rank for rank in silent if rank not in workers or workers[rank].state != "present")
+        about = self.senders.pop(next(gone, silent[0]))
+        others = self.senders.setdefault(OTHERS, dict.fromkeys(_OF_A_SENDER, 0))
+        for name, n in about.items():
+            others[name] = others.get(name, 0) + n
 
     # -- the work on one container
 
@@ -199,7 +214,7 @@ class Shelf:
 
     def comm_stats(self) -> dict[int, dict[str, Any]]:
         """What came from each sender, and its state."""
-        states = self.manager._book.states()
+        states = self.manager._book.states() | {OTHERS: "left"}
         return {rank: {**about, "state": states.get(rank, "")} for rank, about in self.senders.items()}
 
     def stats(self, **more: Any) -> ManagerStats:

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from time import perf_counter
 
-from recollect.remote.records import ManagerStats, Phase
+from recollect.remote.records import OTHERS, ManagerStats, Phase
 
 RECENT = 1000
 _NOTHING = nullcontext()
@@ -65,8 +65,9 @@ class Timing:
             f"{'rank':>6} {'state':>9} {'requests':>10} {'items':>12} {'MB':>10}",
         ]
         for rank, sender in sorted(stats.senders.items()):
+            name = "others" if rank == OTHERS else str(rank)
             lines.append(
-                f"{rank:>6} {sender.state:>9} {sender.requests:>10,} {sender.items:>12,} {sender.nbytes / 1e6:>10.2f}"
+                f"{name:>6} {sender.state:>9} {sender.requests:>10,} {sender.items:>12,} {sender.nbytes / 1e6:>10.2f}"
             )
         if stats.phases:
             lines.append(

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from recollect.remote import records
 from recollect.remote.messages import Id
-
-MOST_WRITERS = 10_000
 
 
 @dataclass(slots=True)
@@ -48,7 +47,7 @@ class Writers:
                 if other.rank == rank:
                     other.answers.clear()
             found = self.by_id[writer] = Writer(rank)
-            while len(self.by_id) > MOST_WRITERS:
+            while len(self.by_id) > records.MOST_CLIENTS:
                 del self.by_id[next((i for i, w in self.by_id.items() if w.has_left), next(iter(self.by_id)))]
         self.by_id.move_to_end(writer)
         return found

@@ -174,7 +174,7 @@ class LocalCarrier(StreamCarrier):
             self._ensure_open()
             if self._neighbour(dest) is not None:
                 with self._cond:
-                    self._gone.discard(dest)
+                    self._gone.pop(dest, None)
                 return
             with suppress(PeerDiedError):
                 if self._link_to(dest) is not None:
@@ -202,7 +202,7 @@ class LocalCarrier(StreamCarrier):
             if other.is_closed:
                 return False
             other._known.add(self.rank)
-            other._gone.discard(self.rank)
+            other._gone.pop(self.rank, None)
             is_full = other._inbox.nbytes(self.rank) > _IN_PROCESS_NBYTES or other._overflow
             if is_full:
                 other._overflow.append((outgoing, self, tag, frame))
@@ -240,7 +240,7 @@ class LocalCarrier(StreamCarrier):
 
     def _matching(self, source: int, tag: int) -> Frame | None:
         if source in self._gone and self._neighbour(source) is not None:
-            self._gone.discard(source)
+            self._gone.pop(source, None)
         return super()._matching(source, tag)
 
     # -- ending
@@ -257,7 +257,7 @@ class LocalCarrier(StreamCarrier):
             if other is not None and other is not self:
                 with other._cond:
                     if self.rank in other._known:
-                        other._gone.add(self.rank)
+                        other._gone[self.rank] = None
                     other._cond.notify_all()
                 other._wake()
 

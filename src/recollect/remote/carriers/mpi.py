@@ -225,6 +225,12 @@ class MpiCarrier:
             message.Recv([bytearray(1), self._mpi.BYTE])
         self.malformed[source] = self.malformed.get(source, 0) + 1
 
+    def take_malformed(self) -> dict[int, int]:
+        """Return how many frames of each rank were too large, since the last call."""
+        with self._lock:
+            taken, self.malformed = self.malformed, {}
+        return taken
+
     def alive(self) -> frozenset[int]:
         """All ranks: MPI does not tell who is gone; managers and clients look at the processes themselves."""
         self._check_open()

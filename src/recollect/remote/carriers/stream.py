@@ -16,6 +16,7 @@ from time import monotonic
 from typing import Any, Self
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
+from recollect.remote import records
 from recollect.remote.carriers.absent import Absent
 from recollect.remote.carriers.base import ANY, TIMEOUT, awaited, check_rank, check_tag, check_timeout
 from recollect.remote.carriers.bell import Bell
@@ -25,7 +26,6 @@ from recollect.remote.carriers.turns import Turns
 from recollect.remote.wire import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
-MOST_GONE = 10_000  # ranks that left and are remembered as gone; before those, the lowest are forgotten
 _NAP_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
@@ -53,7 +53,7 @@ class StreamCarrier:
         self._links: dict[int, Link] = {}  # by descriptor
         self._outward: dict[int, Link] = {}  # by rank
         self._known: set[int] = set()
-        self._gone: set[int] = set()
+        self._gone: dict[int, None] = {}  # who left last, last
         self._flusher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._bell: Bell | None = None
@@ -88,7 +88,7 @@ class StreamCarrier:
             if outward:
                 self._outward[link.rank] = link
             self._known.add(link.rank)
-            self._gone.discard(link.rank)
+            self._gone.pop(link.rank, None)
             self._epoll.register(link.fd, _IN)
             self._cond.notify_all()
         self._wake()
@@ -104,15 +104,16 @@ class StreamCarrier:
             if self._outward.get(link.rank) is link:
                 del self._outward[link.rank]
             if not any(other.rank == link.rank for other in self._links.values()):
-                self._gone.add(link.rank)
-                if len(self._gone) > MOST_GONE:
-                    self._forget(min(self._gone))
+                self._gone.pop(link.rank, None)
+                self._gone[link.rank] = None
+                if len(self._gone) > records.MOST_CLIENTS:
+                    self._forget(next(iter(self._gone)))
         link.close(self.is_closed)
         self._wake()  # who leads looks again, and wakes the others
 
     def _forget(self, rank: int) -> None:
         """Keep nothing of a rank that is gone; it may come again as one that was never here."""
-        self._gone.discard(rank)
+        self._gone.pop(rank, None)
         self._known.discard(rank)
         self.malformed.pop(rank, None)
 
@@ -162,7 +163,8 @@ class StreamCarrier:
             except (EOFError, OSError):
                 self._drop(link)
             except FrameError:
-                self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
+                with self._cond:
+                    self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
                 self._drop(link)
 
     def _take(self, link: Link) -> None:
@@ -364,7 +366,13 @@ class StreamCarrier:
         self._ensure_open()
         self._glance()
         with self._cond:
-            return frozenset((self._known - self._gone) | {self.rank})
+            return frozenset((self._known - self._gone.keys()) | {self.rank})
+
+    def take_malformed(self) -> dict[int, int]:
+        """Return how many streams of each rank held no frames, since the last call."""
+        with self._cond:
+            taken, self.malformed = self.malformed, {}
+        return taken
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""

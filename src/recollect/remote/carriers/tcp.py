@@ -289,7 +289,7 @@ class TcpCarrier(StreamCarrier):
                 while self._next_rank == self.rank or self._next_rank in self._known:
                     self._next_rank += 1
                 self._known.add(self._next_rank)
-                self._gone.add(self._next_rank)
+                self._gone[self._next_rank] = None
                 self._next_rank += 1  # given once: who had it may be forgotten by then
                 return _OK, self._next_rank - 1
             if asked in self._banned:
@@ -301,12 +301,14 @@ class TcpCarrier(StreamCarrier):
 
     def _forget(self, rank: int) -> None:
         super()._forget(rank)
+        self._banned.discard(rank)
         self._sessions.pop(rank, None)
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
         """Close a peer's connection; for ever: it may not join again either."""
-        if for_ever:
-            self._banned.add(rank)
+        with self._cond:
+            if for_ever and rank in self._known:
+                self._banned.add(rank)
         super().refuse(rank, for_ever)
 
     # -- links

@@ -72,7 +72,11 @@ class Session:
 
     def receive(self, data: bytes) -> None:
         """Act on one message."""
-        message = wire.decode_down(data)
+        try:
+            message = wire.decode_down(data)
+        except (ValueError, RecursionError) as error:  # whoever waits for it would wait for ever
+            self.send(wire.Broken(f"it was sent a malformed message ({told_briefly(error)})"))
+            return
         if isinstance(message, wire.Start):
             self._start(message.job)
         elif isinstance(message, wire.Cancel):

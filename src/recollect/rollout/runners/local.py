@@ -145,8 +145,14 @@ class LocalPool:
             return None
         self._vacate(place)
         self._vacant = place.number
-        self.around.owner.attempt_ended(place.job.attempt_id, error)
-        self._vacant, following, self._next = -1, self._next, None
+        try:
+            self.around.owner.attempt_ended(place.job.attempt_id, error)
+        except BaseException:
+            if self._next is not None:  # it was given this place, and this task ends here
+                self._next.task = self._loop.create_task(self._serve(self._next))
+            raise
+        finally:
+            self._vacant, following, self._next = -1, self._next, None
         return following
 
     def _vacate(self, place: Place) -> None:

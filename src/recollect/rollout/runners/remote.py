@@ -53,7 +53,7 @@ class FarRunner(ABC):
         """Act on one message."""
         try:
             message = wire.decode_up(data)
-        except msgspec.MsgspecError as error:
+        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
             self.pool.n_refused += 1
             self.kill_for(f"it sent a malformed message ({error})")
             return
@@ -92,12 +92,13 @@ class FarRunner(ABC):
                 answer.logprobs = np.asarray(found, np.float32).tobytes()
             else:
                 answer.generations = [to_wire(g) for g in found]
+            data = wire.encode(answer)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            answer.error = told_briefly(error)
+            data = wire.encode(wire.Answer(call.call_id, error=told_briefly(error)))
         self.calls.pop(call.call_id, None)
-        self.send(wire.encode(answer))
+        self.send(data)
 
     def release(self) -> None:
         """The attempt is over: its calls too."""
