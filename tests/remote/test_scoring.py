@@ -46,6 +46,18 @@ def test_a_scoring_function_sees_the_container_and_what_was_kept() -> None:
     assert (m.buffer[:]["final_state"] >= 0).all()
 
 
+def test_a_scoring_function_may_be_any_object_that_can_be_called() -> None:
+    class Modes(list[Any]):
+        """False while it is empty."""
+
+        def __call__(self, obj: Any, sender_rank: int) -> dict[str, float]:
+            return {"n_modes": float(len(self))}
+
+    assert manager(PLAIN, scoring_function=Modes()).add(samples([1])) == {"n_modes": 0.0}
+    with pytest.raises(TypeError, match="^scoring_function: must be callable, got str"):
+        manager(PLAIN, scoring_function="score")
+
+
 @pytest.mark.parametrize("env", [PLAIN, SAMPLE])
 def test_what_a_later_item_of_a_ring_displaced_was_not_kept(env: Any) -> None:
     seen: list[Any] = []

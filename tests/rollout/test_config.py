@@ -104,7 +104,7 @@ def test_a_sink_of_ones_own_has_all_three_methods() -> None:
         def close(self) -> None: ...
 
     with pytest.raises(
-        SchemaError, match="^sink: must be a ReplayBuffer, a sink, a path or 'queue', got Half"
+        SchemaError, match=r"^sink: must be a ReplayBuffer, a sink, a path or 'queue', got \S*Half"
     ):
         rr.Config(sink=Half())
 

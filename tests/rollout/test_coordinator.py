@@ -1044,6 +1044,24 @@ def test_the_local_handle_blocks_or_is_awaited() -> None:
         h.stats()
 
 
+@pytest.mark.parametrize(
+    ("models", "auxiliary", "message"),
+    [
+        (None, None, r"^rollout_model: must be a list of models, got NoneType; pass \[model\]"),
+        (
+            rr.ScriptedModel([]),
+            None,
+            r"^rollout_model: must be a list of models, got recollect\..*ScriptedModel",
+        ),
+        ([], rr.ScriptedModel([]), "^auxiliary_models: must be a list of lists of models, got recollect"),
+        ([], [rr.ScriptedModel([])], r"^auxiliary_models\[0\]: must be a list of models, got recollect"),
+    ],
+)
+def test_models_are_given_in_lists(models: Any, auxiliary: Any, message: str) -> None:
+    with pytest.raises(TypeError, match=message):
+        rr.RolloutCoordinator(config(), models, auxiliary)
+
+
 def test_a_failed_start_undoes_everything() -> None:
     async def main() -> None:
         c = rr.RolloutCoordinator(

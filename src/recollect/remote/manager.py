@@ -20,7 +20,7 @@ from recollect.remote.messages import DATA_TAG, Exit
 from recollect.remote.open_clients import close_open_client
 from recollect.remote.ranks import RankBook
 from recollect.remote.records import Checkpoint, Limits, ManagerStats, Shards
-from recollect.remote.scoring import BASELINE, Scoring
+from recollect.remote.scoring import BASELINE, Scoring, checked_scoring
 from recollect.remote.serving import Pending, Received, Serving
 from recollect.remote.settings import check_settings
 from recollect.remote.shelf import Shelf
@@ -103,7 +103,9 @@ class ReplayBufferManager:
         self._runner: threading.Thread | None = None  # the thread that is in `run`
         self._ended = threading.Event()
         self._ended.set()
-        self.scoring_function: Scoring = scoring_function or self.default_scoring_function
+        self.scoring_function: Scoring = self.default_scoring_function
+        if scoring_function is not None:  # an object of no length is one too
+            self.scoring_function = checked_scoring(scoring_function)
         rule = (diversity or Diversity()) if diverse_replay_buffer else None
         shelf = Shelf(self, item_space(env, max_length), evict, storage, rule, shards, seed)
         self._serving = Serving(self)

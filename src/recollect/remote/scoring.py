@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.errors import ScoringError
+from recollect.errors import ScoringError, class_name
 from recollect.remote.items import ItemSpace
 from recollect.remote.messages import note
 from recollect.remote.packed import Packed
@@ -76,6 +76,15 @@ class Scored:
     def _only_trajectories(self, name: str) -> None:
         if not self._items.is_trajectory:
             raise TypeError(f"{name}: these are samples; use obj[path]")
+
+
+def checked_scoring(function: Scoring) -> Scoring:
+    """Return what scores containers, as it is; TypeError if it cannot be called."""
+    if not callable(function):
+        raise TypeError(
+            f"scoring_function: must be callable, got {class_name(function)}; pass a function of (obj, sender_rank)"
+        )
+    return function
 
 
 def call_scoring(function: Scoring, scored: Scored, sender_rank: int) -> dict[str, float]:

@@ -260,5 +260,6 @@ def _check_items(items: ItemSpace, evict: str, diversity: Diversity | None) -> N
         names = [leaf.name for leaf in layout.leaves if leaf.kind not in ("text", "sequence")]
         if diversity.key not in names or (items.is_trajectory and items.fields is None):
             raise ValueError(
-                f"diversity: key must be a leaf of the items, one of {names}, got {diversity.key!r}"
+                f"diversity: key must be a leaf of the items, one of {names}, got {diversity.key!r}; "
+                "pass diversity=Diversity(key=...)"
             )

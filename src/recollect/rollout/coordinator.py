@@ -59,6 +59,11 @@ class RolloutCoordinator:
         """Check and keep; nothing is opened before `prepare`."""
         if not isinstance(config, Config):
             raise TypeError(f"config: must be a rr.Config, got {class_name(config)}")
+        _check_list("rollout_model", rollout_model, "models", "pass [model], or [] for none")
+        if auxiliary_models is not None:
+            _check_list("auxiliary_models", auxiliary_models, "lists of models", "pass a list for each role")
+            for number, models in enumerate(auxiliary_models):
+                _check_list(f"auxiliary_models[{number}]", models, "models", "pass a list for each role")
         auxiliary = [list(models) for models in auxiliary_models or ()]
         if len(config.auxiliary_names) > len(auxiliary):
             raise ValueError(
@@ -272,6 +277,11 @@ class RolloutCoordinator:
         from recollect.rollout.handle import LocalHandle
 
         return LocalHandle(cls, config, models, auxiliary_models)
+
+
+def _check_list(name: str, given: Any, what: str, remedy: str) -> None:
+    if not isinstance(given, list | tuple):
+        raise TypeError(f"{name}: must be a list of {what}, got {class_name(given)}; {remedy}")
 
 
 def _wrong_loop() -> RuntimeError:
