@@ -95,10 +95,17 @@ def test_a_port_in_use_is_an_error(server: WebServer) -> None:
 
 
 @pytest.mark.process
+@pytest.mark.parametrize("place", ["home/Downloads", "home", "nowhere"])
 def test_a_browser_is_told_a_private_file_that_leads_to_the_page(
-    server: WebServer, monkeypatch: pytest.MonkeyPatch
+    server: WebServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, place: str
 ) -> None:
-    """Every user of a machine sees the arguments of a browser: the secret is in none of them."""
+    """Every user of a machine sees the arguments of a browser: the secret is in none of them.
+
+    The file is where a confined browser may read, if there is such a place.
+    """
+    if place != "nowhere":
+        (tmp_path / place).mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(tmp_path / place.partition("/")[0]))
     opened: list[str] = []
     monkeypatch.setattr(webbrowser, "open", opened.append)
     with browsing(server.url, True):
@@ -107,10 +114,12 @@ def test_a_browser_is_told_a_private_file_that_leads_to_the_page(
         secret = server.url.rstrip("/").rpartition("/")[2]
         assert secret not in address and secret in path.read_text()
         assert path.stat().st_mode & 0o077 == 0 and path.parent.stat().st_mode & 0o077 == 0
+        assert (path.parent.parent == tmp_path / place) == (place != "nowhere")
+        monkeypatch.undo()  # the browser has a home of its own
         with chromium() as browser:
             page = browser.new_page()
             page.goto(address)
             page.wait_for_url(server.url)
     assert not path.parent.exists()
-    with browsing(server.url, False):
+    with browsing(server.url, False):  # and nothing is opened
         assert len(opened) == 1

@@ -53,12 +53,6 @@ def look(ctx: Context) -> Any:
     return seen
 
 
-@pytest.fixture(autouse=True)
-def _managers_that_hear_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Most managers here take no messages: nobody waits long for their Goodbye."""
-    monkeypatch.setattr(launching, "_LEAVE_S", 0.01)
-
-
 def family(kind: str = "local", n_workers: int = 1) -> _Family:
     return _Family(lambda ctx: None, Idle, rank_layout(n_workers + 1), kind, 0, 0)
 
@@ -110,8 +104,11 @@ def test_the_world_must_have_neither_fewer_ranks_nor_more(
 
 
 def test_a_world_whose_peers_come_and_go_may_have_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(launching, "carrier_of", lambda name: SimpleNamespace(rank=1, size=None))
+    end = LocalCarrier.group(3)[1]
+    end.size = None
+    monkeypatch.setattr(launching, "carrier_of", lambda name: end)
     assert launch(lambda ctx: "done", Idle, carrier="torch").results == {1: "done"}
+    end.close()
 
 
 @pytest.mark.parametrize(("n_workers", "n_managers"), [(0, 1), (-1, 3), (1, 0), (2, -1)])
@@ -366,31 +363,74 @@ def test_a_child_ends_though_nobody_takes_its_result_any_more(capfd: pytest.Capt
     child.close()
 
 
+def raises_first(ctx: Context) -> Any:
+    raise ArithmeticError("before the first word")
+
+
+def manage_two(ctx: Context) -> ReplayBufferManager:
+    return ReplayBufferManager(PLAIN, ctx.rank, 2, communication_backend=ctx.carrier)
+
+
 @pytest.mark.parametrize("kind", ["local", "tcp"])
 @pytest.mark.parametrize("ends", ["raises", "dies", "returns"])
-def test_a_worker_that_ends_before_its_first_message_is_not_waited_for(
-    kind: str, ends: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_ends_before_its_first_message_is_not_waited_for(kind: str, ends: str) -> None:
     """Its manager would wait for it for `join_s`, far beyond the time that this test has."""
-    monkeypatch.setattr(launching, "_LEAVE_S", SOON)
 
     def work(ctx: Context) -> Any:
         if ctx.rank == 0:
             with ctx.replay(PLAIN) as replay:
                 return replay.add(samples([1]))
         if ends == "raises":
-            raise ArithmeticError("before the first word")
+            raises_first(ctx)
         if ends == "dies":
             os.kill(os.getpid(), signal.SIGKILL)
         return None
 
-    def manage(ctx: Context) -> ReplayBufferManager:
-        return ReplayBufferManager(PLAIN, ctx.rank, 2, communication_backend=ctx.carrier)
-
     with ThreadPoolExecutor(1) as pool:
-        found = pool.submit(launch, work, manage, n_workers=2, carrier=kind)
+        found = pool.submit(launch, work, manage_two, n_workers=2, carrier=kind)
         if ends == "returns":
             assert set(found.result(30.0).results) == {0, 1}
         else:
             with pytest.raises(WorkerError, match="before the first word" if ends == "raises" else "code -9"):
                 found.result(30.0)
+
+
+@pytest.mark.parametrize("kind", ["local", "tcp"])
+def test_a_manager_that_comes_late_or_twice_hears_who_left_before(
+    kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """However long it takes: whoever leaves says so until the manager answers."""
+    monkeypatch.setattr(launching, "_LEAVE_S", 0.05)
+
+    def manage(ctx: Context) -> ReplayBufferManager:
+        if not (tmp_path / "died").exists():
+            (tmp_path / "died").touch()
+            ctx.carrier.recv(
+                timeout=SOON
+            )  # somebody has said that it leaves, and this one dies with the word
+            os.kill(os.getpid(), signal.SIGKILL)
+        threading.Event().wait(0.5)  # it takes a while to open, longer than a word needs to leave
+        return manage_two(ctx)
+
+    with ThreadPoolExecutor(1) as pool:
+        found = pool.submit(launch, raises_first, manage, n_workers=2, carrier=kind)
+        with pytest.raises(WorkerError, match="before the first word"):
+            found.result(30.0)
+
+
+@pytest.mark.parametrize("kind", ["mpi", "torch"])
+def test_where_every_rank_calls_it_a_manager_hears_who_left_before(
+    monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    """The worker's error is raised at once; the manager ends when it has begun, and does not wait for anybody."""
+    ends = LocalCarrier.group(3)
+    for end in ends[:2]:
+        monkeypatch.setattr(launching, "carrier_of", lambda name, end=end: end)
+        with pytest.raises(ArithmeticError, match="before the first word"):
+            launch(raises_first, manage_two, carrier=kind)
+    monkeypatch.setattr(launching, "carrier_of", lambda name: ends[2])
+    with ThreadPoolExecutor(1) as pool:
+        out = pool.submit(launch, raises_first, manage_two, carrier=kind).result(30.0)
+    assert out.stats[2].exit_counter == 2
+    for end in ends:
+        end.close()

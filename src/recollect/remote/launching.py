@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection, wait
 from time import monotonic
 from typing import Any
 
-from recollect.errors import ClosedError, DeadlineError, PeerDiedError, WorkerError
+from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError, WorkerError
 from recollect.remote.backends import NAMES, carrier_of, set_launched
 from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.local import LocalCarrier
@@ -26,7 +26,8 @@ from recollect.text import told
 
 Work = Callable[["Context"], Any]
 _LISTEN_S = 60.0  # until a manager listens
-_LEAVE_S = 5.0  # for a manager to hear that a worker will not come
+_LEAVE_S = 5.0  # for the word that a worker will not come to leave this process
+_LOOK_S = 0.2  # between two looks whether the launch is over
 _END_S = 5.0  # for a child to end by itself, or when it is told to
 
 
@@ -101,21 +102,43 @@ def run_rank(worker: Work, manager: Work, layout: RankLayout, carrier: Carrier, 
     return "result", worker(ctx)
 
 
-def take_leave(layout: RankLayout, carrier: Carrier) -> None:
-    """Tell the manager of a worker that never spoke to it that it will not come; the manager would wait for it."""
-    rank = carrier.rank
-    if rank not in layout.workers or was_used(carrier, manager := layout.manager_of(rank)):
+def take_leave(layout: RankLayout, carrier: Carrier, is_over: Callable[[], bool] | None = None) -> None:
+    """Tell the manager of a worker that never spoke to it that it will not come; the manager would wait for it.
+
+    Without `is_over` it is sent once: MPI and TCP keep it for a manager that is not at work yet. With it, it is said
+    again to a manager that starts again, until that answers or `is_over()`.
+    """
+    if carrier.rank not in layout.workers or was_used(carrier, manager := layout.manager_of(carrier.rank)):
         return
-    request, end = secrets.randbits(48), monotonic() + _LEAVE_S
-    with suppress(PeerDiedError, DeadlineError, ClosedError, OSError, ValueError):
-        carrier.send(manager, DATA_TAG, encode(Exit(request, bytes(16), 0, "ended")), _LEAVE_S)
-        while (left := end - monotonic()) > 0:
-            message, _, _ = decode(carrier.recv(manager, DATA_TAG, left)[2], max_frame=carrier.max_frame)
+    with suppress(ClosedError, OSError, ValueError, RuntimeError):
+        if is_over is None:
+            with suppress(PeerDiedError, DeadlineError):
+                carrier.send(
+                    manager, DATA_TAG, encode(Exit(secrets.randbits(48), bytes(16), 0, "ended")), _LEAVE_S
+                )
+            return
+        while not is_over():
+            with suppress(PeerDiedError, DeadlineError):
+                if hasattr(carrier, "reconnect"):
+                    carrier.reconnect(manager, _LOOK_S)
+                if _is_heard(manager, carrier, is_over):
+                    return
+
+
+def _is_heard(manager: int, carrier: Carrier, is_over: Callable[[], bool]) -> bool:
+    """Say Exit, and wait for the Goodbye; PeerDiedError if the manager ends before."""
+    request = secrets.randbits(48)
+    carrier.send(manager, DATA_TAG, encode(Exit(request, bytes(16), 0, "ended")), _LEAVE_S)
+    while not is_over():
+        with suppress(DeadlineError, FrameError):
+            frame = carrier.recv(manager, DATA_TAG, _LOOK_S)[2]
+            message, _, _ = decode(frame, max_frame=carrier.max_frame)
             if isinstance(message, Goodbye) and message.request == request:
-                return
+                return True
+    return False
 
 
-def _nothing(ctx: Context) -> None:
+def nothing(ctx: Context) -> None:
     """The work of a rank that only takes leave."""
 
 
@@ -124,7 +147,10 @@ def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int)
     size = len(layout.workers) + len(layout.managers)
     if found.size is not None and found.size != size:
         raise ValueError(f"n_workers + n_managers: must be the {found.size} ranks there are, got {size}")
-    kind, value = run_rank(worker, manager, layout, found, seed)
+    try:
+        kind, value = run_rank(worker, manager, layout, found, seed)
+    finally:
+        take_leave(layout, found)
     return Launched(**{"results" if kind == "result" else "stats": {found.rank: value}})
 
 
@@ -230,7 +256,7 @@ class _Family:
             return
         child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} and without a word")
         if child.rank in self.layout.workers:  # it may have died before its manager knew of it
-            self.leaving.append(self._started(child.rank, _nothing))
+            self.leaving.append(self._started(child.rank, nothing))
 
     def _gathered(self) -> Launched:
         launched, failed = Launched(), []
@@ -247,7 +273,11 @@ class _Family:
         return launched
 
     def _end(self) -> None:
-        for child in (*self.children.values(), *self.leaving):
+        everybody = (*self.children.values(), *self.leaving)
+        for child in everybody:
+            with suppress(OSError, ValueError):
+                child.pipe.send("over")
+        for child in everybody:
             if child.outcome is None and child.process.is_alive():
                 child.process.terminate()
             child.process.join(_END_S)
@@ -261,6 +291,7 @@ class _Family:
 def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int, end: Any, token: bytes,
            addresses: dict[int, str], seed: int, pipe: Connection, other: Connection) -> None:  # fmt: skip
     other.close()
+    parent = os.getppid()
     try:
         carrier = end if kind == "local" else _tcp_end(layout, rank, token, addresses, pipe)
         set_launched(kind, carrier)
@@ -269,7 +300,8 @@ def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int
         except BaseException as error:  # told first: taking leave may take a moment
             pipe.send(("error", f"rank {rank}: {told(error)}"))
         finally:
-            take_leave(layout, carrier)
+            # A word from there, or the end of who launched it, is the end of the launch.
+            take_leave(layout, carrier, lambda: pipe.poll(0) or os.getppid() != parent)
             carrier.close()
     except BaseException as error:
         pipe.send(("error", f"rank {rank}: {told(error)}"))

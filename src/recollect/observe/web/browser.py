@@ -25,7 +25,7 @@ def redirect_file(url: str) -> Iterator[Path]:
 
     Every user of a machine sees the arguments of every process: a browser is told the name of this file instead.
     """
-    folder = Path(mkdtemp(prefix="recollect-page-"))  # for nobody else
+    folder = _folder()
     path = folder / "open.html"
     try:
         with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w") as file:
@@ -35,6 +35,18 @@ def redirect_file(url: str) -> Iterator[Path]:
         path.unlink(missing_ok=True)
         with suppress(OSError):
             folder.rmdir()
+
+
+def _folder() -> Path:
+    """A new folder for nobody else, where a browser may read.
+
+    One that a snap or a flatpak confines sees neither /tmp nor hidden folders, but the downloads, or the home itself.
+    """
+    home = Path(os.path.expanduser("~"))
+    for place in (home / "Downloads", home):
+        with suppress(OSError):  # as where the home cannot be written
+            return Path(mkdtemp(prefix="recollect-page-", dir=place))
+    return Path(mkdtemp(prefix="recollect-page-"))
 
 
 @contextmanager

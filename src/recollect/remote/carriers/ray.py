@@ -161,7 +161,7 @@ class _Rank:
 
 def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: int, seed: int) -> Any:
     """Do `launch` with an actor per rank; one whose process dies is started again as `launch` says."""
-    from recollect.remote.launching import Launched, most_restarts
+    from recollect.remote.launching import Launched, most_restarts, nothing
 
     ray = _ray()
     if not ray.is_initialized():
@@ -176,7 +176,7 @@ def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: i
         actors[rank] = kind_of_actor.remote()
         running[actors[rank].run.remote(worker, manager, layout, job, rank, seed)] = rank
 
-    launched, failed = Launched(), {}
+    launched, failed, leaving = Launched(), {}, []
     restarts = dict.fromkeys([*layout.managers, *layout.workers], 0)
     try:
         for rank in restarts:
@@ -191,12 +191,15 @@ def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: i
                 if is_dead and restarts[rank] < most_restarts(rank, layout, max_restarts):
                     restarts[rank] += 1
                     start(rank)
-                else:
-                    failed[rank] = f"rank {rank}: {error}"
+                    continue
+                failed[rank] = f"rank {rank}: {error}"
+                if is_dead and rank in layout.workers:  # it may have died before its manager knew of it
+                    leaving.append(kind_of_actor.remote())
+                    leaving[-1].run.remote(nothing, manager, layout, job, rank, seed)
                 continue
             (launched.results if kind == "result" else launched.stats)[rank] = value
     finally:
-        for one in (*actors.values(), registry):
+        for one in (*actors.values(), *leaving, registry):
             ray.kill(one)
     if failed:
         raise WorkerError("launch: " + "\n".join(failed[rank] for rank in sorted(failed)))
