@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,77 @@ def test_a_sampler_can_be_used_after_an_interrupt_anywhere_in_a_call(kind: str, 
         apart(lambda: drawn(sampler))
         n += 7
     assert n > 100
+
+
+LIMITS: dict[str, tuple[Any, tuple[int, int]]] = {  # the call, and the rows written and drawn after it
+    "sample": (lambda buffer, sampler: sampler.sample(), (4, 8)),
+    "epoch": (lambda buffer, sampler: list(sampler.epoch_iter()), (4, 8)),
+    "append": (lambda buffer, sampler: buffer.append(7), (5, 4)),
+    "extend": (lambda buffer, sampler: buffer.extend(np.arange(3)), (7, 4)),
+}
+
+
+@pytest.mark.parametrize("verb", LIMITS)
+def test_a_limiter_counts_a_call_once_or_not_at_all_after_an_interrupt(verb: str) -> None:
+    call, after = LIMITS[verb]
+    n, came = 0, True
+    while came:
+        limiter = rc.RateLimiter(samples_per_insert=2, min_size=1, band=12, deadline=1.0)
+        buffer = rc.ReplayBuffer.create("memory", ((), "int64"), capacity=100, limiter=limiter)
+        sampler = rc.StepSampler(buffer, 4, seed=0)
+        buffer.extend(np.arange(4))
+        sampler.sample()
+        came = interrupted(lambda b=buffer, s=sampler: call(b, s), n)  # type: ignore[misc]
+        found = limiter.inserts, limiter.samples
+        assert found in ((4, 4), after) and limiter.stats().waiting == 0, n
+        rest = (12 - found[0] * 2 + found[1]) // 2
+        assert limiter.can_insert(rest) and not limiter.can_insert(rest + 1), n
+        n += 1
+    assert n > 10
+
+
+def test_a_limiter_has_no_waiter_left_after_an_interrupt_of_a_wait() -> None:
+    limiter = rc.RateLimiter(samples_per_insert=1, min_size=1, band=4, deadline=1e-4)
+    buffer = rc.ReplayBuffer.create("memory", ((), "int64"), capacity=100, limiter=limiter)
+    buffer.extend(np.arange(4))
+
+    def wait() -> None:
+        with suppress(rc.DeadlineError):
+            buffer.extend(np.arange(2))
+
+    n = 0
+    while interrupted(wait, n):
+        assert (limiter.stats().waiting, limiter.inserts) == (0, 4), n
+        n += 1
+    assert n > 30
+
+
+def test_a_sampler_of_workers_goes_on_in_its_order_after_an_interrupt_anywhere() -> None:
+    with rc.ReplayBuffer.create("shared", {"x": ((), "int64")}, capacity=64, multiprocessing=True) as buffer:
+        buffer.extend({"x": np.arange(50)})
+
+        def make() -> Any:
+            return rc.MultiprocessingSampler(rc.StepSampler(buffer, 4, seed=3), 1, ctx="fork")
+
+        with make() as sampler:
+            expected = [sampler.sample()["x"].tolist() for _ in range(5)]
+        n, came = 0, True
+        while came:
+            with make() as sampler:
+                sampler.sample()
+                came = interrupted(sampler.sample_with_metadata, n)
+                found = apart(lambda s=sampler: [s.sample()["x"].tolist() for _ in range(3)])  # type: ignore[misc]
+                assert found in (expected[1:4], expected[2:5]), n
+            n += 6
+        n, came = 0, True
+        while came:
+            sampler = make()
+            sampler.sample()
+            (pid,) = sampler.stats().pids
+            came = interrupted(sampler.close, n)
+            apart(sampler.close)
+            assert not Path(f"/proc/{pid}").exists(), n
+            n += 13
 
 
 def test_a_condition_is_free_after_an_interrupt_anywhere() -> None:

@@ -14,20 +14,23 @@ from types import ModuleType
 
 @contextmanager
 def held_back(start_method: str) -> Iterator[None]:
-    """A process started in here begins with SIGINT blocked, until it calls `drop_held_back`."""
+    """A process started in here begins with SIGINT blocked, until it calls `drop_held_back`; here it is deferred."""
     if start_method != "fork":
         resource_tracker.ensure_running()  # first: starting it would unblock
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    with deferred():  # another thread may still receive it, and then it is raised in this one
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, ())
+        try:
+            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+            yield
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextmanager
 def deferred() -> Iterator[None]:
     """Ctrl-C in here is raised at the end: for calls into libraries that would break if it were raised inside."""
-    if threading.current_thread() is not threading.main_thread():  # it is never raised in another
+    # It is never raised in another thread; and a handler that is not of Python could not be put back.
+    if threading.current_thread() is not threading.main_thread() or signal.getsignal(signal.SIGINT) is None:
         yield
         return
     pressed: list[int] = []

@@ -631,7 +631,7 @@ class TestClose:
 
         it, closed = runner(), list[int]()
         it.own(SimpleNamespace(close=lambda: closed.append(1)))
-        it._crew = cast(Any, SimpleNamespace(close=hurry, members=[]))
+        it._crew = cast(Any, SimpleNamespace(close=hurry, is_ended=True, members=[]))
         with pytest.raises(KeyboardInterrupt):
             it.close()
         assert closed == [1]

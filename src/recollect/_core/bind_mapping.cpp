@@ -5,6 +5,7 @@
 #include <cmath>
 
 #include "bind.hpp"
+#include "share.hpp"
 #include "sums.hpp"
 
 namespace recollect {
@@ -103,6 +104,19 @@ void bind_mapping(nb::module_& m) {
             return futex_wait(w, expected, timeout_s); }, nb::arg("offset"), nb::arg("expected"), nb::arg("timeout_s"))
         .def("wake", [](const Mapping& s, size_t at, int n) { return futex_wake(word_at<std::atomic<uint32_t>>(s, at), n); },
              nb::arg("offset"), nb::arg("n") = 0x7FFFFFFF);
+
+    nb::class_<Share>(m, "Share")
+        .def("__init__", [](Share* self, MappingPtr mapping, size_t count, size_t changes, size_t waiters) {
+            const Mapping& s = *mapping;
+            new (self) Share(mapping, writable_word_at<word>(s, count), writable_word_at<word>(s, changes),
+                             writable_word_at<word>(s, waiters));
+        }, nb::arg("mapping"), nb::arg("count"), nb::arg("changes"), nb::arg("waiters"))
+        .def("take", &Share::take, nb::arg("expected"), nb::arg("value"), nb::arg("n"))
+        .def("keep", &Share::keep, nb::arg("n"))
+        .def("wait", &Share::wait, nb::arg("seen"), nb::arg("timeout_s"))
+        .def("end", &Share::end, nb::arg("failed"))
+        .def("__exit__", [](Share& self, nb::handle type, nb::handle, nb::handle) { self.end(!type.is_none()); },
+             nb::arg().none(), nb::arg().none(), nb::arg().none());
 }
 
 }  // namespace recollect

@@ -137,7 +137,7 @@ class AsyncRunner(ABC):
         self._resources: list[Any] = []
         self._crew: Crew | None = None
         self._last_crew: Crew | None = None
-        self._is_closed = False
+        self._is_closed = self._is_closing = False
         self._pid = os.getpid()
         self._threads_before: int | None = None
         self._at_exit = functools.partial(_close_at_exit, weakref.ref(self))
@@ -211,10 +211,14 @@ class AsyncRunner(ABC):
             self.num_collectors, make_job=make_job, restart=self.restart, max_restarts=self.max_restarts,
             start_method=self.start_method, deadline=self.deadline, count_rows=self._count_rows,
         )  # fmt: skip
-        crew.start()
-        self._crew = crew
-        self._share_cores()
         atexit.register(self._at_exit)
+        self._crew = crew  # first: an interrupt after the start must find it
+        try:
+            crew.start()
+        except BaseException:
+            self.stop_collectors()
+            raise
+        self._share_cores()
 
     def check_collectors(self) -> None:
         """Start dead collectors again, or raise: CollectorDiedError for a dead one, DeadlineError for a stuck one."""
@@ -224,14 +228,19 @@ class AsyncRunner(ABC):
 
     def stop_collectors(self) -> None:
         """End the collectors; their counters stay. Nothing happens if there are none."""
-        crew, self._crew = self._crew, None
+        crew = self._crew
         if crew is not None:
-            self._last_crew = crew
+            self._last_crew, is_over = crew, True
             try:
                 crew.close()
+            except KeyboardInterrupt:
+                is_over = crew.is_ended  # if not, the next call goes on
+                raise
             finally:
-                atexit.unregister(self._at_exit)
-                self._give_back_cores()
+                if is_over:
+                    atexit.unregister(self._at_exit)
+                    self._give_back_cores()
+                    self._crew = None
 
     # -- permits
 
@@ -291,20 +300,33 @@ class AsyncRunner(ABC):
         Collectors have 10 s to return, then SIGTERM and 5 s, then SIGKILL. Errors of resources are raised when all
         are closed.
         """
-        if self._is_closed or os.getpid() != self._pid:
+        if os.getpid() != self._pid or self._is_closing:
             return
-        self._is_closed = True
+        try:
+            self._is_closed = self._is_closing = True
+            self._close_all()
+        finally:
+            self._is_closing = False
+
+    def _close_all(self) -> None:
+        """Close what is still open; an interrupted call can be made again."""
         errors: list[BaseException] = []
         try:
             self.stop_collectors()
         except BaseException as error:
+            if self._crew is not None:  # an interrupt: the next call goes on
+                raise
             errors.append(error)
         while self._resources:
-            resource = self._resources.pop()
+            resource = self._resources[-1]
             try:
                 (resource.cleanup if hasattr(resource, "cleanup") else resource.close)()
+            except KeyboardInterrupt as error:  # it may not be closed yet
+                errors.append(error)
+                continue
             except BaseException as error:
                 errors.append(error)
+            self._resources.pop()
         if errors:
             for other in errors[1:]:
                 errors[0].add_note(f"and while closing: {other!r}")

@@ -143,7 +143,7 @@ class Crew:
             deadline,
         )
         self._lock = threading.RLock()
-        self._is_closed = False
+        self._is_closed = self._is_ended = False
         self.control = Control.create(n)
         self.members = [Member(k, Counters()) for k in range(n)]
 
@@ -159,7 +159,7 @@ class Crew:
             raise
 
     def _start(self, m: Member) -> None:
-        m.due, m.steps_before = None, m.counters.read().n_steps
+        m.steps_before = m.counters.read().n_steps
         self.control.join(m.lane)
         job, bound = self._make_job(m.lane, m.restarts, self.control, m.counters)
         theirs, m.alive = self._context.Pipe(duplex=False)
@@ -171,19 +171,19 @@ class Crew:
         try:
             with interrupts.held_back(self._context.get_start_method()):
                 process.start()
-            ending = _ending_of(process)
+                m.process, m.started_ns, m.ending, m.due = process, monotonic_ns(), _ending_of(process), None
+                m.rows_before = m.n_rows = self._count_rows(m.lane, process.pid)
+                m.rows_ns = m.looked_ns = 0
         except BaseException:
-            m.alive.close()
-            m.errors.close()
+            if m.process is None:  # else it runs, and only an interrupt is raised
+                m.alive.close()
+                m.errors.close()
             raise
         finally:
             theirs.close()
             send.close()
             for resource in bound:
                 resource.close()
-        m.process, m.started_ns, m.ending = process, monotonic_ns(), ending
-        m.rows_before = m.n_rows = self._count_rows(m.lane, process.pid)
-        m.rows_ns = m.looked_ns = 0
 
     # -- looking after them
 
@@ -205,11 +205,13 @@ class Crew:
             if not _has_ended(m):
                 self._check_progress(m)
                 return
-            self._bury(m)
+            with interrupts.deferred():
+                self._bury(m)
         if m.due is not None and monotonic() >= m.due:
-            m.recent.append(monotonic())
-            m.restarts += 1
-            self._start(m)
+            with interrupts.deferred():
+                m.recent.append(monotonic())
+                m.restarts += 1
+                self._start(m)
 
     def _bury(self, m: Member) -> None:
         """Take note of how a collector ended, and end what it started."""
@@ -298,17 +300,24 @@ class Crew:
 
     # -- the end
 
+    @property
+    def is_ended(self) -> bool:
+        """Whether `close` has done all."""
+        return self._is_ended
+
     def close(self) -> None:
         """Tell all to stop and wait; after 10 s SIGTERM to their groups, after 5 more SIGKILL. May be called twice."""
         with self._lock:
-            if self._is_closed:
+            if self._is_ended:
                 return
-            self._is_closed = True
+            self._is_closed = True  # from here on an interrupted call can be made again
             self.control.stop()
             interrupt = self._end_all()
-            for m in self.members:
-                self._close_member(m)
-            self.control.close()
+            with interrupts.deferred():
+                for m in self.members:
+                    self._close_member(m)
+                self.control.close()
+                self._is_ended = True
         if interrupt is not None:
             raise interrupt
 

@@ -186,7 +186,7 @@ class OffPolicyRunner(ReferenceRunner):
                 if self._replay.ptr == kept:
                     raise _nothing_kept(self.deadline) from None
 
-    def _drawing(self) -> AbstractContextManager[None]:
+    def _drawing(self) -> AbstractContextManager[object]:
         """The limiter's leave to draw a batch, waited for if there is one."""
         return nullcontext() if self._limiter is None else self._limiter.drawing(self._n_samples)
 

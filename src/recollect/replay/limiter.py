@@ -10,12 +10,11 @@ killed or stopped anywhere holds up nobody.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 from recollect import _core
 from recollect.errors import DeadlineError
@@ -121,36 +120,13 @@ class RateLimiter:
         """Whether the words hold counts already: in a file that was live, they do."""
         return bool(self._load(_READY))
 
-    @contextmanager
-    def inserting(self, n: int) -> Iterator[None]:
-        """Wait until `n` rows may be written; what the block raises takes them back."""
-        if n:
-            self._let_in(n, "insert", self._try_insert)
-        try:
-            yield
-        except BaseException:
-            self._add(_ADMITTED, -n)
-            raise
-        finally:
-            self._changed()
+    def inserting(self, n: int) -> Admission:
+        """A block that waits until `n` rows may be written; what the block raises takes them back."""
+        return Admission(self, n, "insert")
 
-    @contextmanager
-    def drawing(self, n: int) -> Iterator[None]:
-        """Wait until `n` rows may be drawn; what the block raises takes them back."""
-        if n:
-            self._let_in(n, "draw", self._try_sample)
-        try:
-            yield
-        except BaseException:
-            self._add(_SAMPLES, -n)
-            raise
-        finally:
-            self._changed()
-
-    def give_back(self, n: int) -> None:
-        """Take `n` rows back that a draw was let in for and then did not find."""
-        self._add(_SAMPLES, -n)
-        self._changed()
+    def drawing(self, n: int) -> Admission:
+        """A block that waits until `n` rows may be drawn; what the block raises takes them back."""
+        return Admission(self, n, "draw")
 
     def around_write(
         self, write: Callable[..., Any], n_rows: Callable[[Any], int], turns_away: bool = False
@@ -241,6 +217,12 @@ class RateLimiter:
     def _load(self, word: int) -> int:
         return int(self._words.load(self._at + word))
 
+    def words(self, *numbers: int) -> tuple[Any, ...]:
+        """The memory that has the counts, and where some of them are."""
+        if isinstance(self._words, Closed):
+            self._words()
+        return (self._words, *(self._at + number for number in numbers))
+
     def _add(self, word: int, n: int) -> None:
         self._words.add(self._at + word, n % _WORD)
 
@@ -269,52 +251,42 @@ class RateLimiter:
             return False
         return self.inserts * self._insert - (samples + n) * self._unit >= -self._most
 
-    def _try_insert(self, n: int) -> bool:
+    def _try(self, share: Admission) -> bool:
+        n, verb = share.n, share.verb
         while True:
-            word = self._load(_ADMITTED)
-            admitted = max(word, self.inserts)
-            if not self._may_insert(n, admitted):
+            word = self._load(share.word)
+            count = max(word, self.inserts) if verb == "insert" else word
+            if not (self._may_insert(n, count) if verb == "insert" else self._may_sample(n, count)):
                 return False
-            if self._words.swap_if(self._at + _ADMITTED, word, admitted + n):
-                return True
-
-    def _try_sample(self, n: int) -> bool:
-        while True:
-            samples = self.samples
-            if not self._may_sample(n, samples):
-                return False
-            if self._words.swap_if(self._at + _SAMPLES, samples, samples + n):
+            if share.take(word, count + n, n):
                 return True
 
     # Waiting
 
-    def _let_in(self, n: int, verb: str, attempt: Callable[[int], bool]) -> None:
-        if attempt(n):
+    def let_in(self, share: Admission) -> None:
+        """Take what a block asks for, as soon as the other side lets it."""
+        if self._try(share):
             return
+        n, verb, watch = share.n, share.verb, self._watch
         self.check_possible(n, verb)
-        words, watch = self._words, self._watch
         now = monotonic()
         end, quiet_until = now + self.deadline, now + _QUIET_S
-        words.add(self._at + _WAITERS, 1)
-        try:
-            while True:
-                seen = self._load(_CHANGES)
-                if attempt(n):
-                    return
-                left = end - monotonic()
-                if left <= 0:
-                    raise DeadlineError(
-                        f"limiter: to {verb} {n} must be possible within {self.deadline:g} s; {self._why(verb, n)}"
-                    )
-                slice_s = _QUIET_S if watch is None else LOOK_S
-                if words.wait(self._at + _CHANGES, seen % (1 << 32), min(left, slice_s)):
-                    quiet_until = monotonic() + _QUIET_S
-                elif monotonic() >= quiet_until:
-                    self._take_back()
-                if watch is not None:
-                    watch.look()
-        finally:
-            words.add(self._at + _WAITERS, _WORD - 1)
+        while True:
+            seen = self._load(_CHANGES)
+            if self._try(share):
+                return
+            left = end - monotonic()
+            if left <= 0:
+                raise DeadlineError(
+                    f"limiter: to {verb} {n} must be possible within {self.deadline:g} s; {self._why(verb, n)}"
+                )
+            slice_s = _QUIET_S if watch is None else LOOK_S
+            if share.wait(seen % (1 << 32), min(left, slice_s)):
+                quiet_until = monotonic() + _QUIET_S
+            elif monotonic() >= quiet_until:
+                self._take_back()
+            if watch is not None:
+                watch.look()
 
     def _take_back(self) -> None:
         """Nothing has moved for a while: rows that were let in and never came will not come."""
@@ -348,6 +320,27 @@ class RateLimiter:
             missing = math.ceil((n - self._band - ahead) / self._ratio)
             return f"draws wait for {missing} more samples to be inserted: {sums}, the band is ±{self.band:g}"
         return None
+
+
+class Admission(_core.Share):
+    """The leave to write or draw `n` rows: counted from the beginning of a block on, unless the block raises.
+
+    Concurrency: one thread, one block.
+    """
+
+    def __init__(self, limiter: RateLimiter, n: int, verb: str) -> None:
+        self.limiter, self.n, self.verb = limiter, n, verb
+        self.word = _ADMITTED if verb == "insert" else _SAMPLES
+        super().__init__(*limiter.words(self.word, _CHANGES, _WAITERS))
+
+    def __enter__(self) -> Self:
+        if self.n:
+            try:
+                self.limiter.let_in(self)
+            except BaseException:
+                self.end(failed=True)
+                raise
+        return self
 
 
 def _positive(name: str, value: Any) -> float:

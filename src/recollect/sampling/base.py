@@ -21,6 +21,7 @@ from recollect.batch.transformed import TransformedBatch
 from recollect.batch.view import Read, View, as_source
 from recollect.interrupts import is_entered
 from recollect.replay import RateLimiter, ReplayBuffer
+from recollect.replay.limiter import Admission
 from recollect.sampling.epoch import Epoch
 from recollect.sampling.stream import IndexStream, Ints, mix
 from recollect.spaces import batch_space
@@ -178,14 +179,9 @@ class BatchSampler(View):
         with self._turn, self._drawing(self.batch_size):
             return self._draw_index()
 
-    def _drawing(self, n: int) -> AbstractContextManager[None]:
+    def _drawing(self, n: int) -> AbstractContextManager[Admission | None]:
         """A block that draws `n` samples: it waits for the source's limiter and counts unless it raises."""
         return nullcontext() if self._limiter is None else self._limiter.drawing(n)
-
-    def _give_back(self, n: int) -> None:
-        """Of what was let in, `n` samples were gone before their turn."""
-        if self._limiter is not None and n > 0:
-            self._limiter.give_back(n)
 
     def _unlimit(self) -> None:
         """Draw without waiting or counting: somebody else does, where batches are handed out."""
@@ -272,9 +268,10 @@ class BatchSampler(View):
         with self._turn:
             before = epoch.skipped
             n = epoch.next_size(self.batch_size, drop_last)
-            with self._drawing(n):
+            with self._drawing(n) as admission:
                 found = epoch.take(self.batch_size, drop_last, flat, metadata)
-            self._give_back(n - epoch.taken)
+                if admission is not None:
+                    admission.keep(epoch.taken)  # the others were gone before their turn
             self._skipped += epoch.skipped - before
             self._batches += found is not None
             return found

@@ -12,6 +12,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.backends import move
 from recollect.batch.location import Location
 from recollect.batch.structure import fill
@@ -148,10 +149,11 @@ class MultiprocessingSampler(BatchSampler):
         if self._closed:
             raise ClosedError("MultiprocessingSampler: was closed; make another")
         if self._pool is None:
-            self._pool = Pool(self.sampler, self._form, self.n_workers, self._n_slots, self._context,
-                              self._doze_s, self._daemon, self.deadline)  # fmt: skip
-            self._fetch = self._pool.ring.native.fetch
-            self._end = weakref.finalize(self, self._pool.close)
+            with interrupts.deferred():
+                self._pool = Pool(self.sampler, self._form, self.n_workers, self._n_slots, self._context,
+                                  self._doze_s, self._daemon, self.deadline)  # fmt: skip
+                self._fetch = self._pool.ring.native.fetch
+                self._end = weakref.finalize(self, self._pool.close)
         return self._pool
 
     def _abandon(self) -> None:
@@ -165,11 +167,12 @@ class MultiprocessingSampler(BatchSampler):
 
     def close(self) -> None:
         """End the workers, within 2 s whatever they do. Twice does no harm; draws raise ClosedError from now on."""
-        self._closed = True
-        end = self._end
-        self._forget()
-        if end is not None:
-            end()
+        with interrupts.deferred():
+            self._closed = True
+            end = self._end
+            self._forget()
+            if end is not None:
+                end()
 
     def __enter__(self) -> Self:
         return self
@@ -212,7 +215,6 @@ class MultiprocessingSampler(BatchSampler):
         except (WorkerError, WorkerDiedError):
             self.close()
             raise
-        self._number += 1
         self._batches += 1
         if not metadata:
             found = labels = None
@@ -224,9 +226,15 @@ class MultiprocessingSampler(BatchSampler):
         if self._drawing_run != pool.run or (metadata and not self._wants_metadata):
             self._wants_metadata |= metadata
             self._start_drawing(pool)
-        found = pool.fetch(self._number % self.n_workers, metadata)
+        run, self._drawing_run = self._drawing_run, -1  # as in `sample`
+        try:
+            found = pool.fetch(self._number % self.n_workers, metadata)
+        except Exception:  # it may still come
+            self._drawing_run = run
+            raise
         if found[0] != 0:
             self._refuse(pool, found)
+        self._number, self._drawing_run = self._number + 1, run
         _, (n, *_), data, about = found
         return data, about, None, n
 
@@ -256,6 +264,7 @@ class MultiprocessingSampler(BatchSampler):
         found = self._draws.fetch(pool, metadata and self._form.metadata is not None)
         if found is None:
             raise self._data._empty()
+        self._number += 1
         return found
 
     def _choose(self) -> Item:
@@ -326,15 +335,16 @@ class MultiprocessingSampler(BatchSampler):
             metadata = metadata and self._form.metadata is not None
             pool = self._workers()
             try:
-                with self._drawing(size):
+                with self._drawing(size) as admission:
                     found = epoch.line.fetch(pool, metadata)
+                    if admission is not None:
+                        admission.keep(found[3] if found else 0)
             except (WorkerError, WorkerDiedError):
                 self.close()
                 raise
             finally:
                 self._skipped += epoch.skipped - before
             data, about, chosen, n = found or (None, None, None, 0)
-            self._give_back(size - n)
             if found is None:
                 return None
             self._batches += 1

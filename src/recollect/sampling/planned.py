@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -46,20 +47,28 @@ class Gathers:
         self.key, self.number = key, number
         self.items: deque[Item] = deque()
         self._run = -1  # none yet
+        self._is_behind = False  # a fetch was cut short: what is under way may not be what `items` says
         self._is_over = False
 
     def fetch(self, pool: Pool, metadata: bool) -> tuple[Any, Any, Any, int] | None:
         """Return the next batch as (data, metadata, kept, its size), and keep the workers busy; None at the end."""
-        if self._run != pool.run:  # something else was asked for meanwhile
+        if self._run != pool.run or self._is_behind:  # something else was asked for meanwhile
             self._send_all(pool, metadata)
+        self._is_behind = True
         while True:
             self._top_up(pool, metadata)
             if not self.items:
+                self._is_behind = False
                 return None
-            kind, (n, *_), data, found = pool.fetch(self.number % pool.n_workers, metadata)
+            try:
+                kind, (n, *_), data, found = pool.fetch(self.number % pool.n_workers, metadata)
+            except Exception:  # it may still come
+                self._is_behind = False
+                raise
             if kind not in (GONE, EMPTY):
-                self.number += 1
-                return data, found, self.items.popleft().kept, n
+                kept, rest = self.items[0].kept, deque(islice(self.items, 1, None))
+                self.items, self.number, self._is_behind = rest, self.number + 1, False  # no call, so at once
+                return data, found, kept, n
             self.items = deque(self._again(list(self.items)))
             self._send_all(pool, metadata)
 

@@ -64,7 +64,7 @@ class Pool:
             )
             with interrupts.held_back(method):
                 process.start()
-        self.processes.append(process)
+                self.processes.append(process)
 
     def send(self, k: int, request: Request) -> None:
         """Ask worker `k` for something."""
@@ -133,7 +133,11 @@ class Pool:
         """End the workers, by force after half a second, and give up the rings; elsewhere do nothing."""
         if self._pid != os.getpid():
             return  # a forked copy: the workers are another process's
-        self._pid = -1
+        with interrupts.deferred():  # it takes two seconds at most
+            self._pid = -1
+            self._end()
+
+    def _end(self) -> None:
         for ring in (*self.asked, self.ring):
             ring.cleanup()
         end = monotonic() + GRACE_S
