@@ -71,7 +71,9 @@ def test_a_storage_whose_commit_fails_at_any_step(
                 buffer.storage.flush()
 
             fault.during(commit)
-            assert kind == MEMMAP or state(like(kind), path)[0] in allowed(kind), "what was committed is there"
+            assert kind == MEMMAP or state(like(kind), path)[0] in allowed(kind), (
+                "what was committed is there"
+            )
             live = ids(like(kind), buffer[...])
             assert live in allowed(kind)
             buffer.extend(block(like(kind), 50, 2))
