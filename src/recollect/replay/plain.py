@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.batch.structure import select
 from recollect.errors import ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
@@ -187,14 +188,15 @@ class PlainEngine:
         try:
             yield
         except BaseException:
-            if self.storage.capacity is None:
-                more, n = self._cursor - before[1], before[4]
-                self._low, self._cursor, self._next_id, self._open, _, self._doors = before
-                del self._segments[n:]
-                if last is not None:
-                    self._segments[n - 1] = last
-                if more:
-                    self.storage.shrink_length(more)
+            with interrupts.deferred():  # a second Ctrl-C would leave half of it
+                if self.storage.capacity is None:
+                    more, n = self._cursor - before[1], before[4]
+                    self._low, self._cursor, self._next_id, self._open, _, self._doors = before
+                    del self._segments[n:]
+                    if last is not None:
+                        self._segments[n - 1] = last
+                    if more:
+                        self.storage.shrink_length(more)
             raise
 
     def _restart(self, skip: int = 0) -> None:
@@ -220,8 +222,9 @@ class PlainEngine:
         try:
             self.storage.set(self._rows(at), block)
         except BaseException:
-            if self.storage.capacity is None:
-                self.storage.shrink_length(n)
+            with interrupts.deferred():
+                if self.storage.capacity is None:
+                    self.storage.shrink_length(n)
             raise
         self._renew(at)
         self._cursor += n
