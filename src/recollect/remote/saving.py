@@ -8,6 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from recollect import interrupts
 from recollect.errors import RemoteError
 from recollect.files import OwnedDirectory, make_directory
 from recollect.remote import checkpoint as saved
@@ -91,7 +92,7 @@ class Saving:
         if self.log is not None and self.waits_for_disk:
             try:
                 self.log.sync()
-            except OSError:
+            except BaseException:
                 self._log_is_over = True
                 self.log.take_back()
                 raise
@@ -145,10 +146,11 @@ class Saving:
         try:
             with self.shelf.manager._timing.phase("dump"):
                 self.log = saved.write(self.shelf.buffer, path, self._state(), old, self._owned)
-        except OSError:
-            self.n_failed += 1
-            # It may have failed behind its commit: then a restart takes that one, and looks for another log.
-            self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
+        except BaseException:
+            with interrupts.deferred():
+                self.n_failed += 1
+                # It may have failed behind its commit: then a restart takes that one, and looks for another log.
+                self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
             raise
         if old is not None:
             old.remove()
