@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
-import os
-import signal
-import sys
-import traceback
-import warnings
-from collections.abc import Callable
+import shutil
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.failing import FAULTS, failing
-from tests.process.test_file_kills import KINDS, block, create, ids, state
+from tests.process.failing import Fault, check_steps, may_die, ways
+from tests.process.test_file_kills import KINDS, ROWS, block, create, ids, state
+from tests.rollout.make import experience
 
 import recollect as rc
+import recollect.rollout as rr
+from recollect.datasets import open_dataset
+from recollect.datasets.converting import convert
+from recollect.learners.checkpoint import load_checkpoint, replay_path, save_checkpoint
 from recollect.remote import Checkpoint, ReplayBufferManager
 
 pytestmark = pytest.mark.process
@@ -25,69 +24,46 @@ pytestmark = pytest.mark.process
 SOAK = pytest.mark.soak
 OLD = [*range(9)]
 NEW = [*range(100, 105)]
-FEW = ["hdf5"]
+IN_MEMORY = ("memory", "memmap")  # these have no steps but those of a dump
 
 
-def in_fork(work: Callable[[], Any]) -> Any:
-    """What `work` returns in a forked child; None if it was killed."""
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        code = 1
-        try:
-            os.close(read)
-            os.write(write, json.dumps(work()).encode())
-            code = 0
-        except BaseException:
-            traceback.print_exc()
-            sys.stderr.flush()
-        finally:
-            os._exit(code)
-    os.close(write)
-    with os.fdopen(read, "rb") as f:
-        told = f.read()
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        assert os.WTERMSIG(status) == signal.SIGKILL, f"killed by signal {os.WTERMSIG(status)}"
-        return None
-    assert os.WEXITSTATUS(status) == 0, "the child failed, see its traceback"
-    return json.loads(told)
+def few(*kinds: str) -> list[Any]:
+    return [k if k in kinds else pytest.param(k, marks=SOAK) for k in KINDS]
 
 
-def strike(step: int, fault: str, lasts: bool, work: Callable[[], Any]) -> bool:
-    """Do `work` with a fault; whether it struck. What it raises must be that fault, or say what it led to."""
-    with failing(step, fault, lasts=lasts) as told, warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        try:
-            work()
-        except (OSError, rc.RecollectError, KeyboardInterrupt):
-            assert told.struck
-    return told.struck
+def most(request: pytest.FixtureRequest) -> int | None:
+    """How many steps are attempted: a few in the suite, all in soak."""
+    return None if "soak" in request.config.getoption("-m").replace("not soak", "") else 6
 
 
-def check_each_step(fault: str, lasts: bool, attempt: Callable[[int], bool | None], every: int = 1) -> int:
-    """Attempt with a fault at each step until it does not strike any more; return how many there were."""
-    for step in range(0, 2000, every):
-        if attempt(step) is False:
-            return step
-    raise AssertionError("it never ends")
+def like(kind: str) -> str:
+    """The kind whose rows are used."""
+    return "parquet" if kind in IN_MEMORY else kind
 
 
-def ways(few: list[tuple[str, bool]]) -> list[Any]:
-    every = [(fault, lasts) for fault in FAULTS for lasts in (False, True) if not (lasts and fault == "kill")]
-    return [w if w in few else pytest.param(*w, marks=SOAK) for w in every]
+def made(kind: str, path: Path) -> rc.ReplayBuffer:
+    if kind in KINDS:
+        return create(kind, path)
+    more = {"cache_path": path} if kind == "memmap" else {}
+    return rc.ReplayBuffer.create(kind, ROWS, capacity=40, maintain_segment_metadata=True, **more)
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False)]))
-@pytest.mark.parametrize("kind", [k if k in FEW else pytest.param(k, marks=SOAK) for k in KINDS])
-def test_a_storage_whose_commit_fails_at_any_step(kind: str, fault: str, lasts: bool, tmp_path: Path) -> None:
+def allowed(kind: str) -> list[list[int]]:
+    """What may be found after nine rows were committed and five more were not."""
     ring = 12 if "ring" in kind else 10**6
-    allowed = [OLD, [*OLD, *NEW][-ring:], [*OLD, *NEW[:3]][-ring:]]
+    return [[*OLD, *NEW[:n]][-ring:] for n in (0, 3, 5)]  # 3: a full piece of Parquet
 
-    def attempt(step: int) -> bool | None:
-        path = tmp_path / str(step)
 
-        def work() -> Any:
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("interrupt", False)]))
+@pytest.mark.parametrize("kind", few("hdf5", "image ring", "dict"))
+def test_a_storage_whose_commit_fails_at_any_step(
+    kind: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    ring = 12 if "ring" in kind else 10**6
+    path = tmp_path / "data"
+
+    def attempt(fault: Fault) -> None:
+        def work() -> None:
             buffer = create(kind, path)
             buffer.extend(block(kind, 0, 9), ends=np.arange(9) == 3)
             buffer.mark_segment_end()
@@ -98,138 +74,220 @@ def test_a_storage_whose_commit_fails_at_any_step(kind: str, fault: str, lasts: 
                 buffer.mark_segment_end()
                 buffer.storage.flush()
 
-            struck = strike(step, fault, lasts, commit)
-            assert state(kind, path)[0] in allowed, "what was committed is there"
-            buffer.mark_segment_end()
+            fault.during(commit)
+            assert state(kind, path)[0] in allowed(kind), "what was committed is there"
             live = ids(kind, buffer[...])
-            assert live in allowed
+            assert live in allowed(kind)
             buffer.extend(block(kind, 50, 2))
             buffer.mark_segment_end()
             buffer.storage.flush()
+            assert ids(kind, buffer[...]) == [*live, 50, 51][-ring:]
             assert state(kind, path)[0] == [*live, 50, 51][-ring:]
             buffer.extend(block(kind, 60, 1))
             buffer.close()
             assert state(kind, path)[0] == [*live, 50, 51, 60][-ring:]
-            return struck
 
-        struck = in_fork(work)
-        if struck is None:
-            assert state(kind, path)[0] in allowed
-            with rc.ReplayBuffer.load_from(path, read_only=False) as again:
-                again.extend(block(kind, 50, 2))
-        state(kind, path)
-        return struck
+        if not may_die(fault, work):
+            assert state(kind, path)[0] in allowed(kind)
+        with rc.ReplayBuffer.load_from(path, read_only=False) as again:
+            again.extend(block(kind, 70, 2))
+        assert state(kind, path)[0][-2:] == [70, 71]
+        shutil.rmtree(path)
 
-    assert check_each_step(fault, lasts, attempt) >= 2
+    n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([]))
-@pytest.mark.parametrize(
-    "kind", [k if k in ("hdf5", "parquet") else pytest.param(k, marks=SOAK) for k in KINDS]
-)
-def test_a_storage_whose_close_fails_at_any_step(kind: str, fault: str, lasts: bool, tmp_path: Path) -> None:
-    ring = 12 if "ring" in kind else 10**6
-    allowed = [OLD, [*OLD, *NEW][-ring:], [*OLD, *NEW[:3]][-ring:]]
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("ENOSPC", True)]))
+@pytest.mark.parametrize("kind", few("hdf5", "parquet"))
+def test_a_storage_whose_close_fails_at_any_step(
+    kind: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "data"
 
-    def attempt(step: int) -> bool | None:
-        path = tmp_path / str(step)
-
-        def work() -> Any:
+    def attempt(fault: Fault) -> None:
+        def work() -> None:
             buffer = create(kind, path)
             buffer.extend(block(kind, 0, 9), ends=np.arange(9) == 8)
             buffer.storage.flush()
             buffer.extend(block(kind, 100, 5))
-            return strike(step, fault, lasts, buffer.close)
+            fault.during(buffer.close)
 
-        struck = in_fork(work)
-        assert state(kind, path)[0] in allowed
+        may_die(fault, work)
+        assert state(kind, path)[0] in allowed(kind)
         with rc.ReplayBuffer.load_from(path, read_only=False) as again:
             again.extend(block(kind, 50, 2))
         assert state(kind, path)[0][-2:] == [50, 51]
-        return struck
+        shutil.rmtree(path)
 
-    assert check_each_step(fault, lasts, attempt) >= 2
+    n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([]))
-@pytest.mark.parametrize("kind", ["memory", *(pytest.param(k, marks=SOAK) for k in KINDS)])
-def test_a_dump_that_fails_at_any_step(kind: str, fault: str, lasts: bool, tmp_path: Path) -> None:
-    def made(place: Path) -> rc.ReplayBuffer:
-        if kind != "memory":
-            return create(kind, place)
-        return rc.ReplayBuffer.create(
-            "memory", KINDS["parquet"][0], capacity=20, maintain_segment_metadata=True
-        )
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("EMFILE", True)]))
+@pytest.mark.parametrize("kind", ["memory", pytest.param("memmap", marks=SOAK), *few("hdf5")])
+def test_a_dump_that_fails_at_any_step(
+    kind: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path, live = tmp_path / "dump", tmp_path / "live"
+    ring = 12 if "ring" in kind else 10**6
+    new = [*OLD, 100, 101][-ring:]
 
-    like = "parquet" if kind == "memory" else kind
-
-    def attempt(step: int) -> bool | None:
-        path = tmp_path / f"dump-{step}"
-
-        def work() -> Any:
-            buffer = made(tmp_path / f"live-{step}")
-            buffer.extend(block(like, 0, 9), ends=np.arange(9) == 8)
+    def attempt(fault: Fault) -> None:
+        def work() -> None:
+            buffer = made(kind, live)
+            buffer.extend(block(like(kind), 0, 9), ends=np.arange(9) == 8)
             buffer.dumps(path)
-            buffer.extend(block(like, 100, 2), ends=np.arange(2) == 1)
-            struck = strike(step, fault, lasts, lambda: buffer.dumps(path))
-            assert state(like, path)[0] in (OLD, [*OLD, 100, 101])
+            buffer.extend(block(like(kind), 100, 2), ends=np.arange(2) == 1)
+            fault.during(lambda: buffer.dumps(path))
+            assert state(like(kind), path)[0] in (OLD, new)
             buffer.dumps(path)
-            assert state(like, path)[0] == [*OLD, 100, 101]
+            assert state(like(kind), path)[0] == new
             buffer.close()
-            return struck
 
-        struck = in_fork(work)
-        assert state(like, path)[0] in (OLD, [*OLD, 100, 101])
-        return struck
+        may_die(fault, work)
+        assert state(like(kind), path)[0] in (OLD, new)
+        with made(kind, tmp_path / "other") as other:
+            other.extend(block(like(kind), 30, 2))
+            other.dumps(path)
+        assert state(like(kind), path)[0] == [30, 31]
+        for place in tmp_path.iterdir():
+            shutil.rmtree(place)
 
-    assert check_each_step(fault, lasts, attempt) >= 2
+    n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([]))
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("interrupt", False), ("kill", False)]))
 @pytest.mark.parametrize("power_safe", [True, pytest.param(False, marks=SOAK)])
 def test_a_manager_whose_log_or_dump_fails_at_any_step(
-    power_safe: bool, fault: str, lasts: bool, tmp_path: Path
+    power_safe: bool, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
     """What `add` acknowledged is there after a restart; what it refused may be there or not, whole."""
+    path, told = tmp_path / "manager", tmp_path / "acknowledged"
 
-    def manager(path: Path, resume: bool) -> ReplayBufferManager:
+    def manager(resume: bool) -> ReplayBufferManager:
         about = Checkpoint(path, resume=resume, power_safe=power_safe)
         return ReplayBufferManager({"id": ((), "int64")}, 1, 1, capacity=50, checkpoint=about)
 
-    def attempt(step: int) -> bool | None:
-        path = tmp_path / str(step)
-        acknowledged = tmp_path / f"acknowledged-{step}"
-        acknowledged.write_text("")
+    def attempt(fault: Fault) -> None:
+        told.write_bytes(b"")
+        with open(told, "r+b", buffering=0) as out:
 
-        def add(m: ReplayBufferManager, number: int) -> None:
-            m.add({"id": np.array([number])})
-            fd = real_open(acknowledged, os.O_WRONLY | os.O_APPEND)
-            real_write(fd, f"{number}\n".encode())
-            os.close(fd)
+            def add(m: ReplayBufferManager, number: int) -> None:
+                m.add({"id": np.array([number])})
+                out.write(b"%d\n" % number)
 
-        real_open, real_write = os.open, os.write
+            def work() -> None:
+                m = manager(False)
+                add(m, 0)
 
-        def work() -> Any:
-            m = manager(path, False)
-            add(m, 0)
+                def more() -> None:
+                    add(m, 1)
+                    m._desk.saving.try_dump()
+                    add(m, 2)
 
-            def more() -> None:
-                add(m, 1)
-                m._desk.saving.try_dump()
-                add(m, 2)
+                fault.during(more)
+                add(m, 3)
+                m.close()
 
-            struck = strike(step, fault, lasts, more)
-            add(m, 3)
-            m.close()
-            return struck
-
-        struck = in_fork(work)
-        with manager(path, True) as again:
+            may_die(fault, work)
+        acknowledged = [int(line) for line in told.read_text().split()]
+        with manager(True) as again:
             found = again.buffer[:]["id"].tolist()
             assert again.stats().log_damages == 0
-        told = [int(line) for line in acknowledged.read_text().split()]
-        assert [i for i in found if i in told] == told
+        assert [i for i in found if i in acknowledged] == acknowledged
         assert found == sorted(set(found)) and set(found) <= {0, 1, 2, 3}
-        return struck
+        shutil.rmtree(path)
 
-    assert check_each_step(fault, lasts, attempt) >= 2
+    n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
+
+
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("EMFILE", True)]))
+def test_a_learner_whose_checkpoint_fails_at_any_step(
+    fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "models" / "model_1"
+    with rc.ReplayBuffer.create("memory", ROWS, capacity=20) as replay:
+        replay.extend(block("parquet", 0, 9))
+
+        def save(number: int) -> None:
+            state = {"iteration": number, "weights": np.full(10, float(number))}
+            save_checkpoint(path, state, dump_replay=replay.dumps)
+
+        def check(*allowed: int) -> None:
+            found = load_checkpoint(path)
+            assert found["iteration"] in allowed and np.all(found["weights"] == found["iteration"])
+            place = replay_path(path)
+            assert place is not None and state("parquet", place)[0] == OLD
+
+        def attempt(fault: Fault) -> None:
+            def work() -> None:
+                save(1)
+                fault.during(lambda: save(2))
+                check(1, 2)
+
+            may_die(fault, work)
+            check(1, 2)
+            save(3)
+            check(3)
+            assert [p.name for p in path.parent.iterdir()] == [path.name], "nothing is left beside it"
+            shutil.rmtree(path.parent)
+
+        n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
+
+
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False)]))
+@pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=SOAK)])
+def test_a_file_sink_whose_write_fails_at_any_step(
+    kind: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = tmp_path / "out"
+    given = rr.decode(
+        rr.encode([experience(float(i)) for i in range(2)], batch_id=1, task_id="t", group_id=0)
+    )
+
+    def attempt(fault: Fault) -> None:
+        sink = rr.FileSink(path, kind)
+        may_die(fault, lambda: fault.during(lambda: sink.write(given, "one")))
+        before = [file.read_bytes() for file in path.glob(f"one.{kind}")]
+        assert sink.holds("one") == bool(before)
+        sink.write(given, "one")
+        [file] = path.glob(f"one.{kind}")
+        assert before in ([], [file.read_bytes()]), "it is whole"
+        shutil.rmtree(path)
+
+    n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
+
+
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("interrupt", False)]))
+@pytest.mark.parametrize(
+    "target", ["lerobot", *(pytest.param(t, marks=SOAK) for t in ("parquet", "hdf5", "memory"))]
+)
+def test_a_conversion_that_fails_at_any_step(
+    target: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """The same call goes on where it was; nothing is at its place before it is whole."""
+    path = tmp_path / "made" / "data"
+    options: Any = {"fps": 10.0, "commit_rows": 3} if target == "lerobot" else {}
+    with rc.ReplayBuffer.create("memory", ROWS, capacity=20, maintain_segment_metadata=True) as source:
+        source.extend(block("parquet", 0, 9), ends=np.arange(9) % 3 == 2)
+
+        def make() -> None:
+            convert(source, path, target, origin="it", chunk_size=3, **options)
+
+        def attempt(fault: Fault) -> None:
+            may_die(fault, lambda: fault.during(make))
+            if not path.exists():
+                make()
+            with open_dataset(path) as got:  # type: ignore[attr-defined]
+                assert got[:]["id"].reshape(-1).tolist() == OLD
+                assert got.get_segments() == [(0, 3), (3, 6), (6, 9)]
+            assert [p.name for p in path.parent.iterdir()] == [path.name]
+            shutil.rmtree(path.parent)
+
+        n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))

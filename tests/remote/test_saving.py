@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import tarfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
@@ -427,3 +428,16 @@ def test_a_dump_is_a_phase(tmp_path: Path) -> None:
     with manager(timing=True, checkpoint=Checkpoint(tmp_path)) as m:
         m._desk.saving.dump()
         assert m.stats().phases["dump"].count == 2
+
+
+def test_a_checkpoint_of_version_1_goes_on(tmp_path: Path) -> None:
+    """Rows 0 to 2 are in its dump, 3 to 6 in its log, whose checksums are those of the frames alone."""
+    with tarfile.open(Path(__file__).with_name("version-1.tar.xz")) as archive:
+        archive.extractall(tmp_path, filter="data")
+    about = Checkpoint(tmp_path / "manager", resume=True)
+    for new in (7, 8):  # 7 is written to the log of version 1
+        m = ReplayBufferManager({"id": ((), "int64")}, 1, 1, capacity=10, checkpoint=about)
+        assert m.buffer[:]["id"].tolist() == [*range(new)]
+        assert m.stats().log_damages == 0
+        m.add({"id": np.array([new])})
+        m._desk.close()  # as a kill would

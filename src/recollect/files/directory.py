@@ -110,10 +110,11 @@ class OwnedDirectory:
         self._noted.update(dict.fromkeys(new))
 
     def _write(self, lines: str) -> None:
-        block = lines.encode()
+        block, at = lines.encode(), self._end
         while block:
-            done = os.pwrite(self._fd, block, self._end)
-            block, self._end = block[done:], self._end + done
+            done = os.pwrite(self._fd, block, at)
+            block, at = block[done:], at + done
+        self._end = at  # not before: half a line would spoil the next one
 
     def note_new(self, name: str) -> None:
         """Write down a file that is about to be made; FileExistsError if one is there that is not on the list."""

@@ -62,6 +62,7 @@ class Log:
         self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
         self.is_torn = False  # it ends in what is no record
+        self.is_damaged = False  # it must be kept
         self.damages: list[tuple[int, int]] = []  # from where to where `records` found no record
         self._aside: str | None = None  # the copy of a damaged log
 
@@ -98,10 +99,10 @@ class Log:
             self._unsynced = False
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """The whole records, in order, those behind damage too; the last one, if a kill cut it short, is cut off."""
+        """The whole records, in order, those behind damage too; then call `go_on`."""
         self.damages = []
         size = os.fstat(self._fd).st_size
-        if not size:
+        if not size:  # nothing that could be mapped
             return
         with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as data:
             at = 0
@@ -117,9 +118,15 @@ class Log:
                 sender, end = found
                 yield sender, data[at + _RECORD.size : end]
                 at = end
-        if at < size:
-            os.ftruncate(self._fd, at)
         self._end = self._before = at
+
+    def go_on(self, is_damaged: bool) -> None:
+        """Get ready for writes: a record that a kill cut short is cut off, but nothing of a damaged log is."""
+        self.is_damaged = is_damaged
+        if is_damaged:
+            self._end = self._before = os.fstat(self._fd).st_size
+        else:
+            os.ftruncate(self._fd, self._end)
 
     def keep_aside(self) -> None:
         """Copy a damaged log, which the next commit removes, to a name that nothing removes."""
@@ -210,7 +217,7 @@ def write(
     owned: OwnedDirectory | None = None,
 ) -> Log:
     """Dump buffer and state in one commit, and return the log that follows it; `old`, the one before, is removed."""
-    if old is not None and old.damages:
+    if old is not None and old.is_damaged:
         old.keep_aside()
     files = {NAME: msgspec.msgpack.encode(state)}
     commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned)

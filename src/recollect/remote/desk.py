@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import EmptyError, SchemaError, ScoringError
 from recollect.remote.described import text_difference
 from recollect.remote.forwarding import Forwarder
@@ -240,11 +240,13 @@ class Desk:
             head = Data(
                 0, HERE, writer.last_seq + 1, self.items.id, packed.n, len(packed.rows), packed.scoring_only
             )
-            self.saving.write_through(sender, joined(encode(head, packed.blocks(), max_frame=MOST_FRAME)))
-        return self._work_here(packed, sender, writer)
+            frame = joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
+            with interrupts.deferred():  # a record and its number are one step: the next has another
+                self.saving.write_through(sender, frame)
+                writer.last_seq += 1
+        return self._work_here(packed, sender)
 
-    def _work_here(self, packed: Packed, sender: int, writer: Writer) -> dict[str, float]:
-        writer.last_seq += 1
+    def _work_here(self, packed: Packed, sender: int) -> dict[str, float]:
         outcome = self.shelf.keep(packed, sender)
         self._forward(packed, outcome)
         return self.shelf.score(packed, outcome, sender)
@@ -254,7 +256,8 @@ class Desk:
         packed = self._unpacked(data, body)
         if data.writer == HERE:
             with suppress(ScoringError):
-                self._work_here(packed, sender, self.writers.enter(HERE, -1))
+                self.writers.enter(HERE, -1)
+                self._work_here(packed, sender)
         else:
             self._answer(sender, data, packed, self.writers.enter(data.writer, sender))
 

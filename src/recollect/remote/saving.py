@@ -8,6 +8,7 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+from recollect import interrupts
 from recollect.errors import RemoteError
 from recollect.files import OwnedDirectory, make_directory
 from recollect.remote import checkpoint as saved
@@ -91,7 +92,7 @@ class Saving:
         if self.log is not None and self.waits_for_disk:
             try:
                 self.log.sync()
-            except OSError:
+            except BaseException:
                 self._log_is_over = True
                 self.log.take_back()
                 raise
@@ -145,10 +146,11 @@ class Saving:
         try:
             with self.shelf.manager._timing.phase("dump"):
                 self.log = saved.write(self.shelf.buffer, path, self._state(), old, self._owned)
-        except OSError:
-            self.n_failed += 1
-            # It may have failed behind its commit: then a restart takes that one, and looks for another log.
-            self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
+        except BaseException:
+            with interrupts.deferred():
+                self.n_failed += 1
+                # It may have failed behind its commit: then a restart takes that one, and looks for another log.
+                self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
             raise
         if old is not None:
             old.remove()
@@ -212,17 +214,21 @@ class Saving:
             if record is not None:
                 record.last_seq = max(before, message.seq)
         self.n_damaged = len(log.damages) + n_twice
+        log.go_on(self.n_damaged > 0)
 
     def _tell_damage(self, log: saved.Log) -> None:
         """Say what was lost, and begin a new log, so that the damaged one can be kept as it is."""
         lost = sum(end - first for first, end in log.damages)
-        kept = log.path.with_name(f"damaged-{log.path.name}")
+        found = (
+            f"is damaged in {self.n_damaged} places ({lost} bytes, from byte {log.damages[0][0]} on); the containers "
+            "there are lost, all others were kept"
+            if log.damages
+            else f"holds {self.n_damaged} containers twice; each was taken once"
+        )
+        kept = f"damaged-{log.path.name}"
         warnings.warn(
-            f"{log.path}: is damaged in {self.n_damaged} places ({lost} bytes, from byte {log.damages[0][0]} on); the "
-            f"containers there are lost, all others were kept; the file is kept as {kept.name}; check the disk"
-            if log.damages else f"{log.path}: holds {self.n_damaged} containers twice; each was taken once",
-            RuntimeWarning, stacklevel=2,
-        )  # fmt: skip
+            f"{log.path}: {found}; the file is kept as {kept}; check the disk", RuntimeWarning, stacklevel=2
+        )
         self.try_dump()
 
     def _check_config(self, path: Path, config: dict[str, Any]) -> None:

@@ -33,6 +33,18 @@ async def abort(desk: Desk, batch: BatchRecord, reason: str, keeping: bool) -> N
     await desk.scheduler.stopped(running)
 
 
+async def unless_recorded(desk: Desk, batch: BatchRecord) -> None:
+    """Wait until the journal has an admitted batch; if it cannot take it, abort the batch and raise."""
+    if desk.journal is None:
+        return
+    try:
+        await desk.journal.flush()
+    except Exception as error:
+        if desk.batches.get(batch.id) is batch:
+            await abort(desk, batch, f"it could not be recorded ({error})", keeping=False)
+        raise
+
+
 def _abort_waiting(desk: Desk, batch: BatchRecord, reason: str) -> None:
     waiting = [sub for sub in desk.waiting if sub.batch is batch]
     end(desk, batch, S.ABORTED, reason=reason)

@@ -16,8 +16,8 @@ from recollect.rollout.tasks import Task
 
 
 async def submit(desk: Desk, batch_id: BatchId, tasks: list[Task], batch_type: Any, min_wait_num: int | None,
-                 priority: int | None) -> None:  # fmt: skip
-    """Register a batch and return once it is admitted; a refused one leaves no trace."""
+                 priority: int | None) -> BatchRecord:  # fmt: skip
+    """Register a batch and return it once it is admitted; a refused one leaves no trace."""
     check_arguments(batch_id, tasks, batch_type, min_wait_num, priority)
     forget_cancelled(desk)
     if batch_id in desk.batches:
@@ -33,8 +33,7 @@ async def submit(desk: Desk, batch_id: BatchId, tasks: list[Task], batch_type: A
     desk.batches[batch_id] = batch
     desk.observer.event_of("submitted", batch_id)
     await _admitted(desk, Submission(batch, desk.loop.create_future()))
-    if desk.journal is not None:
-        await desk.journal.flush()
+    return batch
 
 
 async def _admitted(desk: Desk, sub: Submission) -> None:

@@ -152,8 +152,13 @@ class RolloutCoordinator:
         min_wait_num: int | None = None,
         priority: int | None = None,
     ) -> None:
-        """Register a batch and return once it is admitted; a refused one leaves no trace."""
-        await admission.submit(self._check(), batch_id, tasks, batch_type, min_wait_num, priority)
+        """Register a batch and return once it is admitted; a refused one leaves no trace.
+
+        With a journal it is recorded then. OSError: it could not be, and it was aborted; it may be submitted again.
+        """
+        desk = self._check()
+        batch = await admission.submit(desk, batch_id, tasks, batch_type, min_wait_num, priority)
+        await aborting.unless_recorded(desk, batch)
 
     async def finalize_train_batch(
         self, batch_id: int | str, *, timeout: float | None = None, below_min: str | None = None

@@ -202,9 +202,7 @@ class Journal:
         """What to tell of a journal that could not be read: the disk is not the file."""
         if isinstance(error, FormatError):
             return error
-        if getattr(error, "sqlite_errorname", "").startswith(
-            ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
-        ):
+        if _is_of_disk(error):
             return OSError(f"{self.path}: cannot be opened ({error}); free the disk, or mend it")
         return FormatError(f"{self.path}: cannot be read: {error!r}")
 
@@ -244,7 +242,9 @@ class Journal:
                     for statement, values in changes:
                         database.execute(statement, values)
         except Exception as error:
-            return error
+            if not _is_of_disk(error):
+                return error
+            return OSError(f"{self.path}: cannot be written ({error}); free the disk, or mend it")
         self._unwritten = []
         return None
 
@@ -320,3 +320,9 @@ class Journal:
                 )
             )
         return restored
+
+
+def _is_of_disk(error: BaseException) -> bool:
+    """Whether SQLite tells of the disk, not of the file's contents."""
+    name = getattr(error, "sqlite_errorname", "")
+    return name.startswith(("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN"))

@@ -6,6 +6,7 @@ from typing import Any, NoReturn
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.errors import ReadOnlyError, SchemaError
 from recollect.indexing import normalize
 from recollect.storage.columnar import Array, FileStorage
@@ -65,8 +66,9 @@ class AppendStorage(FileStorage):
                 self._reserved -= n
                 self._added()
         except BaseException:
-            self._truncate(start)
-            self._reserved = reserved
+            with interrupts.deferred():  # a second Ctrl-C would leave half of it
+                self._truncate(start)
+                self._reserved = reserved
             raise
 
     def _refuse(self, verb: str) -> NoReturn:

@@ -8,6 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.errors import ClosedError, FormatError
 from recollect.files.record import damage_in
 from recollect.indexing import normalize
@@ -109,7 +110,8 @@ class FileStorage(FiledStorage):
             try:
                 self.set([row], block)
             except BaseException:
-                self.shrink_length(grows)
+                with interrupts.deferred():
+                    self.shrink_length(grows)
                 raise
             self._cursor += 1
 

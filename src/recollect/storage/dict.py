@@ -8,6 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.errors import FormatError, SchemaError
 from recollect.files import check_name
 from recollect.indexing import normalize
@@ -261,8 +262,9 @@ class DictStorage(FiledStorage):
         try:
             self.set([row], block)
         except BaseException:
-            if self.capacity is None:
-                self.shrink_length(1)
+            with interrupts.deferred():
+                if self.capacity is None:
+                    self.shrink_length(1)
             raise
         self._cursor += 1
 
@@ -303,8 +305,9 @@ class DictStorage(FiledStorage):
             for storage in self.storages:
                 storage.prepare_segment_end()
         except BaseException:
-            for storage in self.storages:
-                storage.cancel_segment_end()
+            with interrupts.deferred():
+                for storage in self.storages:
+                    storage.cancel_segment_end()
             raise
         for storage in self.storages:
             storage.finish_segment_end()

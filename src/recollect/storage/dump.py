@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 from msgspec import Meta
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import FormatError, MissingExtraError
 from recollect.files import (
     OwnedDirectory,
@@ -105,12 +105,13 @@ class DumpWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Free the disk of what a failed commit wrote; the old one is still there, whole."""
-        failed = kind is not None and self.owned.is_held and is_committed(self.path, self.commit) is False
-        try:
-            if failed:
-                self.owned.remove_noted({*named_files(self.path, self._last)})
-        finally:
-            self._end(failed)
+        with interrupts.deferred():  # a second Ctrl-C would leave half of it
+            failed = kind is not None and self.owned.is_held and is_committed(self.path, self.commit) is False
+            try:
+                if failed:
+                    self.owned.remove_noted({*named_files(self.path, self._last)})
+            finally:
+                self._end(failed)
 
     def _end(self, failed: bool) -> None:
         if self._is_ours:
@@ -215,9 +216,10 @@ class DumpWriter:
         if self.log is not None:
             manifest = {**manifest, "log": f"{self.log}-{self.commit}.bin"}
         self.owned.note(name for name in named_files(self.path, self._last) if name not in kept)
-        write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files}, self.owned)
-        _core.fault_point()
-        self.owned.remove_noted(kept)
+        with interrupts.deferred():  # the rename and what follows from it are one step
+            write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files}, self.owned)
+            _core.fault_point()
+            self.owned.remove_noted(kept)
 
 
 def check_owned(owned: OwnedDirectory) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import FormatError, ReadOnlyError
 from recollect.files import (
     OwnedDirectory,
@@ -238,16 +238,19 @@ class Home:
         number = self.commit + 1
         record = {**manifest, "storage_path_relative": self.base, "commit": number, "files": self.files}
         owned.note(self._dropped)
+        with interrupts.deferred():  # the rename and what is known of it are one step
+            self._commit(record, owned)
+
+    def _commit(self, record: dict[str, Any], owned: OwnedDirectory) -> None:
         try:
             write_manifest(self.path, record, owned)
         except BaseException:
-            if (
-                is_committed(self.path, number) is not False
-            ):  # what it names may not be removed by anything but a commit
-                self.commit = number
+            # What it names may not be removed by anything but a commit.
+            if is_committed(self.path, record["commit"]) is not False:
+                self.commit = record["commit"]
                 self._fresh.clear()
             raise
-        self.commit = number
+        self.commit = record["commit"]
         self._directories = {self.path / STORAGE}
         self._fresh.clear()
         with suppress(OSError):  # it is committed; the next one tries again

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from recollect import interrupts
 from recollect.errors import FormatError
 from recollect.storage.base import SpaceStorage
 from recollect.storage.files import Ints
@@ -33,8 +34,9 @@ def do_to_all(
             do(storage, number)
             done.append(back)
     except BaseException:
-        for back in reversed(done):
-            back()
+        with interrupts.deferred():  # a second Ctrl-C would leave half of it
+            for back in reversed(done):
+                back()
         raise
     finally:
         if live is not None:
