@@ -35,15 +35,8 @@ hypothesis.settings.register_profile("soak", max_examples=2_000, stateful_step_c
 hypothesis.settings.load_profile("small")
 
 
-# Directories whose tests start processes or threads that must answer in time, marked or not.
-TIMED = {"cli", "docs", "ipc", "learners", "observe", "process", "remote", "rollout"}
-
-
-class ProcessesAlone(LoadScopeScheduling):  # type: ignore[misc]
-    """With `-n 2`, one worker runs all files that start processes, one by one; the other runs the rest.
-
-    So no two of them ever compete for the cores, which their deadlines assume, and Ray is started once.
-    """
+class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]
+    """With `-n 2`, the tests of a file run in one worker, and those that need Ray in one: it takes long to start."""
 
     def _split_scope(self, nodeid: str) -> str:
         return _scope(nodeid.partition("::")[0])
@@ -52,13 +45,12 @@ class ProcessesAlone(LoadScopeScheduling):  # type: ignore[misc]
 @functools.cache
 def _scope(file: str) -> str:
     text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-    is_alone = not TIMED.isdisjoint(Path(file).parts) or "mark.process" in text
-    return "processes" if is_alone else file
+    return "ray" if "ray_cluster" in text else file
 
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return ProcessesAlone(config, log)
+    return FilesTogether(config, log)
 
 
 @pytest.fixture

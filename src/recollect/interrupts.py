@@ -23,19 +23,26 @@ def held_back(start_method: str) -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def import_whole(name: str) -> ModuleType:
-    """Import a module; Ctrl-C meanwhile is raised when that is done. Inside of torch it would abort the process."""
-    if threading.current_thread() is not threading.main_thread():
-        return import_module(name)
+@contextmanager
+def deferred() -> Iterator[None]:
+    """Ctrl-C in here is raised at the end: for calls into libraries that would break if it were raised inside."""
+    if threading.current_thread() is not threading.main_thread():  # it is never raised in another
+        yield
+        return
     pressed: list[int] = []
     before = signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
     try:
-        module = import_module(name)
+        yield
     finally:
         signal.signal(signal.SIGINT, before)
-    if pressed and callable(before):
-        before(signal.SIGINT, None)
-    return module
+        if pressed and callable(before):
+            before(signal.SIGINT, None)
+
+
+def import_whole(name: str) -> ModuleType:
+    """Import a module; Ctrl-C meanwhile is raised when that is done. Inside of torch it would abort the process."""
+    with deferred():
+        return import_module(name)
 
 
 def drop_held_back() -> None:

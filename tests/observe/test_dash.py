@@ -140,9 +140,13 @@ def test_the_page_changes_theme_and_job_and_says_when_nobody_serves_it(
     page: Any, other_job: subprocess.Popen[str]
 ) -> None:
     theme = "document.documentElement.dataset.theme"
-    with lit(), WebServer(make_app(dash_routes())) as server:
+    with lit() as beacon, WebServer(make_app(dash_routes())) as server:
         page.goto(server.url)
         page.locator(".head b", has_text="sac Pendulum-v1").wait_for()  # the one that began last
+        page.locator("#jobs a").first.evaluate("(link) => link.classList.add('same')")
+        beacon.publish({**FIGURES, "reward/mean": -99.5}, TABLES)
+        page.locator(".tile b", has_text="-99.5").wait_for()
+        assert page.locator("#jobs a.same").count() == 1  # a click on it is not lost while figures change
         assert page.evaluate(theme) == "dark"
         page.locator("#theme").click()
         assert page.evaluate(theme) == "light"

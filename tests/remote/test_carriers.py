@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import socket
 import struct
@@ -13,6 +14,7 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from itertools import permutations
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -138,7 +140,7 @@ def test_rubbish_on_the_stream_closes_that_connection_only(ends: list[Any]) -> N
     a, b = ends
     eventually(lambda: a.alive() is not None)
     with socket.socket(socket.AF_UNIX) as rogue:
-        rogue.connect(a._address(0))
+        rogue.connect(a._addresses(0)[0])
         rogue.sendall(struct.pack("<16sq", a.group_id, 1) + b"\xff" * 64)
         eventually(lambda: a.alive() is not None and a.malformed.get(1))
         assert rogue.recv(1) == b""
@@ -160,10 +162,64 @@ def test_another_group_or_rank_is_not_let_in(ends: list[Any]) -> None:
     for group, rank in ((bytes(16), 1), (a.group_id, 2), (a.group_id, -1)):
         with socket.socket(socket.AF_UNIX) as rogue:
             rogue.settimeout(SOON)
-            rogue.connect(a._address(0))
+            rogue.connect(a._addresses(0)[0])
             rogue.sendall(struct.pack("<16sq", group, rank))
             assert is_closed(rogue)
     assert a.alive() == {0}
+
+
+def _take_addresses(seen: set[str], pipe: Any) -> None:
+    """As another user: listen wherever an end listened, and wherever the name of one tells that another would."""
+    os.setgid(65534)
+    os.setuid(65534)
+    taken = []
+    for name in sorted(seen | {re.sub(r"-\d+$", f"-{rank}", name) for name in seen for rank in range(3)}):
+        with suppress(OSError):
+            sock = socket.socket(socket.AF_UNIX)
+            sock.bind(b"\0" + name[1:].encode())
+            sock.listen(1)
+            taken.append(sock)
+    pipe.send(len(taken))
+    pipe.recv()
+
+
+@pytest.mark.process
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+def test_another_user_cannot_keep_an_end_from_opening() -> None:
+    """Neither one that was not open yet, nor one whose address was seen before its process was started again."""
+
+    def names() -> set[str]:
+        lines = Path("/proc/net/unix").read_text().splitlines()
+        return {line.split()[-1] for line in lines if "@recollect-" in line} - before
+
+    before: set[str] = set()
+    before = names()
+    a, b, c = LocalCarrier.group(3)
+    a.send(1, 0, [b"early"], SOON)
+    b.recv(timeout=SOON)
+    seen = names()
+    b.close()
+    ours, theirs = FORK.Pipe()
+    user = FORK.Process(target=_take_addresses, args=(seen, theirs))
+    user.start()
+    try:
+        assert ours.recv() > 0
+        for end in (LocalCarrier(*b.__reduce__()[1]), c):
+            child = FORK.Process(target=echo, args=(end,))
+            child.start()
+            a.reconnect(end.rank, SOON)
+            a.send(end.rank, 0, [b"to you"], SOON)
+            assert bytes(a.recv(end.rank, timeout=SOON)[2]) == b"to you"
+            a.send(end.rank, 0, [b""], SOON)
+            child.join(SOON)
+            assert child.exitcode == 0
+            child.close()
+    finally:
+        ours.send(None)
+        user.join(SOON)
+        user.close()
+        for one in (ours, theirs, a):
+            one.close()
 
 
 def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,7 +231,7 @@ def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: 
     monkeypatch.setattr(local, "os", other)
     with socket.socket(socket.AF_UNIX) as rogue:
         rogue.settimeout(SOON)
-        rogue.connect(a._address(0))
+        rogue.connect(a._addresses(0)[0])
         with suppress(BrokenPipeError):
             rogue.sendall(struct.pack("<16sq", a.group_id, 1))
         assert is_closed(rogue)

@@ -34,6 +34,7 @@ from recollect.remote.messages import (
 )
 from recollect.remote.serving import Received
 from recollect.remote.wire import decode, encode, joined
+from recollect.spaces.json import canonical, space_to_json
 
 ITEMS = item_space(PLAIN)
 WRITER = bytes(range(16))
@@ -680,3 +681,34 @@ def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_
     assert [a.error for a in late(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))] == ["ClosedError"]
     assert [type(a) for a in late(Exit(1, WRITER, 0, ""))] == [Goodbye]
     assert late(Goodbye(1)) == [] and held(m) == [1]
+
+
+def test_text_cut_inside_a_character_ends_no_manager() -> None:
+    """In the error of a scoring function, in the name of a score, of a leaf and of a value, however long it is."""
+    said = "cut \ud83d"
+    names = iter([said, None, "\ud83d" * 100])
+
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        if (name := next(names)) is None:
+            raise ValueError("\ud83d" * 60_000)
+        return {name: 1.0}
+
+    class Odd(ReplayBufferManager):
+        def _compute_metadata(self) -> dict[str, Any]:
+            return {said: said}
+
+    peer = Peer(Odd(PLAIN, 9, None, scoring_function=score))
+    assert isinstance(peer.hello(), Welcome)
+    (scored,) = peer.data(1, [1])
+    assert isinstance(scored, Scores) and scored.scores[r"cut \ud83d"] == 1.0
+    (failed,) = peer.data(2, [2])
+    assert (
+        isinstance(failed, Failed) and failed.error == "ScoringError" and r"ValueError: \ud83d" in failed.text
+    )
+    (failed,) = peer.data(3, [3])
+    assert isinstance(failed, Failed) and "names must be short" in failed.text
+    ((_, about),) = peer.say(GetMetadata(8))
+    assert isinstance(about, Metadata) and about.values == {r"cut \ud83d": r"cut \ud83d"}
+    space = canonical(space_to_json(spaces.Dict({**ITEMS.space.spaces, said: spaces.Discrete(2)})))
+    refused = peer.hello(space=space)
+    assert isinstance(refused, Failed) and refused.error == "SchemaError" and r"\ud83d" in refused.text

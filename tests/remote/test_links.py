@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import select
 import socket
+import ssl
 import struct
 import threading
 from collections.abc import Callable, Iterator
@@ -20,6 +21,7 @@ import pytest
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
+from recollect.remote.carriers import link as links
 from recollect.remote.carriers import local
 from recollect.remote.carriers.absent import Absent
 from recollect.remote.carriers.bell import Bell
@@ -111,10 +113,34 @@ def test_who_brings_much_lets_the_others_have_their_turn() -> None:
     assert [50 < len(link.read()) < 200 for _ in range(2)] == [True, True]
 
 
-def test_what_is_decrypted_already_is_read_whole_for_no_poll_tells_of_it() -> None:
-    link = Link(Plenty(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
-    link._is_ssl = True
-    assert len(link.read()) == 400
+def test_an_encrypted_link_brings_no_more_at_once_and_a_poll_tells_of_the_rest(
+    contexts: tuple[ssl.SSLContext, ssl.SSLContext], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever is decrypted is read; what is not lies in the socket, where a poll sees it."""
+    monkeypatch.setattr(links, "_FAIR_NBYTES", 1 << 15)
+    ours, theirs = socket.socketpair()
+    with ThreadPoolExecutor(1) as pool:
+        serving = pool.submit(contexts[0].wrap_socket, ours, server_side=True)
+        sender = contexts[1].wrap_socket(theirs, server_hostname="127.0.0.1")
+        link = Link(serving.result(SOON), 1, CARRIER.max_frame)
+    sizes = [1, 70_000, 20_000, 5, 16_384, 40_000] * 20
+    unsent = memoryview(b"".join(framed(bytes(n)) for n in sizes))
+    sender.setblocking(False)
+    come: list[int] = []
+    most = 0
+    while len(come) < len(sizes):
+        with suppress(ssl.SSLWantWriteError):
+            while unsent:
+                unsent = unsent[sender.send(unsent[:10_000]) :]
+        assert select.select([link.fd], [], [], SOON)[0]
+        before = link._filled if link._target is not None else link._have
+        frames = link.read()
+        after = link._filled if link._target is not None else link._have
+        most = max(most, sum(frame.nbytes for _, frame in frames) + after - before)
+        come += [frame.nbytes for _, frame in frames]
+    assert come == sizes and most < 3 << 15
+    link.close()
+    sender.close()
 
 
 def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
@@ -122,6 +148,10 @@ def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
     entered: list[bool] = []
 
     class Encrypted(Plenty):
+        def pending(self) -> int:
+            entered.append(link.lock.locked())
+            return 0
+
         def recv_into(self, into: memoryview) -> int:
             entered.append(link.lock.locked())
             return super().recv_into(into)
@@ -795,7 +825,7 @@ def assert_fail(handles: list[Any], text: str) -> None:
 def test_what_waits_for_one_who_came_and_died_before_it_was_reached_fails(alone: LocalCarrier) -> None:
     handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(alone._address(0))
+        peer.connect(alone._addresses(0)[0])
         peer.sendall(struct.pack("<16sq", alone.group_id, 1))
     assert_fail(handles, "rank 1: is gone")
     eventually(lambda: not alone._absent and alone._flusher is None)

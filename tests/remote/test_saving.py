@@ -139,9 +139,9 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, part: float) -> None:
 
 def test_a_checkpoint_of_a_later_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later:
-        later.setattr("recollect.remote.checkpoint.VERSION", 2)
+        later.setattr("recollect.remote.checkpoint.VERSION", 3)
         saved(tmp_path, resume=False).close()
-    with pytest.raises(FormatError, match="version must be 1, got 2"):
+    with pytest.raises(FormatError, match="version must be at most 2, got 3"):
         saved(tmp_path)
 
 
@@ -180,18 +180,55 @@ def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
         saved(tmp_path)
 
 
-def test_a_record_that_was_damaged_ends_the_log(tmp_path: Path) -> None:
-    a = saved(tmp_path, resume=False)
-    for i in range(2):
+@pytest.mark.parametrize("where", ["magic", "size", "sender", "checksum", "frame"])
+@pytest.mark.parametrize("victim", [0, 2, 4])
+def test_damage_in_a_log_costs_one_container_and_is_told(tmp_path: Path, victim: int, where: str) -> None:
+    """One flipped bit: the others are there, also after the next restart, and the damaged file is kept."""
+    a = saved(tmp_path, resume=False, capacity=10)
+    starts = []
+    for i in range(5):
+        starts.append(a._desk.saving.log.path.stat().st_size)
+        a.add(samples([i], [0.0]))
+    log = a._desk.saving.log.path
+    a._desk.close()
+    data = bytearray(log.read_bytes())
+    data[starts[victim] + {"magic": 0, "size": 4, "sender": 9, "checksum": 16, "frame": 60}[where]] ^= 1
+    log.write_bytes(data)
+    others = [i for i in range(5) if i != victim]
+    with pytest.warns(RuntimeWarning, match="is damaged in 1 places"):
+        b = saved(tmp_path, capacity=10)
+    assert b.buffer[:]["id"].tolist() == others and b.stats().log_damages == 1
+    assert (tmp_path / f"damaged-{log.name}").read_bytes() == data
+    b.add(samples([9], [0.0]))
+    b._desk.close()
+    with saved(tmp_path, capacity=10) as c:
+        assert c.buffer[:]["id"].tolist() == [*others, 9] and c.stats().log_damages == 0
+
+
+def test_a_damaged_log_goes_on_if_no_dump_can_be_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    a = saved(tmp_path, resume=False, capacity=10)
+    for i in range(3):
         a.add(samples([i], [0.0]))
     log = a._desk.saving.log.path
     a._desk.close()
     data = bytearray(log.read_bytes())
     data[-1] ^= 1
     log.write_bytes(data)
-    b = saved(tmp_path)
-    assert b.buffer[:]["id"].tolist() == [0] and log.stat().st_size < len(data)
-    b.close()
+
+    def full(*args: Any, **more: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as disk:
+        disk.setattr(snapshot, "dump", full)
+        with pytest.warns(RuntimeWarning):
+            b = saved(tmp_path, capacity=10)
+    b.add(samples([9], [0.0]))
+    assert log.read_bytes().startswith(data)
+    b._desk.close()
+    with pytest.warns(RuntimeWarning, match="is damaged"), saved(tmp_path, capacity=10) as c:
+        assert c.buffer[:]["id"].tolist() == [0, 1, 9]
 
 
 def test_a_container_that_could_not_be_scored_does_not_stop_a_restart(tmp_path: Path) -> None:
@@ -236,7 +273,7 @@ def test_a_log_that_cannot_be_written_changes_nothing(
 ) -> None:
     m = manager(checkpoint=Checkpoint(tmp_path))
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("recollect.remote.checkpoint.os.writev", full)

@@ -8,11 +8,9 @@ import multiprocessing
 import os
 import pickle
 import random
-import shutil
 import socket
 import ssl
 import struct
-import subprocess
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -208,19 +206,41 @@ def test_who_has_joined_is_known(server: TcpCarrier, monkeypatch: pytest.MonkeyP
     assert known == {0, 1}
 
 
-def test_only_so_many_strangers_are_held(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("is_encrypted", [False, True])
+def test_silent_strangers_make_room_and_delay_no_join(
+    monkeypatch: pytest.MonkeyPatch, contexts: tuple[ssl.SSLContext, ssl.SSLContext], is_encrypted: bool
+) -> None:
+    """The oldest silent one goes when another comes, though its time is not up; one that has spoken stays."""
     monkeypatch.setattr(tcp, "PROOF_S", 60.0)
-    monkeypatch.setattr(tcp, "MOST_STRANGERS", 2)
-    server = TcpCarrier.serve(0, token=TOKEN)
+    theirs, mine = contexts if is_encrypted else (None, None)
+    server = TcpCarrier.serve(0, token=TOKEN, ssl_context=theirs)
     host, port = server.address.split(":")
-    silent = [socket.create_connection((host, int(port))) for _ in range(2)]
-    eventually(lambda: server._strangers == 2)
-    third = socket.create_connection((host, int(port)), timeout=SOON)
-    assert third.recv(1) == b"" and server.refused == 1  # no room for it, though nobody's time is up
-    for sock in (*silent, third):
-        sock.close()
-    eventually(lambda: server._strangers == 0)
+
+    def knock() -> socket.socket:
+        n = len(server._greeting)
+        sock = socket.create_connection((host, int(port)), timeout=SOON)
+        eventually(lambda: len(server._greeting) == min(n + 1, tcp.MOST_STRANGERS))
+        return sock
+
+    spoke = knock()
+    if mine is not None:
+        spoke = mine.wrap_socket(spoke, server_hostname=host)
+    spoke.sendall(hello())
+    assert len(spoke.recv(32)) == 32
+    silent = [knock() for _ in range(tcp.MOST_STRANGERS - 1)]
+    worker = TcpCarrier.join([server.address], token=TOKEN, rank=1, ssl_context=mine, timeout=SOON)
+    assert silent[0].recv(1) == b"" and server.alive() == {0, 1}
+    eventually(lambda: server.refused == 1)
+    for sock in silent[1:]:
+        sock.setblocking(False)
+        with pytest.raises(BlockingIOError):
+            sock.recv(1)
+    spoke.sendall(bytes(32))
+    assert len(spoke.recv(4)) == 4  # it hears that its token is wrong
+    worker.close()
     server.close()
+    for sock in (*silent, spoke):
+        sock.close()
 
 
 def test_a_peer_that_lost_its_connection_is_let_in_before_the_loss_is_seen(server: TcpCarrier) -> None:
@@ -250,7 +270,8 @@ def test_a_forked_child_holds_no_stranger_of_its_parent(server: TcpCarrier) -> N
     host, _, port = server.address.rpartition(":")
     with socket.create_connection((host, int(port)), SOON):
         eventually(lambda: len(server._greeting) == 1)
-        (sock,) = server._greeting.values()
+        (found,) = server._greeting.values()
+        sock = found.sock
         fd, mine = sock.fileno(), os.readlink(f"/proc/self/fd/{sock.fileno()}")
 
         def holds() -> None:
@@ -512,24 +533,6 @@ def test_who_joins_is_told_where(addresses: Any) -> None:
         TcpCarrier.join(addresses, token=TOKEN, timeout=0.1)
 
 
-@pytest.fixture(scope="module")
-def contexts(tmp_path_factory: pytest.TempPathFactory) -> tuple[ssl.SSLContext, ssl.SSLContext]:
-    """What a server and a client need to speak TLS, with a certificate made for this run."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl is needed to make a certificate")
-    path = tmp_path_factory.mktemp("tls")
-    key, certificate = path / "key.pem", path / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes",
-         "-days", "2", "-subj", "/CN=recollect", "-addext", "subjectAltName=IP:127.0.0.1", "-keyout", str(key),
-         "-out", str(certificate)],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    server = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    server.load_cert_chain(certificate, key)
-    return server, ssl.create_default_context(cafile=str(certificate))
-
-
 def test_frames_may_be_encrypted(contexts: tuple[ssl.SSLContext, ssl.SSLContext]) -> None:
     server = TcpCarrier.serve(0, token=TOKEN, ssl_context=contexts[0])
     a = TcpCarrier.join([server.address], token=TOKEN, rank=1, ssl_context=contexts[1])
@@ -560,7 +563,10 @@ def test_a_stranger_has_no_more_time_where_frames_are_encrypted(
         def settimeout(self, seconds: float) -> None:
             waits.append(seconds)
 
-    def wrap(sock: Any, server_side: bool) -> Any:
+        def do_handshake(self) -> None:
+            pass
+
+    def wrap(sock: Any, server_side: bool, **kw: Any) -> Any:
         assert server_side and waits == [tcp.PROOF_S]
         now[0] += 4.0
         return sock
@@ -568,7 +574,7 @@ def test_a_stranger_has_no_more_time_where_frames_are_encrypted(
     monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
     server._context = SimpleNamespace(wrap_socket=wrap)  # type: ignore[assignment]
     stranger = Noted(hello() + bytes(32))
-    server._greeted(stranger)  # type: ignore[arg-type]
+    server._greeted(tcp._Stranger(stranger))  # type: ignore[arg-type]
     assert stranger.is_closed and max(waits[1:]) == 1.0
 
 
@@ -723,7 +729,7 @@ def hello(magic: bytes = b"RCTC", version: int = 1, nonce: bytes = bytes(32)) ->
 )
 def test_of_a_stranger_little_is_read(server: TcpCarrier, data: bytes) -> None:
     stranger = Stranger(data)
-    server._greeted(stranger)  # type: ignore[arg-type]
+    server._greeted(tcp._Stranger(stranger))  # type: ignore[arg-type]
     assert stranger.read <= 4096 and stranger.is_closed and server.refused == 1
     assert server.alive() == {0} and (b"RCTC" in data and data[4] == 1 and len(data) > 64) == bool(
         stranger.heard
@@ -735,7 +741,7 @@ def test_nonces_are_fresh_and_a_proof_is_no_proof_of_the_other_side(server: TcpC
     nonces = set()
     for _ in range(2):
         stranger = Stranger(hello() + bytes(32))
-        server._greeted(stranger)  # type: ignore[arg-type]
+        server._greeted(tcp._Stranger(stranger))  # type: ignore[arg-type]
         nonces.add(stranger.heard[:32])
     assert len(nonces) == 2
     mine, theirs = os.urandom(32), os.urandom(32)
@@ -789,7 +795,7 @@ def test_a_stranger_that_trickles_has_no_more_time(
             return super().recv(1)
 
     stranger = Slow(hello() + bytes(32))
-    server._greeted(stranger)  # type: ignore[arg-type]
+    server._greeted(tcp._Stranger(stranger))  # type: ignore[arg-type]
     assert stranger.is_closed and stranger.read == n_at_once + 5
 
 

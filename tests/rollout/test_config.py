@@ -28,7 +28,7 @@ DEFAULTS: dict[str, Any] = {
     "over_rollout": 0.0, "wait_after_min_s": 30.0,
     "below_min": "raise", "stragglers": "cancel",
     "partial_results": "drop", "min_group_size": 2,
-    "max_batches": 16, "max_queued_runs": 1_000_000, "max_staged_nbytes": 2**30, "history": 256,
+    "max_batches": 1024, "max_queued_runs": 1_000_000, "max_staged_nbytes": 2**30, "history": 256,
     "submit_timeout_s": 60.0, "eval_share": 0.25,
     "max_staleness": None, "versions_per_batch": 1.0,
     "space": None, "operators": (), "sink": "queue",

@@ -506,6 +506,36 @@ def test_a_cut_comes_back_and_can_still_be_aborted(tmp_path: Path) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("ends", ["finalize", "restart"])
+def test_a_disk_that_was_full_for_a_moment_costs_nothing(tmp_path: Path, small_disk: Path, ends: str) -> None:
+    async def main() -> None:
+        fields = {"journal": str(small_disk / "j.sqlite"), "sink": str(tmp_path / "out")}
+        big = {"text": "x" * 20_000}
+        async with made(tmp_path, **fields) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED, data=big)], batch_type="train")
+            filler = small_disk / "filler"
+            with open(filler, "wb") as f, contextlib.suppress(OSError):
+                while True:
+                    os.write(f.fileno(), bytes(4096))
+            with pytest.raises(sqlite3.OperationalError, match="full"):
+                await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED, data=big)], batch_type="train")
+            await until(lambda: c.batch_state(1).completed_task_count == 1)
+            with pytest.raises(PipelineError, match="full"):
+                await c.finalize_train_batch(1)
+            filler.unlink()
+            if ends == "finalize":
+                for batch in (1, 2):
+                    await c.finalize_train_batch(batch, timeout=20)
+                await c.submit_batch(batch_id=3, tasks=[rr.Task(NAMED)], batch_type="train")
+        async with made(tmp_path, **fields) as c:
+            assert c.batches() == ([3] if ends == "finalize" else [1, 2])
+            for batch in c.batches():
+                await c.finalize_train_batch(batch, timeout=20)
+            assert len(rows(tmp_path)) == (3 if ends == "finalize" else 2)
+
+    run(main())
+
+
 def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with made(tmp_path) as c:
@@ -522,7 +552,8 @@ def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> N
         async with made(tmp_path) as c:
             assert c.batches() == [1]
 
-    run(main())
+    with pytest.warns(RuntimeWarning, match="could not be recorded"):
+        run(main())
 
 
 def test_what_runs_may_finish_into_the_journal_and_nothing_new_starts(tmp_path: Path) -> None:

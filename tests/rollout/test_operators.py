@@ -9,7 +9,7 @@ from tests.rollout.make import ListSink, coordinator, experience, run
 from tests.rollout.test_experience import batch, rows
 
 import recollect.rollout as rr
-from recollect.errors import PipelineError
+from recollect.errors import PipelineError, SchemaError
 from recollect.rollout.operators import make_operator
 
 
@@ -31,11 +31,29 @@ def with_metrics(*given: dict[str, float], reward: float = 1.0) -> Any:
 
 def test_a_shaped_reward_is_the_reward_and_weighted_metrics() -> None:
     x = with_metrics({"a": 2.0, "b": 1.0}, {"a": 4.0})
-    shaped, counts = rr.ShapeReward({"a": 0.5, "b": -3.0, "none": 9.0})(x)
-    assert shaped.reward.tolist() == [-1.0, 3.0] and counts == {}
+    shaped, counts = rr.ShapeReward({"a": 0.5, "b": -3.0})(x)
+    assert shaped.reward.tolist() == [-1.0, 3.0] and counts == {"missing": 1.0}
     assert rr.ShapeReward({"a": 1.0}, clip=(0.0, 4.0))(x)[0].reward.tolist() == [3.0, 4.0]
     unknown, counts = rr.ShapeReward({"a": 1.0})(with_metrics({"a": 2.0}, reward=float("nan")))
     assert len(unknown) == 0 and counts == {"no_reward": 1.0}
+
+
+def test_a_metric_that_no_row_has_is_told_unless_it_may_be_missing() -> None:
+    x = with_metrics({"a": 2.0}, {"a": 4.0})
+    with pytest.raises(SchemaError, match=r"got 'b', which no row has; there are \['a'\]"):
+        rr.ShapeReward({"a": 1.0, "b": -3.0})(x)
+    shaped, counts = rr.ShapeReward({"a": 1.0, "b": -3.0}, missing="zero")(x)
+    assert shaped.reward.tolist() == [3.0, 5.0] and counts == {"missing": 2.0}
+    with pytest.raises(SchemaError, match=r"^operators\[0\].missing: "):
+        rr.Config(operators=({"name": "shape_reward", "missing": "drop"},))
+
+    async def main() -> None:
+        async with coordinator(operators=(rr.ShapeReward({"b": 1.0}),)) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
+            with pytest.raises(PipelineError, match="operator shape_reward: .* which no row has"):
+                await c.finalize_train_batch(1)
+
+    run(main())
 
 
 def test_an_advantage_is_divided_by_the_deviation_and_a_little_more() -> None:

@@ -229,10 +229,8 @@ def test_the_actor_of_a_name_is_found_again(ray_cluster: Any) -> None:
         rr.RolloutCoordinator.get_actor(made, [rr.ScriptedModel(["x"])], [])
 
     async def main() -> None:
-        import recollect.testing.rollout_workflows  # noqa: F401
-
         await actor.prepare.remote()
-        given = [rr.Task("recollect.testing.rollout_workflows:asks", repeat_times=2)]
+        given = [rr.Task(PREFIX + "asks", repeat_times=2)]  # which workflow_modules register over there
         await actor.submit_batch.remote(batch_id=7, tasks=given, batch_type="train")
         result = await actor.finalize_train_batch.remote(7, timeout=20)
         assert result["experience_count"] == 2 and result["metrics"]["rollout/reward/mean"] == 1.0

@@ -414,7 +414,7 @@ def test_an_abort_keeping_joins_the_pass_under_way(fails: bool) -> None:
 
 
 @pytest.mark.parametrize("kept", [False, True])
-def test_an_abort_during_a_commit_that_fails_does_nothing(kept: bool) -> None:
+def test_an_abort_during_a_commit_that_fails_ends_the_batch_unless_it_keeps(kept: bool) -> None:
     async def main() -> None:
         sink = Held()
         async with coordinator(sink=sink) as c:
@@ -427,9 +427,175 @@ def test_an_abort_during_a_commit_that_fails_does_nothing(kept: bool) -> None:
             sink.gate.set()
             [outcome, said] = await asyncio.gather(waits, aborting, return_exceptions=True)
             assert isinstance(outcome, PipelineError) and isinstance(said, PipelineError) is kept
-            assert c.batch_state(1).state is S.RUNNING
+            assert c.batch_state(1).state is (S.RUNNING if kept else S.ABORTED)
             sink.fail = None
-            assert (await c.finalize_train_batch(1))["experience_count"] == 1
+            if kept:
+                assert (await c.finalize_train_batch(1))["experience_count"] == 1
+            assert (c.stats().runs.delivered, c.stats().runs.unused) == ((1, 0) if kept else (0, 1))
+            check_doors(c)
+
+    run(main())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("inside", ["operator", "sink"])
+def test_an_abort_that_is_cancelled_or_repeated_decides_as_if_it_were_not(inside: str, fails: bool) -> None:
+    async def main() -> None:
+        sink, operator = Held(), HeldOperator()
+        held: Any = sink if inside == "sink" else operator
+        (operator if inside == "sink" else sink).gate.set()
+        operator.fails, sink.fail = fails and inside == "operator", "before" if fails else None
+        async with coordinator(sink=sink, operators=(operator,)) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
+            waits = asyncio.create_task(c.finalize_train_batch(1))
+            await until(held.inside)
+            first = asyncio.create_task(c.abort_batch(1, reason="first"))
+            second = asyncio.create_task(c.abort_batch(1, reason="second", keep_partial_results=True))
+            await asyncio.sleep(0)
+            first.cancel()
+            held.gate.set()
+            outcome, _, said = await asyncio.gather(waits, first, second, return_exceptions=True)
+            if inside == "operator":  # the abort stopped the pass, which is no failure
+                assert isinstance(outcome, BatchAborted) and outcome.reason == "first" and said is None
+            elif fails:
+                assert isinstance(outcome, PipelineError) and isinstance(said, PipelineError)
+            else:
+                assert outcome["experience_count"] == 1 and said is None
+            delivered = inside == "sink" and not fails
+            assert c.batch_state(1).state is (S.FINALIZED if delivered else S.ABORTED)
+            assert len(sink.uids) == delivered and c.batches() == []
+            check_doors(c)
+
+    run(main())
+
+
+@pytest.mark.parametrize("then", ["abort", "submit", "admit"])
+def test_a_submit_that_is_cancelled_waits_no_longer_in_the_same_turn(then: str) -> None:
+    async def main() -> None:
+        async with coordinator(max_batches=1) as c:
+            await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
+            second = asyncio.create_task(c.submit_batch(batch_id=2, tasks=tasks(c, 1), batch_type="train"))
+            await settle(c)
+            waits = asyncio.create_task(c.finalize_train_batch(2))
+            await settle(c)
+            second.cancel()
+            if then == "abort":
+                await c.abort_batch(2, reason="in the same turn")
+            elif then == "admit":
+                await c.abort_batch(1, reason="make room in the same turn")
+            else:
+                again = asyncio.create_task(c.submit_batch(batch_id=2, tasks=[], batch_type="train"))
+                await settle(c)
+                assert not again.done()
+                await c.abort_batch(1, reason="make room")
+                await again
+            with pytest.raises(KeyError, match="withdrawn"):
+                await waits
+            with pytest.raises(asyncio.CancelledError):
+                await second
+            assert c.batches() == {"abort": [1], "admit": [], "submit": [2]}[then]
+            check_doors(c)
+
+    run(main())
+
+
+@pytest.mark.parametrize("how", ["cut", "abort", "deadline", "carry"])
+def test_good_runs_of_a_task_that_is_unfinished_at_the_cut_are_kept(how: str) -> None:
+    async def main() -> None:
+        carry = "carry" if how == "carry" else "cancel"
+        async with coordinator(
+            partial_results="keep", stragglers=carry, runners=9, wait_after_min_s=5.0
+        ) as c:
+            given = [rr.Task(good), *tasks(c, 3, repeat_times=3)]
+            least = {"cut": 1, "deadline": 2, "carry": 1}.get(how)
+            await c.submit_batch(batch_id=1, tasks=given, batch_type="train", min_wait_num=least)
+            await settle(c)
+            for run_id in (0, 2):
+                c.gates.end((1, 1, run_id))  # two good runs of three
+            c.gates.end((1, 2, 0))  # one is too few
+            await settle(c)
+            if how == "abort":
+                await c.abort_batch(1, reason="enough", keep_partial_results=True)
+                result = c.batch_state(1).final_result
+            else:
+                waits = asyncio.create_task(c.finalize_train_batch(1, timeout=20.0))
+                await settle(c)
+                c.clock.advance(5.0)
+                await settle(c)
+                assert waits.done() is (how != "deadline")  # before it the minimum is of ended tasks
+                c.clock.advance(15.0)
+                result = await waits
+            kept = how != "carry"
+            assert result["experience_count"] == (3 if kept else 1)
+            assert result["partial_task_count"] == kept
+            assert result["cancelled_task_count"] == (2 if kept else 0)
+            assert result["carried_task_count"] == (0 if kept else 3)
+            if kept:
+                status = c.batch_state(1).statuses[1]
+                assert (status.state, status.completed_runs, status.total_runs) == ("partial", 2, 3)
+                runs = c.stats().runs
+                assert (runs.delivered, runs.unused, runs.cancelled, runs.live) == (3, 1, 6, 0)
+            check_doors(c)
+
+    run(main())
+
+
+def test_what_is_finished_now_is_taken_though_no_task_has_ended() -> None:
+    async def main() -> None:
+        async with coordinator(partial_results="keep") as c:
+            await c.submit_batch(batch_id="1/x", tasks=tasks(c, 1, repeat_times=3), batch_type="eval")
+            await settle(c)
+            c.gates.end(("1/x", 0, 1))
+            await settle(c)
+            with pytest.raises(DeadlineError):  # one run is too few
+                await c.finalize_eval_batch("1/x", timeout=0, below_min="accept")
+            c.gates.end(("1/x", 0, 2))
+            await settle(c)
+            with pytest.raises(DeadlineError):
+                await c.finalize_eval_batch("1/x", timeout=0)
+            result = await c.finalize_eval_batch("1/x", timeout=0, below_min="accept")
+            assert (result["partial_task_count"], result["metrics"]["eval/x/reward/best@2"]) == (1, 1.0)
+            check_doors(c)
+
+    run(main())
+
+
+@pytest.mark.parametrize("inside", ["operator", "sink"])
+@pytest.mark.parametrize("stopped_by", ["shutdown", "cancel"])
+def test_payloads_in_a_commit_are_written_and_others_are_not(stopped_by: str, inside: str) -> None:
+    async def main() -> None:
+        sink, operator = Held(), HeldOperator()
+        held: Any = sink if inside == "sink" else operator
+        (operator if inside == "sink" else sink).gate.set()
+        async with coordinator(sink=sink, operators=(operator,)) as c:
+            processing = asyncio.create_task(c.process_experiences([rr.encode([experience()])]))
+            await until(held.inside)
+            if stopped_by == "cancel":
+                processing.cancel()
+            else:
+                closing = asyncio.create_task(c.shutdown())
+            await settle(c)
+            held.gate.set()
+            [said] = await asyncio.gather(processing, return_exceptions=True)
+            await (closing if stopped_by == "shutdown" else c.shutdown())
+            assert len(sink.uids) == (inside == "sink")
+            if stopped_by == "cancel":
+                assert isinstance(said, asyncio.CancelledError)
+            elif inside == "sink":
+                assert said["pipeline/out_count"] == 1
+            else:
+                assert isinstance(said, ClosedError)
+
+    run(main())
+
+
+def test_an_explorer_may_submit_many_batches_before_it_finalizes_the_first() -> None:
+    async def main() -> None:
+        async with coordinator() as c:
+            for step in range(100):
+                await c.submit_batch(batch_id=step, tasks=[rr.Task(good)], batch_type="train")
+            for step in range(100):
+                assert (await c.finalize_train_batch(step))["experience_count"] == 1
 
     run(main())
 

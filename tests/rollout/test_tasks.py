@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +17,46 @@ from recollect.rollout.models.pool import ModelPool, Models
 
 async def good(task: Any, models: Any) -> Any:
     return experience(reward=float(task.run_id))
+
+
+# -- names
+
+
+MODULE = """
+import recollect.rollout as rr
+
+@rr.workflow("{name}")
+async def flow(task, models):
+    return rr.Experience(tokens=[1, 2], prompt_length=1, logprobs=[-0.5], reward=1.0)
+
+@rr.operator("{name}")
+def half(x):
+    return x.replace(reward=x.reward / 2)
+"""
+
+
+def test_names_of_workflow_modules_are_known_without_an_import(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in ("tests_names_flow", "tests_names_operator"):
+        (tmp_path / f"{name}.py").write_text(MODULE.format(name=name))
+
+    async def main() -> None:
+        modules = ("tests_names_flow", "tests_names_operator")
+        fields = {"operators": ("tests_names_operator",), "workflow_modules": modules}
+        async with rr.RolloutCoordinator(rr.Config(**fields), []) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("tests_names_flow")], batch_type="train")
+            await c.finalize_train_batch(1)
+            assert (await c.sink.get(1)).reward.tolist() == [0.5]
+            with pytest.raises(ValueError, match="no_such_workflow"):
+                await c.submit_batch(batch_id=2, tasks=[rr.Task("no_such_workflow")], batch_type="train")
+        async with rr.RolloutCoordinator(rr.Config(workflow_modules=("no_such_module",)), []) as c:
+            with pytest.raises(ValueError, match="workflow_modules: .*no_such_module"):
+                await c.submit_batch(batch_id=1, tasks=[rr.Task("no_such_workflow")], batch_type="train")
+            assert c.batches() == []
+
+    run(main())
 
 
 # -- tasks

@@ -7,13 +7,11 @@ import multiprocessing
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from recollect.testing import leftovers
 from recollect.testing.leftovers import leaves_nothing
 
 
@@ -74,31 +72,6 @@ def test_mapping_without_descriptor_is_seen() -> None:
         mapped = mmap.mmap(fd, 4096)
         os.close(fd)
     mapped.close()
-
-
-@pytest.fixture
-def shm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A place of its own: in the real one other runs of the tests would see what is put there."""
-    assert Path("/dev/shm") == leftovers.SHM
-    monkeypatch.setattr(leftovers, "SHM", tmp_path)
-    return tmp_path
-
-
-def test_name_in_dev_shm_that_is_removed_a_little_later_is_none(shm: Path) -> None:
-    path = shm / "name"
-    with leaves_nothing():
-        path.touch()
-        remover = threading.Timer(0.3, path.unlink)
-        remover.start()
-    assert not path.exists()
-    remover.join()
-
-
-def test_name_in_dev_shm_is_seen(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(leftovers, "PATIENCE_S", 0.1)
-    path = shm / "name"
-    with pytest.raises(AssertionError, match=f"shared memory {path}"), leaves_nothing():
-        path.touch()
 
 
 def test_process_marker_applies_the_check(pytester: pytest.Pytester) -> None:

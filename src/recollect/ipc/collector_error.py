@@ -10,7 +10,6 @@ import signal
 import struct
 import sys
 import termios
-import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import Pipe
@@ -20,6 +19,7 @@ from typing import Any, NoReturn
 from recollect import errors
 from recollect.errors import CollectorError
 from recollect.memory.limits import available_nbytes, human_nbytes
+from recollect.text import safe, told
 
 LIMIT = 60 * 1024  # bytes of one report; a pipe holds 64 KiB, so an empty one takes it at once
 _SHARES = {"where": 1024, "type_name": 1024, "message": 8192, "notes": 8192}
@@ -56,10 +56,7 @@ class ExceptionWrapper:
         self.type_name = f"{kind.__module__}.{kind.__qualname__}"
         self.message = _message_of(error)
         self.notes = _notes_of(error)
-        try:
-            self.traceback_text = "".join(traceback.format_exception(error))
-        except Exception:  # a __str__ of the user's may raise
-            self.traceback_text = "".join(traceback.format_tb(error.__traceback__)) + self.type_name
+        self.traceback_text = told(error)
 
     def to_bytes(self, limit: int = LIMIT) -> bytes:
         """Return the report as JSON of at most `limit` bytes, long texts cut in the middle."""
@@ -72,7 +69,7 @@ class ExceptionWrapper:
                 "notes": _cut("\n".join(self.notes), min(share, _SHARES["notes"])).splitlines(),
                 "traceback_text": _cut(self.traceback_text, share),
             }
-            data = json.dumps(parts, ensure_ascii=False).encode("utf-8", "backslashreplace")
+            data = json.dumps(parts, ensure_ascii=False).encode()
             if len(data) <= limit:
                 return data
             share = share * 3 // 4
@@ -254,7 +251,7 @@ def _notes_of(error: BaseException) -> list[str]:
 
 def _cut(text: str, limit: int) -> str:
     """At most `limit` bytes of text: its beginning, a mark, its end."""
-    data = text.encode("utf-8", "backslashreplace")
+    data = safe(text).encode()
     if len(data) <= limit:
         return data.decode()
     mark = f"\n... {len(data) - limit} bytes cut ...\n"

@@ -15,6 +15,7 @@ from recollect.memory import shared
 from recollect.memory.closed import Closed
 from recollect.memory.latest import Latest
 from recollect.memory.shared import WORDS_AT, SharedSegment
+from recollect.text import safe
 
 KIND = "runner"
 LOOK_S = 0.1  # between looks at signals and at the other side
@@ -254,7 +255,7 @@ class Counters(Mailbox):
         index = dict(self._index)
         for name in amounts:
             index.setdefault(name, len(index))
-        text = "\n".join([phase.replace("\n", " "), *index]).encode()
+        text = safe("\n".join([phase.replace("\n", " "), *index])).encode()
         if len(index) > MOST_COUNTERS or len(text) >= _NAMES_NBYTES:
             raise ValueError(
                 f"counters: must be at most {MOST_COUNTERS} names of {_NAMES_NBYTES} bytes in all, got "

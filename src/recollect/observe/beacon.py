@@ -29,6 +29,7 @@ from recollect.observe.jobs import (
     Table,
     register,
 )
+from recollect.text import encoded
 
 MAX_NBYTES = 1 << 20  # of one state; untouched pages cost nothing
 HISTORY = 360  # points of each figure
@@ -106,9 +107,9 @@ class Beacon:
             self.kind, self.title, self._pid, self.started, monotonic() - self._start, state, figures, tables,
             self._charts, self._facts, self._history.seen(),
         )  # fmt: skip
-        block = _encoder.encode(snapshot)
+        block = encoded(_encoder.encode, snapshot)
         if len(block) > MAX_NBYTES:  # more than anyone can read: the numbers of now matter most
-            block = _encoder.encode(msgspec.structs.replace(snapshot, tables={}, history=History()))
+            block = encoded(_encoder.encode, msgspec.structs.replace(snapshot, tables={}, history=History()))
         if len(block) <= MAX_NBYTES:
             head = np.array([len(block)], np.uint64).view(np.uint8)
             self._box.publish_at([head, np.frombuffer(block, np.uint8)], [0, 8])

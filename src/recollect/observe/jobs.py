@@ -24,6 +24,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import AttachError, RecollectError
 from recollect.memory.latest import Latest
+from recollect.text import encoded
 
 STARTING, RUNNING = "starting", "running"
 COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
@@ -190,7 +191,7 @@ def register(kind: str, title: str, started: float, box: str) -> Path:
     entry = Entry(kind, title, pid, started, _core.process_word(pid), _pid_space(), box)
     path = runtime_dir() / f"{pid}-{secrets.token_hex(4)}.json"
     hidden = path.with_suffix(".new")
-    hidden.write_bytes(msgspec.json.encode(entry))
+    hidden.write_bytes(encoded(msgspec.json.encode, entry))
     hidden.replace(path)
     return path
 

@@ -2,14 +2,17 @@
 
 The dump is a replay dump (`manifest.json`, `storage/`) with one more file, `manager-<commit>.bin`, in the same commit.
 `log-<commit>.bin` beside it has what came after that commit, each record written before its answer leaves. A record
-that a kill cut short was never acknowledged, and is cut off.
+that a kill cut short was never acknowledged, and is cut off. Damage (a flipped bit, foreign bytes) costs the records
+it lies in: reading goes on at the next whole one, and a damaged log is kept as `damaged-log-<commit>.bin`.
 """
 
 from __future__ import annotations
 
+import mmap
 import os
 import struct
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +22,16 @@ from recollect import _core
 from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, open_inside, open_named, remove_inside, sync_directory
 from recollect.remote.forwarding import ForwardState
+from recollect.remote.wire import PREFIX, is_frame
 from recollect.replay import ReplayBuffer, snapshot
 from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
 
-_RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c
+_RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c of the frame and then of what precedes
 _MAGIC = 0x474F4C52  # "RLOG"
+_MARK = struct.pack("<I", _MAGIC)
 _MOST = 1 << 30
 NAME, LOG = "manager", "log"
-VERSION = 1
+VERSION = 2  # in version 1 the checksum was that of the frame alone
 
 
 class State(msgspec.Struct):
@@ -56,12 +61,13 @@ class Log:
         self._fd = open_inside(path, self.path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
-        self.is_torn = False  # it ends in what is no record: what followed would not be read
+        self.is_torn = False  # it ends in what is no record
+        self.damages: list[tuple[int, int]] = []  # from where to where `records` found no record
 
     def write(self, sender: int, frame: Any) -> None:
         """Append a frame; it outlives this process once this returns. All or nothing."""
         view = memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame)
-        head = _RECORD.pack(_MAGIC, view.nbytes, sender, _core.crc32c(view))
+        head = _head(view, sender)
         want = len(head) + view.nbytes
         try:
             done = os.writev(self._fd, [head, view])
@@ -91,28 +97,45 @@ class Log:
             self._unsynced = False
 
     def records(self) -> Iterator[tuple[int, bytes]]:
-        """The whole records, in order; what follows them is cut off."""
-        at = 0
-        with open(self.path, "rb") as f:
-            while True:
-                head = f.read(_RECORD.size)
-                if len(head) < _RECORD.size:
-                    break
-                magic, nbytes, sender, crc = _RECORD.unpack(head)
-                if magic != _MAGIC or nbytes > _MOST:
-                    break
-                frame = f.read(nbytes)
-                if len(frame) < nbytes or _core.crc32c(frame) != crc:
-                    break
-                at += _RECORD.size + nbytes
-                yield sender, frame
-        os.ftruncate(self._fd, at)
+        """The whole records, in order, those behind damage too; the last one, if a kill cut it short, is cut off."""
+        self.damages = []
+        size = os.fstat(self._fd).st_size
+        if not size:
+            return
+        with mmap.mmap(self._fd, size, access=mmap.ACCESS_READ) as data:
+            at = 0
+            while at < size:
+                found = _record_at(data, at)
+                if found is None:
+                    after = _next_record(data, at + 1)
+                    if after == size and _is_cut_short(data, at):
+                        break
+                    self.damages.append((at, after))
+                    at = after
+                    continue
+                sender, end = found
+                yield sender, data[at + _RECORD.size : end]
+                at = end
+        if at < size:
+            os.ftruncate(self._fd, at)
         self._end = self._before = at
 
     def remove(self) -> None:
-        """Close it, and remove the file: a newer dump has all that is in it."""
+        """Close it, and remove the file: a newer dump has all that is in it. A damaged one is kept."""
         self.close()
-        remove_inside(self.path.parent, self.path.name)
+        if not self.damages:
+            remove_inside(self.path.parent, self.path.name)
+
+    def keep_aside(self) -> Path:
+        """Give a damaged log, which another follows, a name under which nothing removes it."""
+        number = 0
+        while True:
+            more = f"-{number}" if number else ""
+            aside = self.path.with_name(f"damaged-{self.path.stem}{more}.bin")
+            if not os.path.lexists(aside):
+                os.rename(self.path, aside)
+                return aside
+            number += 1
 
     def close(self) -> None:
         if self._fd >= 0:
@@ -120,21 +143,76 @@ class Log:
             self._fd = -1
 
 
+def _head(frame: Any, sender: int) -> bytes:
+    lead = _RECORD.pack(_MAGIC, len(frame), sender, 0)[:-4]
+    return lead + struct.pack("<I", _core.crc32c(lead, _core.crc32c(frame)))
+
+
+def _record_at(data: Any, at: int) -> tuple[int, int] | None:
+    """The sender and the end of the record that begins here; None if no whole one does."""
+    if at + _RECORD.size > len(data):
+        return None
+    magic, nbytes, sender, crc = _RECORD.unpack_from(data, at)
+    start, end = at + _RECORD.size, at + _RECORD.size + nbytes
+    if (
+        magic != _MAGIC
+        or nbytes > _MOST
+        or end > len(data)
+        or not is_frame(data[start : start + PREFIX.size], nbytes)
+    ):
+        return None
+    frame = data[start:end]
+    own = _core.crc32c(frame)
+    return (sender, end) if crc in (own, _core.crc32c(data[at : start - 4], own)) else None
+
+
+def _next_record(data: Any, at: int) -> int:
+    """Where the next whole record begins; the end if there is none."""
+    while (at := data.find(_MARK, at)) >= 0:
+        if _record_at(data, at) is not None:
+            return at
+        at += 1
+    return len(data)
+
+
+def _is_cut_short(data: Any, at: int) -> bool:
+    """Whether the rest is the beginning of a record, as a kill in the middle of its write leaves it."""
+    rest = data[at : at + _RECORD.size + PREFIX.size]
+    if len(rest) < _RECORD.size:
+        return bool(rest.startswith(_MARK[: len(rest)]))
+    magic, nbytes, _, _ = _RECORD.unpack_from(rest)
+    if magic != _MAGIC or at + _RECORD.size + nbytes <= len(data):
+        return False
+    prefix = rest[_RECORD.size :]
+    return len(prefix) < PREFIX.size or is_frame(prefix, nbytes)
+
+
 def exists(path: Path) -> bool:
     """Whether a dump lies there."""
     return (path / "manifest.json").exists()
 
 
-def write(buffer: ReplayBuffer, path: Path, state: State, owned: OwnedDirectory | None = None) -> Log:
-    """Dump buffer and state in one commit, and return the log that follows it."""
+def write(
+    buffer: ReplayBuffer,
+    path: Path,
+    state: State,
+    owned: OwnedDirectory | None = None,
+    old: Log | None = None,
+) -> Log:
+    """Dump buffer and state in one commit, and return the log that follows it; `old` is the one before."""
     files = {NAME: msgspec.msgpack.encode(state)}
-    commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned)
+    damaged = old if old is not None and old.damages else None
+    keep = () if damaged is None else (damaged.path.name,)
+    commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned, keep=keep)
     log = Log(path, commit)
     try:
         sync_directory(path)
     except BaseException:
         log.close()
         raise
+    if damaged is not None:
+        with suppress(OSError):
+            damaged.keep_aside()
     return log
 
 
@@ -159,9 +237,9 @@ def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log
             state = msgspec.msgpack.decode(f.read(), type=State)
         except msgspec.MsgspecError as error:
             raise FormatError(f"{path / name}: cannot be read ({error}); it is damaged") from None
-    if state.version != VERSION:
+    if not 1 <= state.version <= VERSION:
         raise FormatError(
-            f"{path / name}: version must be {VERSION}, got {state.version}; use a newer release"
+            f"{path / name}: version must be at most {VERSION}, got {state.version}; use a newer release"
         )
     buffer = ReplayBuffer.load_from(
         path,

@@ -34,6 +34,7 @@ from recollect.remote.messages import (
     Scores,
     Sync,
     Welcome,
+    note,
 )
 from recollect.remote.packed import Packed
 from recollect.remote.ranks import HOST
@@ -43,12 +44,12 @@ from recollect.remote.shelf import Shelf
 from recollect.remote.store import Outcome
 from recollect.remote.wire import MAX_FRAME, MOST_FRAME, cut_items, cut_values, decode, encode, joined
 from recollect.remote.writers import Writer, Writers
+from recollect.text import told_briefly
 
 if TYPE_CHECKING:
     from recollect.remote.manager import ReplayBufferManager
 
 HERE = bytes(16)  # the writer of `add`
-_TEXT = 60_000  # the most of an error's text that travels
 _HEAD_NBYTES = 4096  # room in a frame for all but the items
 
 
@@ -200,7 +201,7 @@ class Desk:
         try:
             scores = self.shelf.score(packed, outcome, sender)
         except ScoringError as error:
-            message = Failed(data.request, "ScoringError", str(error)[:_TEXT], kept=error.kept)
+            message = Failed(data.request, "ScoringError", note(str(error)), kept=error.kept)
         else:
             rejected = {reason: n for reason, n in outcome.rejected.items() if n}
             # An item that a later one of its container displaced was kept, and then evicted.
@@ -274,8 +275,8 @@ class Desk:
             frame = encode(Metadata(message.request, values), tag=METADATA_TAG, max_frame=self._max_frame)
             decode(joined(frame), max_frame=self._max_frame)  # what nobody could read is told, not sent
         except Exception as error:
-            text = f"_compute_metadata: raised {error!r}; return plain values by name"
-            frame = encode(Failed(message.request, "RemoteError", text[:_TEXT]), tag=METADATA_TAG)
+            text = f"_compute_metadata: raised {told_briefly(error)}; return plain values by name"
+            frame = encode(Failed(message.request, "RemoteError", note(text)), tag=METADATA_TAG)
         return [Reply(sender, METADATA_TAG, frame)]
 
     # -- time
@@ -310,7 +311,9 @@ class Desk:
 
     def stats(self, **more: Any) -> ManagerStats:
         forwarded = None if self.forwarder is None else self.forwarder.stats()
-        return self.shelf.stats(forwarded=forwarded, dump_errors=self.saving.n_failed, **more)
+        return self.shelf.stats(
+            forwarded=forwarded, dump_errors=self.saving.n_failed, log_damages=self.saving.n_damaged, **more
+        )
 
     def close(self) -> None:
         """Give up the buffer and the log."""
@@ -319,7 +322,7 @@ class Desk:
 
 
 def _failed(sender: int, request: int, error: str, text: str, expected: int = 0) -> Reply:
-    return Reply(sender, DATA_TAG, encode(Failed(request, error, text[:_TEXT], expected=expected)))
+    return Reply(sender, DATA_TAG, encode(Failed(request, error, note(text), expected=expected)))
 
 
 def _parts(packed: Packed, most: int) -> list[Packed]:

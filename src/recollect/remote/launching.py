@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection, wait
@@ -18,6 +17,7 @@ from recollect.remote.carriers.local import LocalCarrier
 from recollect.remote.carriers.tcp import TcpCarrier
 from recollect.remote.client import RemoteReplay
 from recollect.remote.ranks import RankLayout, rank_layout
+from recollect.text import told
 
 Work = Callable[["Context"], Any]
 _LISTEN_S = 60.0  # until a manager listens
@@ -238,8 +238,8 @@ def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int
             pipe.send(run_rank(worker, manager, layout, carrier, seed))
         finally:
             carrier.close()
-    except BaseException:
-        pipe.send(("error", f"rank {rank}: {traceback.format_exc()}"))
+    except BaseException as error:
+        pipe.send(("error", f"rank {rank}: {told(error)}"))
     finally:
         pipe.close()
 

@@ -11,6 +11,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from recollect.text import safe
+
 DATA_TAG = 0
 """Carries everything but the answers to GetMetadata."""
 METADATA_TAG = 1
@@ -23,6 +25,12 @@ Name = Annotated[str, Meta(max_length=255)]
 Note = Annotated[str, Meta(max_length=65_536)]
 SpaceText = Annotated[str, Meta(max_length=4 << 20)]
 Counts = dict[Name, Count]
+_NOTE_CHARS = 60_000
+
+
+def note(text: str) -> str:
+    """Return as much of a text as a Note holds: cut once it is safe, for an escape is longer."""
+    return safe(text)[:_NOTE_CHARS]
 
 
 class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):

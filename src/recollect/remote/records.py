@@ -34,7 +34,8 @@ class Checkpoint:
     """Where a manager writes itself, how often, and whether it goes on from what is there.
 
     A dump that the disk refuses is counted (`dump_errors`), warned of and tried again; until then the log goes on. A
-    container that cannot be logged is refused.
+    container that cannot be logged is refused. Damage in a log costs the containers it lies in; it is warned of and
+    counted (`log_damages`), and the damaged log is kept beside the new one.
 
     >>> Checkpoint("runs/m0", resume=True)
     Checkpoint(path='runs/m0', every_s=300.0, resume=True, power_safe=False)
@@ -103,7 +104,8 @@ class Sender:
 class ManagerStats:
     """What a manager was offered and by which door it left: offered = live + evicted + removed + rejected + passed.
 
-    `rejected` is by reason; `senders` by rank; `phases` only with `timing`.
+    `rejected` is by reason; `senders` by rank; `phases` only with `timing`. `log_damages`: places of its log that were
+    damaged when it resumed.
     """
 
     offered: int
@@ -125,6 +127,7 @@ class ManagerStats:
     phases: Mapping[str, Phase] = field(default_factory=dict)
     forwarded: Any = None
     dump_errors: int = 0
+    log_damages: int = 0
 
     @property
     def n_rejected(self) -> int:

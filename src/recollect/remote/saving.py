@@ -39,6 +39,7 @@ class Saving:
         self.log: saved.Log | None = None
         self._owned: OwnedDirectory | None = None
         self.n_failed = 0  # dumps that could not be written
+        self.n_damaged = 0  # places of the log, in this process, that held no record
         self._dumped_at = 0.0  # or tried in vain
         self._forwards_as: bytes | None = None  # in the dump
         self._log_is_over = False  # a restart would not read it, or not all of it
@@ -143,7 +144,7 @@ class Saving:
         path, old = Path(self.checkpoint.path), self.log
         try:
             with self.shelf.manager._timing.phase("dump"):
-                self.log = saved.write(self.shelf.buffer, path, self._state(), self._owned)
+                self.log = saved.write(self.shelf.buffer, path, self._state(), self._owned, old)
         except OSError:
             self.n_failed += 1
             # It may have failed behind its commit: then a restart takes that one, and looks for another log.
@@ -178,11 +179,7 @@ class Saving:
             self._check_config(path, state.config)
             self.shelf.adopt(buffer)
             self._load(state)
-            for sender, frame in log.records():
-                message, _, body = decode(frame, max_frame=MOST_FRAME)
-                if not isinstance(message, Data):
-                    raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
-                repeat(sender, message, body)
+            self._repeat_all(log, repeat)
             if self.forwarder is not None:
                 self.forwarder.log_is_repeated()
         except BaseException:
@@ -191,6 +188,42 @@ class Saving:
             raise
         self.log = log
         self._dumped_at = monotonic()
+        if self.n_damaged:
+            self._tell_damage(log)
+
+    def _repeat_all(self, log: saved.Log, repeat: Repeat) -> None:
+        """Do the work of a log again, each container once, also behind damage and in whatever order they are."""
+        done: set[tuple[bytes, int]] = set()
+        n_twice = 0
+        dumped = {writer: record.last_seq for writer, record in self.writers.by_id.items()}
+        for sender, frame in log.records():
+            message, _, body = decode(frame, max_frame=MOST_FRAME)
+            if not isinstance(message, Data):
+                raise RemoteError(f"{log.path}: must hold containers, got something else; it is damaged")
+            number = (message.writer, message.seq)
+            if number in done or message.seq <= dumped.get(message.writer, 0):
+                n_twice += 1
+                continue
+            done.add(number)
+            known = self.writers.get(message.writer)
+            before = 0 if known is None else known.last_seq
+            repeat(sender, message, body)
+            record = self.writers.get(message.writer)
+            if record is not None:
+                record.last_seq = max(before, message.seq)
+        self.n_damaged = len(log.damages) + n_twice
+
+    def _tell_damage(self, log: saved.Log) -> None:
+        """Say what was lost, and begin a new log, so that the damaged one can be kept as it is."""
+        lost = sum(end - first for first, end in log.damages)
+        kept = log.path.with_name(f"damaged-{log.path.name}")
+        warnings.warn(
+            f"{log.path}: is damaged in {self.n_damaged} places ({lost} bytes, from byte {log.damages[0][0]} on); the "
+            f"containers there are lost, all others were kept; the file is kept as {kept.name}; check the disk"
+            if log.damages else f"{log.path}: holds {self.n_damaged} containers twice; each was taken once",
+            RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
+        self.try_dump()
 
     def _check_config(self, path: Path, config: dict[str, Any]) -> None:
         for name, value in self.config.items():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -10,8 +9,10 @@ import numpy as np
 
 from recollect.errors import ScoringError
 from recollect.remote.items import ItemSpace
+from recollect.remote.messages import note
 from recollect.remote.packed import Packed
 from recollect.remote.trajectories import Array
+from recollect.text import safe, told
 
 Scoring = Callable[..., Mapping[str, float]]
 BASELINE = "baseline_log_reward"
@@ -81,15 +82,15 @@ def call_scoring(function: Scoring, scored: Scored, sender_rank: int) -> dict[st
     """Call a scoring function and return a copy of its scores; ScoringError for whatever else happens."""
     try:
         found = function(scored, sender_rank=sender_rank)
-    except Exception:
-        raise ScoringError(f"scoring_function: raised; {traceback.format_exc(limit=-3)}"[:60_000]) from None
+    except Exception as error:
+        raise ScoringError(note(f"scoring_function: raised; {told(error, limit=-3)}")) from None
     if not isinstance(found, Mapping):
         raise ScoringError(
             f"scoring_function: must return a dict of numbers by name, got {type(found).__name__}"
         )
     scores = {}
     for name, value in dict[Any, Any](found).items():
-        if not isinstance(name, str) or len(name) > 255:
+        if not isinstance(name, str) or len(name := safe(name)) > 255:
             raise ScoringError(f"scoring_function: names must be short strings, got {name!r:.80}")
         number = value.item() if isinstance(value, np.ndarray | np.generic) and np.ndim(value) == 0 else value
         if isinstance(number, bool) or not isinstance(number, int | float):

@@ -11,7 +11,7 @@ from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedErr
 from recollect.remote.backends import carrier_of
 from recollect.remote.carriers.base import Carrier, is_over
 from recollect.remote.desk import Reply
-from recollect.remote.messages import DATA_TAG, AnyMessage, Failed
+from recollect.remote.messages import DATA_TAG, AnyMessage, Failed, note
 from recollect.remote.wire import decode, encode
 
 if TYPE_CHECKING:
@@ -95,8 +95,8 @@ class Serving:
         for_ever = self._refuse(sender)
         if received.message is None or for_ever:
             return []
-        text = str(received.error)[:60_000]
-        return [Reply(sender, DATA_TAG, encode(Failed(received.message.request, "FrameError", text)))]
+        failed = Failed(received.message.request, "FrameError", note(str(received.error)))
+        return [Reply(sender, DATA_TAG, encode(failed))]
 
     def _refuse(self, sender: int) -> bool:
         """Count a malformed frame and close its sender's connection; True if that is for ever."""

@@ -18,6 +18,7 @@ import numpy as np
 from recollect import _core
 from recollect.errors import FrameError
 from recollect.remote.messages import PROTOCOL, AnyMessage, Data, Items, Metadata, Sync
+from recollect.text import encoded
 
 PREFIX = struct.Struct("<IHHIIQII")
 MAGIC = 0x4C434552  # "RECL"
@@ -63,7 +64,7 @@ def encode(
 
     Ownership: the parts are views of the blocks; keep those unchanged until the carrier is done with them.
     """
-    head = _encoder.encode(message)
+    head = encoded(_encoder.encode, message)
     parts: list[Any] = [b""]
     crc = nbytes = 0
     at = PREFIX.size + len(head)
@@ -116,6 +117,15 @@ def decode(frame: Any, *, max_frame: int = MAX_FRAME) -> tuple[AnyMessage, int, 
     if n_body and not isinstance(message, Data | Items | Sync):
         raise FrameError(f"frame: {type(message).__name__} has no blocks, got {n_body} bytes")
     return message, tag, body
+
+
+def is_frame(prefix: bytes, nbytes: int) -> bool:
+    """Whether the first bytes of a frame fit one of this size."""
+    if len(prefix) < PREFIX.size:
+        return False
+    magic, _, _, n_head, _, n_body, _, zero = PREFIX.unpack_from(prefix)
+    at = PREFIX.size + n_head
+    return bool(magic == MAGIC and not zero and at + (-at % ALIGNMENT if n_body else 0) + n_body == nbytes)
 
 
 def check_plain(value: Any) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -36,11 +36,13 @@ def dump(
     *,
     log: str | None = None,
     owned: OwnedDirectory | None = None,
+    keep: Collection[str] = (),
 ) -> int:
     """Do `buffer.dumps(path, cut_open=cut_open)`; return the number of the commit.
 
     `beside` are more files below `storage/`, by name without extension: they are part of the same commit. The file
     `<log>-<commit>.bin` belongs to it too, and is removed with it. `owned` is the directory if it is locked already.
+    Files of the last commit to `keep` stay, though this one does not name them.
     """
     if not cut_open and buffer.engine.has_open_segment():
         raise SegmentOpenError(
@@ -64,6 +66,7 @@ def dump(
         return 0
     with DumpWriter(Path(path), owned) as writer:
         writer.log = log
+        writer.keep.update(keep)
         for name, data in (beside or {}).items():
             with writer.file(f"{name}-{writer.commit}.bin") as f:
                 f.write(data)

@@ -19,6 +19,7 @@ async def submit(desk: Desk, batch_id: BatchId, tasks: list[Task], batch_type: A
                  priority: int | None) -> None:  # fmt: skip
     """Register a batch and return once it is admitted; a refused one leaves no trace."""
     check_arguments(batch_id, tasks, batch_type, min_wait_num, priority)
+    forget_cancelled(desk)
     if batch_id in desk.batches:
         raise ValueError(
             f"batch_id: must not be that of a live batch, got {batch_id!r}; finalize or abort it"
@@ -61,20 +62,32 @@ def _refuse(desk: Desk, sub: Submission) -> None:
 
 def withdraw(desk: Desk, sub: Submission, error: Exception | None) -> None:
     """Take a waiting submission back; nothing of it stays."""
-    if sub in desk.waiting:
-        desk.waiting.remove(sub)
-    if sub.timer is not None:
-        sub.timer.cancel()
     batch = sub.batch
     if desk.batches.get(batch.id) is batch and not batch.admitted:
         del desk.batches[batch.id]
         raise_in(batch, error or KeyError(f"batch {batch.id!r}: its submission was withdrawn"))
-    if error is not None and not sub.future.done():
-        sub.future.set_exception(error)
+    leave(desk, sub, error)
+
+
+def leave(desk: Desk, sub: Submission, error: Exception | None = None) -> None:
+    """A submission waits no longer; its caller is told unless the call was cancelled."""
+    if sub in desk.waiting:
+        desk.waiting.remove(sub)
+    if sub.timer is not None:
+        sub.timer.cancel()
+    if not sub.future.done():
+        sub.future.set_result(None) if error is None else sub.future.set_exception(error)
+
+
+def forget_cancelled(desk: Desk) -> None:
+    """A cancelled submission is withdrawn in the turn of its cancel, before its own task hears of it."""
+    for sub in [sub for sub in desk.waiting if sub.future.cancelled()]:
+        withdraw(desk, sub, None)
 
 
 def admit(desk: Desk) -> None:
     """Admit who waits, in order; one that capacity holds up holds up those behind it."""
+    forget_cancelled(desk)
     full = ""
     for sub in list(desk.waiting):
         if sub not in desk.waiting:  # the one before it started work, which made room, which let it in
@@ -83,12 +96,8 @@ def admit(desk: Desk) -> None:
         full = full or no_room(sub.batch, live, desk.scheduler.n_queued, desk.config)
         sub.batch.not_admitted = full or _too_early(desk, sub.batch)
         if not sub.batch.not_admitted:
-            desk.waiting.remove(sub)
-            if sub.timer is not None:
-                sub.timer.cancel()
+            leave(desk, sub)
             _enter(desk, sub.batch)
-            if not sub.future.done():
-                sub.future.set_result(None)
 
 
 def _too_early(desk: Desk, batch: BatchRecord) -> str:

@@ -94,7 +94,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     stragglers: Literal["cancel", "carry"] = "cancel"
     partial_results: Literal["drop", "keep", "raise"] = "drop"
     min_group_size: int = 2
-    max_batches: int = 16
+    max_batches: int = 1024
     max_queued_runs: int = 1_000_000
     max_staged_nbytes: int = 2**30
     history: int = 256
@@ -112,7 +112,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     def __post_init__(self) -> None:
         for info in msgspec.structs.fields(Config):
             _check_field(info.name, info.type, getattr(self, info.name))
-        _check_operators(self.operators)
+        _check_operators(self.operators, self.workflow_modules)
         _check_sink(self.sink)
 
     def replace(self, **changes: Any) -> Config:
@@ -158,9 +158,12 @@ def _is_choice(kind: Any) -> bool:
     return getattr(kind, "__origin__", None) is Literal
 
 
-def _check_operators(operators: tuple[Any, ...]) -> None:
-    from recollect.rollout.operators import make_operator
+def _check_operators(operators: tuple[Any, ...], modules: tuple[str, ...]) -> None:
+    from recollect.rollout.operators import is_known, make_operator
+    from recollect.rollout.tasks import import_modules
 
+    if not all(map(is_known, operators)):
+        import_modules(modules)
     for position, spec in enumerate(operators):
         make_operator(spec, f"operators[{position}]")
 

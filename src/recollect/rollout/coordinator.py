@@ -19,6 +19,7 @@ from recollect.rollout.decoding import decode
 from recollect.rollout.desk import Desk
 from recollect.rollout.events import Event
 from recollect.rollout.observe import Stats
+from recollect.rollout.passing import pass_payloads
 from recollect.rollout.schema import Plan
 from recollect.rollout.sinks import ReplaySink
 from recollect.rollout.state import BatchId, BatchState, BatchType
@@ -169,6 +170,7 @@ class RolloutCoordinator:
         check_id(batch_id)
         if type(reason) is not str or not reason:
             raise ValueError(f"reason: must be a non-empty str, got {reason!r}")
+        admission.forget_cancelled(desk)
         batch = desk.batches.get(batch_id)
         if batch is not None:
             await aborting.abort(desk, batch, reason, keep_partial_results)
@@ -215,10 +217,7 @@ class RolloutCoordinator:
         except FormatError:
             desk.payloads_refused += 1
             raise
-        commit_id = f"{desk.config.name}-payloads-{desk.next_group}"  # like a group id, never used twice
-        desk.next_group += 1
-        delivery = await desk.pipeline.run(given, commit_id, desk.version)
-        return delivery.metrics
+        return await pass_payloads(self._check(), given)
 
     # -- seeing
 

@@ -14,12 +14,23 @@ from recollect.rollout.state import BatchLifecycleState, BatchState
 ERRORS_SHOWN = 8
 
 
+def kept_unfinished(batch: BatchRecord, config: Config, carries: bool) -> list[TaskRecord]:
+    """The tasks whose good runs would be used if a cut came now, though other runs of theirs have not ended."""
+    if config.partial_results != "keep" or _carries(batch, config, carries):
+        return []
+    left = (task for task in batch.tasks if task.status is None)
+    return [task for task in left if task.is_kept(config.partial_results, config.min_group_size)]
+
+
+def _carries(batch: BatchRecord, config: Config, carries: bool) -> bool:
+    return carries and config.stragglers == "carry" and not batch.is_eval
+
+
 def cut_of(batch: BatchRecord, config: Config, carries: bool) -> Cut:
     """Fix which tasks count; tasks that have not ended are cancelled, or carried on if they have started."""
     good = [task for task in batch.tasks if task.is_good(config.partial_results, config.min_group_size)]
     left = [task for task in batch.tasks if task.status is None]
-    carries = carries and config.stragglers == "carry" and not batch.is_eval
-    carried = sum(task.started for task in left) if carries else 0
+    carried = sum(task.started for task in left) if _carries(batch, config, carries) else 0
     return Cut(good, len(left) - carried, carried)
 
 

@@ -56,6 +56,7 @@ class Desk:
         self.carriers: list[BatchRecord] = []  # tasks that outlived the cut of their batch
         self.history: OrderedDict[BatchId, Ending] = OrderedDict()
         self.waiting: list[Submission] = []
+        self.other_passes: dict[asyncio.Task[Any], bool] = {}  # of payloads; whether the commit has begun
         self.doors = RunDoors()
         self.n_batches = self.next_group = 0
         self.k = 0  # train batches admitted, aborted ones taken out

@@ -16,8 +16,10 @@ S = BatchLifecycleState
 def end(
     desk: Desk, batch: BatchRecord, state: S, result: dict[str, Any] | None = None, reason: str | None = None
 ) -> None:
-    """Move to an end, count every run by its door, and let go of the payloads."""
+    """Move to an end, tell waiters, stop what runs, count every run by its door, and let go of the payloads."""
     move(batch.state, state)
+    if reason is not None:
+        raise_in(batch, aborted(batch, reason))
     batch.state.final_result = result
     batch.reason = reason
     if batch.admitted:
@@ -34,6 +36,7 @@ def end(
 
 
 def _settle(desk: Desk, batch: BatchRecord, state: S, delivered: bool) -> None:
+    desk.scheduler.drop_work(batch)
     count_doors(desk.doors, batch, delivered)
     desk.scheduler.remove(batch)
     desk.scheduler.stage_bytes(batch, -batch.staged_nbytes)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-import traceback
 import types
 from collections.abc import Callable, Generator
 from contextlib import suppress
@@ -25,6 +24,7 @@ from recollect.rollout.schema import Plan
 from recollect.rollout.state import BatchId
 from recollect.rollout.tasks import GiveUp, Result, Work, Workflow, as_result
 from recollect.rollout.threads import Threads
+from recollect.text import safe, told
 
 TRACEBACK_CHARS = 8_000
 
@@ -184,7 +184,7 @@ def _timed(coroutine: Any, lag: Lag, name: str) -> Generator[Any, Any, Any]:
 
 def failure(run_id: int, error: BaseException) -> Outcome:
     """Return the outcome of a run that raised; GiveUp and a value off its space are final."""
-    text = "".join(traceback.format_exception(error))
+    text = told(error)
     if len(text) > TRACEBACK_CHARS:
         text = text[:2_000] + "\n...\n" + text[-TRACEBACK_CHARS + 2_000 :]
     return Outcome(run_id, False, 0.0, error=text, final=isinstance(error, GiveUp | SchemaError))
@@ -239,7 +239,7 @@ def _metrics(result: Result, rows: list[Experience]) -> tuple[dict[str, float], 
         except (TypeError, ValueError, OverflowError):
             number = math.nan
         if math.isfinite(number):
-            metrics[str(name)] = number
+            metrics[safe(str(name))] = number
         else:
             bad += 1
     return metrics, bad

@@ -9,6 +9,7 @@ from typing import Any
 
 from recollect.errors import BatchAborted, BatchFailed, DeadlineError
 from recollect.rollout.clock import Timer, checked_seconds
+from recollect.rollout.cutting import kept_unfinished
 from recollect.rollout.desk import Desk
 from recollect.rollout.ending import aborted
 from recollect.rollout.passing import joined, pass_of
@@ -59,16 +60,16 @@ def verdict(batch: BatchRecord, finalizer: Finalizer, now: float) -> Verdict:
         if good >= need or finalizer.below_min == "accept":
             return Verdict(cut=True)
         return Verdict(error=failed(batch, f"at least {need} of {n} tasks must be good"))
+    if late:
+        good += len(kept_unfinished(batch, config, carries=True))
+        need = least or n + 1
+        if good >= need or (finalizer.below_min == "accept" and good):
+            return Verdict(cut=True)
+        return Verdict(error=_deadline(batch))
     if least is not None and good >= least and batch.min_reached_at is not None:
         enough = batch.min_reached_at + config.wait_after_min_s
-        if late or now >= enough:
-            return Verdict(cut=True)
-        return Verdict(at=min(enough, finalizer.deadline))
-    if not late:
-        return Verdict(at=finalizer.deadline)
-    if finalizer.below_min == "accept" and good:
-        return Verdict(cut=True)
-    return Verdict(error=_deadline(batch))
+        return Verdict(cut=True) if now >= enough else Verdict(at=min(enough, finalizer.deadline))
+    return Verdict(at=finalizer.deadline)
 
 
 def _deadline(batch: BatchRecord) -> DeadlineError:

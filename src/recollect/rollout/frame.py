@@ -15,6 +15,7 @@ from recollect._core import crc32c, join_summed
 from recollect.errors import FormatError
 from recollect.rollout.schema import ALIGNMENT
 from recollect.rollout.state import BatchId
+from recollect.text import encoded
 
 MAGIC, VERSION = b"RCXP", 1
 PREFIX = struct.Struct("<4sHHIQII4x")
@@ -60,7 +61,7 @@ def body_of(blocks: list[list[Any]], sizes: list[int]) -> tuple[list[Any], int]:
 
 def framed(head: Head, parts: list[Any], nbytes: int) -> bytes:
     """Join head and body, which is copied and summed in one pass."""
-    about = _encode(head)
+    about = encoded(_encode, head)
     prefix = PREFIX.pack(MAGIC, VERSION, 0, len(about), nbytes, crc32c(about), 0)
     return join_summed(prefix + about + _PADS[-(PREFIX.size + len(about)) % ALIGNMENT], parts, _CRC_AT)
 

@@ -23,7 +23,7 @@ from recollect.errors import SchemaError
 from recollect.rollout.config import Config
 from recollect.rollout.coordinator import RolloutCoordinator
 from recollect.rollout.state import BatchLifecycleState
-from recollect.rollout.tasks import Task
+from recollect.rollout.tasks import Task, import_modules
 
 Told = Callable[[dict[str, Any]], None]
 
@@ -97,8 +97,7 @@ class Job:
         for number in ("batch_size", "steps", "repeat_times"):
             _check_count(f"train.{number}", getattr(spec.train, number), 1)
         _check_count("train.ahead", spec.train.ahead, 0)
-        for module in self.config.workflow_modules:
-            import_module(module)
+        import_modules(self.config.workflow_modules)
         self.train_rows = self._rows("train", spec.train)
         self.eval_rows = [] if spec.eval is None else self._rows("eval", spec.eval)
 

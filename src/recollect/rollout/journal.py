@@ -13,6 +13,7 @@ import os
 import sqlite3
 import threading
 import time
+import warnings
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -50,7 +51,8 @@ class Journal:
     """An open journal.
 
     Ownership: owns the database and its thread. Concurrency: called from the coordinator's loop; only the thread
-    touches the database. A failed write is raised by the next `flush`.
+    touches the database. What could not be written is kept and written first the next time; `flush` raises until
+    everything is.
     """
 
     def __init__(self, path: str, config: Any, layout: str, loop: asyncio.AbstractEventLoop) -> None:
@@ -60,7 +62,7 @@ class Journal:
         self._changes: SimpleQueue[list[Change] | asyncio.Future[None] | None] = SimpleQueue()
         self._serials: dict[BatchRecord, int] = {}
         self._next_serial = 1
-        self._failure: Exception | None = None
+        self._unwritten: list[list[Change]] = []  # what failed, in order; only the thread touches it
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
         self._opened: asyncio.Future[Restored] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
@@ -166,11 +168,9 @@ class Journal:
         done: asyncio.Future[None] = self.loop.create_future()
         self._changes.put(done)
         await done
-        if self._failure is not None:
-            raise self._failure
 
     async def close(self) -> None:
-        """Record what waits, and close."""
+        """Record what waits, and close; warns if that cannot be recorded."""
         self._changes.put(None)
         if self._thread.is_alive():
             await self._ended
@@ -190,14 +190,20 @@ class Journal:
                 while self._write_group(database):
                     pass
         except BaseException as error:
-            broken = (
-                error
-                if isinstance(error, FormatError)
-                else FormatError(f"{self.path}: cannot be read: {error!r}")
-            )
+            broken = self._broken(error)
             self._answer(self._opened, None, broken)
         finally:
             self._answer(self._ended, None, None)
+
+    def _broken(self, error: BaseException) -> Exception:
+        """What to tell of a journal that could not be read: the disk is not the file."""
+        if isinstance(error, FormatError):
+            return error
+        if getattr(error, "sqlite_errorname", "").startswith(
+            ("SQLITE_FULL", "SQLITE_IOERR", "SQLITE_CANTOPEN")
+        ):
+            return OSError(f"{self.path}: cannot be opened ({error}); free the disk, or mend it")
+        return FormatError(f"{self.path}: cannot be read: {error!r}")
 
     def _answer(self, future: asyncio.Future[Any], value: Any, error: BaseException | None) -> None:
         def answer() -> None:
@@ -216,18 +222,34 @@ class Journal:
                 group.append(self._changes.get(timeout=max(0.0, ends - time.monotonic())))
             except Empty:
                 break
-        try:
-            if self._failure is None:
-                with database:
-                    for changes in group:
-                        for statement, values in changes if isinstance(changes, list) else ():
-                            database.execute(statement, values)
-        except Exception as error:
-            self._failure = error
+        failure = self._write(database, [change for change in group if isinstance(change, list)])
         for change in group:
             if isinstance(change, asyncio.Future):
-                self._answer(change, None, None)
+                self._answer(change, None, failure)
+        if group[-1] is None and failure is not None:
+            self.loop.call_soon_threadsafe(self._tell_lost, failure, len(self._unwritten))
         return group[-1] is not None
+
+    def _write(self, database: sqlite3.Connection, group: list[list[Change]]) -> Exception | None:
+        """Write changes after those that failed before, all or nothing; return what went wrong."""
+        self._unwritten += group
+        try:
+            if database.in_transaction:  # the last one failed, and so did its end
+                database.rollback()
+            with database:
+                for changes in self._unwritten:
+                    for statement, values in changes:
+                        database.execute(statement, values)
+        except Exception as error:
+            return error
+        self._unwritten = []
+        return None
+
+    def _tell_lost(self, failure: Exception, n: int) -> None:
+        warnings.warn(
+            f"{self.path}: {n} changes could not be recorded ({failure}); what they tell of is done again after the "
+            "next prepare; free the disk", RuntimeWarning, stacklevel=2,
+        )  # fmt: skip
 
     def _connect(self) -> sqlite3.Connection:
         if os.path.exists(self.path) and not os.path.isfile(self.path):

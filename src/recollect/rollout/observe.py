@@ -87,6 +87,7 @@ class Trace:
     def __init__(self, path: Path) -> None:
         self.path = path
         self._kept: list[str] = []
+        self._failure: OSError | None = None
         self.path.write_text('{"traceEvents": [\n')
 
     def add(self, name: str, start: float, end: float, lane: int = 0, **about: Any) -> None:
@@ -98,13 +99,20 @@ class Trace:
             self._write("")
 
     def close(self) -> None:
-        """Write the rest, and end the file."""
+        """Write the rest, and end the file; OSError if some of it could not be written."""
         self._kept.append(json.dumps({"name": "end", "ph": "M", "pid": 0}))
         self._write("\n]}")
+        if self._failure is not None:
+            raise self._failure
 
     def _write(self, end: str) -> None:
-        with self.path.open("a") as file:
-            file.write(",\n".join(self._kept) + (end or ",\n"))
+        """Write what is kept. A batch must not suffer from a full disk of its trace: `close` tells of that."""
+        try:
+            if self._failure is None:
+                with self.path.open("a") as file:
+                    file.write(",\n".join(self._kept) + (end or ",\n"))
+        except OSError as error:
+            self._failure = error
         self._kept.clear()
 
 

@@ -43,6 +43,12 @@ def operator(name: str) -> Callable[[Any], Any]:
     return register
 
 
+def is_known(spec: Any) -> bool:
+    """Whether this process knows an operator; a name may be that of a module which is not imported yet."""
+    name = spec.get("name") if isinstance(spec, Mapping) else spec
+    return not isinstance(name, str) or name in _registered
+
+
 def make_operator(spec: Any, path: str = "operator") -> tuple[str, Operator]:
     """Return (name, operator) of a callable, a name or a table; SchemaError naming `path`."""
     from recollect.rollout.config import _nearest
@@ -112,6 +118,9 @@ def _group_of_runs(x: Experiences, run: Array) -> Array:
 class ShapeReward:
     """Adds weighted metrics to the reward, or sets it by `fn(x) -> (N,)`; then clips it.
 
+    A row without a metric is not changed by it and is counted (`missing`). A metric that no row of a pass has is an
+    error, since its name may be wrong; with `missing="zero"`, for a metric that is rare, it is not.
+
     >>> ShapeReward({"length": -0.01}).weights
     {'length': -0.01}
     """
@@ -119,6 +128,11 @@ class ShapeReward:
     weights: Mapping[str, float] = field(default_factory=dict)
     fn: Callable[[Experiences], Any] | None = None
     clip: tuple[float, float] | None = None
+    missing: str = field(default="raise", kw_only=True)
+
+    def __post_init__(self) -> None:
+        if self.missing not in ("raise", "zero"):
+            raise ValueError(f"missing: must be 'raise' or 'zero', got {self.missing!r}")
 
     def __call__(self, x: Experiences) -> Outcome:
         if self.fn is not None:
@@ -126,10 +140,19 @@ class ShapeReward:
             counts: dict[str, float] = {}
         else:
             x, counts = with_reward(x)
-            metrics = x.metrics
+            metrics, n_missing = x.metrics, 0
             reward = x.reward.astype(np.float64)
             for name, weight in self.weights.items():
-                reward = reward + weight * np.nan_to_num(metrics.get(name, np.zeros(len(x))))
+                values = metrics.get(name, np.full(len(x), np.nan))
+                is_missing = np.isnan(values)
+                if len(x) and is_missing.all() and self.missing == "raise":
+                    raise SchemaError(
+                        f"weights: must name metrics of the experience, got {name!r}, which no row has; "
+                        f"there are {sorted(metrics)}; if it is rare, set missing='zero'"
+                    )
+                reward = reward + weight * np.nan_to_num(values)
+                n_missing += int(is_missing.sum())
+            counts |= {"missing": float(n_missing)} if n_missing else {}
         if self.clip is not None:
             reward = np.clip(reward, *self.clip)
         return x.replace(reward=reward.astype(np.float32)), counts

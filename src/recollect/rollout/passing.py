@@ -10,7 +10,7 @@ from typing import Any
 from recollect.errors import ClosedError, PipelineError
 from recollect.rollout import cutting
 from recollect.rollout.desk import Desk
-from recollect.rollout.ending import end
+from recollect.rollout.ending import aborted, end
 from recollect.rollout.records import BatchRecord, Joined, TaskRecord
 from recollect.rollout.state import BatchLifecycleState, move
 
@@ -29,8 +29,8 @@ def pass_of(desk: Desk, batch: BatchRecord, reason: str | None = None) -> asynci
         batch.aborting = reason
         batch.outcome = desk.loop.create_future()
         batch.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
-        batch.passing = desk.loop.create_task(_run(desk, batch, batch.outcome, reason))
-        batch.passing.add_done_callback(partial(_after, batch, batch.outcome))
+        batch.passing = desk.loop.create_task(_deliver(desk, batch))
+        batch.passing.add_done_callback(partial(_after, desk, batch, batch.outcome, desk.clock.time()))
     outcome = batch.outcome
     if outcome is None:
         raise RuntimeError(f"batch {batch.id!r}: a pass without an outcome")
@@ -56,6 +56,8 @@ async def joined(outcome: asyncio.Future[Any]) -> dict[str, Any]:
 def _cut(desk: Desk, batch: BatchRecord, carries: bool) -> None:
     """Fix which results count; stragglers are cancelled, or carried if they have started."""
     scheduler = desk.scheduler
+    for task in cutting.kept_unfinished(batch, desk.config, carries):
+        scheduler.finish(task)
     batch.cut = cutting.cut_of(batch, desk.config, carries)
     carrier = cutting.carrier_of(batch, desk.config) if batch.cut.carried else None
     scheduler.remove(batch)
@@ -106,36 +108,34 @@ def _join(desk: Desk, batch: BatchRecord, task: TaskRecord, nbytes: int) -> Join
 # -- the pass
 
 
-async def _run(desk: Desk, batch: BatchRecord, outcome: asyncio.Future[Any], reason: str | None) -> None:
-    start = desk.clock.time()
+def _after(
+    desk: Desk, batch: BatchRecord, outcome: asyncio.Future[Any], start: float, passing: asyncio.Task[Any]
+) -> None:
+    """A pass is over, was stopped, or never began: here alone its batch moves on, and waiters are told."""
+    batch.passing, batch.committing = None, False
+    reason, batch.aborting = batch.aborting, None
     try:
-        result = await _deliver(desk, batch)
-    except asyncio.CancelledError:
-        raise  # `_after` follows
+        result = passing.result()
     except BaseException as error:
-        failure = _pipeline_error(error)
-        batch.last_failure = str(failure)
-        _back(batch)
-        if not outcome.done():
-            outcome.set_exception(failure)
+        outcome.set_exception(_leave(desk, batch, error))
         return
     desk.observer.slice("pass", start, batch=str(batch.id))
-    batch.passing = None
-    batch.committing = False
     desk.observer.event_of("delivered", batch.id, detail=f"{result['experience_count']} experiences")
     end(desk, batch, S.FINALIZED if reason is None else S.ABORTED, result, reason)
-    if not outcome.done():
-        outcome.set_result(result)
+    outcome.set_result(result)
 
 
-def _after(batch: BatchRecord, outcome: asyncio.Future[Any], passing: asyncio.Task[Any]) -> None:
-    """Leave a pass that was stopped, be it before its first step: nothing of `_run` has happened then."""
-    if not passing.cancelled():
-        return
-    if batch.state.state is S.FINALIZING:
-        _back(batch)
-    if not outcome.done():
-        outcome.set_exception(ClosedError("coordinator: the pass was stopped by abort or shutdown"))
+def _leave(desk: Desk, batch: BatchRecord, error: BaseException) -> Exception:
+    """Undo a pass that did not deliver, or end its batch if that was aborted; return the error for waiters."""
+    told = None if isinstance(error, asyncio.CancelledError) else _pipeline_error(error)
+    if told is not None:
+        batch.last_failure = str(told)
+    reason = batch.abort_after_pass
+    if reason is not None:
+        end(desk, batch, S.ABORTED, reason=reason)
+        return told or aborted(batch, reason)
+    move(batch.state, S.RUNNING if batch.tasks else S.PENDING)
+    return told or ClosedError("coordinator: the pass was stopped by shutdown")
 
 
 def _pipeline_error(error: BaseException) -> PipelineError:
@@ -144,12 +144,6 @@ def _pipeline_error(error: BaseException) -> PipelineError:
     failure = PipelineError(f"pass: failed with {error!r}")
     failure.__cause__ = error
     return failure
-
-
-def _back(batch: BatchRecord) -> None:
-    batch.passing = batch.aborting = None
-    batch.committing = False
-    move(batch.state, S.RUNNING if batch.tasks else S.PENDING)
 
 
 async def _deliver(desk: Desk, batch: BatchRecord) -> dict[str, Any]:
@@ -175,17 +169,38 @@ async def _deliver(desk: Desk, batch: BatchRecord) -> dict[str, Any]:
     return cutting.train_result(batch, cut, delivery, desk.version)
 
 
+async def pass_payloads(desk: Desk, payloads: list[bytes]) -> dict[str, float]:
+    """Take payloads of other code through a pass of their own; a commit that has begun is finished."""
+    commit_id = f"{desk.config.name}-payloads-{desk.next_group}"  # like a group id, never used twice
+    desk.next_group += 1
+    passing = desk.loop.create_task(
+        desk.pipeline.run(
+            payloads, commit_id, desk.version, begin_commit=lambda: desk.other_passes.update({passing: True})
+        )
+    )
+    desk.other_passes[passing] = False
+    passing.add_done_callback(desk.other_passes.pop)
+    try:
+        delivery = await asyncio.shield(passing)
+    except asyncio.CancelledError:
+        if passing.cancelled():
+            raise ClosedError("coordinator: the pass was stopped by shutdown") from None
+        if not desk.other_passes.get(passing, True):
+            passing.cancel()
+        raise
+    return delivery.metrics
+
+
 async def stop_passes(desk: Desk) -> None:
     """A commit that has begun is finished; any other pass is stopped."""
-    tasks = []
-    for batch in desk.batches.values():
-        if batch.passing is not None:
-            if not batch.committing:
-                batch.passing.cancel()
-            tasks.append(batch.passing)
-    if tasks:
-        _, late = await asyncio.wait(tasks, timeout=2.0)
-        for task in late:
-            task.cancel()
+    of_batches = {batch.passing: batch.committing for batch in desk.batches.values() if batch.passing}
+    passes = of_batches | desk.other_passes
+    for passing, commits in passes.items():
+        if not commits:
+            passing.cancel()
+    if passes:
+        _, late = await asyncio.wait(passes, timeout=2.0)
+        for passing in late:
+            passing.cancel()
         if late:
             await asyncio.wait(late, timeout=0.5)

@@ -14,6 +14,7 @@ from recollect.rollout.frame import Head, body_of, framed
 from recollect.rollout.schema import PER_RESPONSE, Array, Plan, Ragged, plan_of
 from recollect.rollout.state import BatchId
 from recollect.spaces.convert import to_batch
+from recollect.text import encoded
 
 INFO_NBYTES = 64 * 1024
 _ACTED = np.ones(1 << 16, bool)
@@ -84,7 +85,7 @@ def _numbers(metrics: dict[str, Any]) -> dict[str, float]:
 
 def _checked_info(info: dict[str, Any]) -> dict[str, Any]:
     try:
-        size = len(msgspec.msgpack.encode(info))
+        size = len(encoded(msgspec.msgpack.encode, info))
     except TypeError as error:
         raise SchemaError(f"info: must be JSON-like, got {error}; convert it") from None
     if size > INFO_NBYTES:

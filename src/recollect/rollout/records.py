@@ -63,7 +63,11 @@ class TaskRecord:
             return False
         if self.status.state == "ok":
             return True
-        return self.status.state == "partial" and partial == "keep" and len(self.good) >= min_group_size
+        return self.status.state == "partial" and self.is_kept(partial, min_group_size)
+
+    def is_kept(self, partial: str, min_group_size: int) -> bool:
+        """Whether its good runs are used without the others."""
+        return partial == "keep" and len(self.good) >= min_group_size
 
 
 class Unit:
@@ -155,6 +159,7 @@ class BatchRecord:
         self.delivery: Any = None
         self.committing = False
         self.aborting: str | None = None  # why, while a kept part is being delivered
+        self.abort_after_pass: str | None = None  # why, if the pass under way is the last one
         self.write_tried = False
         self.last_failure: str | None = None
         self.reason: str | None = None

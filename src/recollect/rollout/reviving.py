@@ -67,6 +67,9 @@ def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journa
     if kept.cut is not None:
         batch.cut = Cut([found[i] for i in kept.cut.tasks], kept.cut.cancelled, kept.cut.carried)
         batch.cut.carried_in += [found[i] for i in kept.cut.carried_in]
+        for record in batch.cut.tasks:
+            if record.status is None:  # its good runs count, though others of it had not ended
+                scheduler.finish(record)
         batch.write_tried = True  # by a process that is gone, perhaps: the sink is asked
         batch.retries.clear()
         batch.n_queued = 0
@@ -79,7 +82,8 @@ def _task_of(saved: SavedTask, batch: BatchRecord, position: int) -> TaskRecord:
         saved.workflow, repeat_times=saved.repeat_times, task_id=saved.task_id, timeout_s=saved.timeout_s,
         max_retries=saved.max_retries,
     )  # fmt: skip
-    flow, key = find_workflow(saved.workflow), task_key(batch.config.seed, batch.id, saved.task_id)
+    flow = find_workflow(saved.workflow, modules=batch.config.workflow_modules)
+    key = task_key(batch.config.seed, batch.id, saved.task_id)
     return TaskRecord(batch, position, task, flow, saved.data, saved.group_id, key)
 
 

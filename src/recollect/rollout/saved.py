@@ -12,6 +12,7 @@ from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
 from recollect.rollout.records import BatchRecord, Cut, TaskRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
+from recollect.text import encoded
 
 
 class SavedTask(msgspec.Struct, array_like=True):
@@ -86,11 +87,16 @@ class Restored:
     first_version: int | None = None
 
 
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(SavedBatch).decode
 decode_cut = msgspec.msgpack.Decoder(SavedCut).decode
 decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
 _decode_ending = msgspec.msgpack.Decoder(SavedEnding).decode
+
+
+def encode(record: msgspec.Struct) -> bytes:
+    """Return a record as bytes, whatever its texts are."""
+    return encoded(_encode, record)
 
 
 def saved_batch(batch: BatchRecord, is_carrier: bool = False) -> bytes:

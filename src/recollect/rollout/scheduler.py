@@ -379,7 +379,7 @@ class Scheduler:
     def finish(self, task: TaskRecord) -> None:
         """Set the status of a task and count it in its batch."""
         n_good = len(task.good)
-        state = "ok" if not task.failed else "partial" if n_good else "failed"
+        state = "ok" if n_good == task.n_runs else "partial" if n_good else "failed"
         task.status = TaskStatus(state, n_good, task.n_runs, task.attempts, task_means(task), task.error)  # type: ignore[arg-type]
         batch = task.batch
         batch.state.statuses[task.task_id] = task.status

@@ -14,6 +14,7 @@ from recollect.rollout.config import Config
 from recollect.rollout.records import BatchRecord, TaskRecord
 from recollect.rollout.state import BatchId, BatchState
 from recollect.rollout.tasks import Task, Workflow, find_workflow, task_key
+from recollect.text import is_safe
 
 
 @dataclass(eq=False, slots=True)
@@ -31,6 +32,7 @@ def check_id(batch_id: Any) -> None:
         raise TypeError(f"batch_id: must be an int or str, got {type(batch_id).__name__}")
     if batch_id == "":
         raise ValueError("batch_id: must not be empty, got ''")
+    _check_text(batch_id, "batch_id")
 
 
 def check_arguments(batch_id: Any, tasks: Any, batch_type: Any, min_wait_num: Any, priority: Any) -> None:
@@ -73,10 +75,12 @@ def make_batch(
     for position, task in enumerate(tasks):
         flow = flows.get(task.workflow) if task.workflow.__hash__ is not None else None
         if flow is None:
-            flow = flows[task.workflow] = find_workflow(task.workflow, by_name=by_name)
+            flow = flows[task.workflow] = find_workflow(
+                task.workflow, by_name=by_name, modules=config.workflow_modules
+            )
         record = TaskRecord(batch, position, task, flow, _packed(task, position), first_group + position, 0)
-        record.key = task_key(config.seed, batch_id, record.task_id)
         _check_task_id(record.task_id, position, seen)
+        record.key = task_key(config.seed, batch_id, record.task_id)
         batch.tasks.append(record)
         batch.n_runs += task.repeat_times
     batch.n_queued = batch.n_runs
@@ -86,9 +90,18 @@ def make_batch(
 def _check_task_id(task_id: Any, position: int, seen: set[BatchId]) -> None:
     if isinstance(task_id, bool) or not isinstance(task_id, int | str):
         raise TypeError(f"tasks[{position}].task_id: must be an int or str, got {type(task_id).__name__}")
+    _check_text(task_id, f"tasks[{position}].task_id")
     if task_id in seen:
         raise ValueError(f"tasks[{position}].task_id: must differ within a batch, got {task_id!r} twice")
     seen.add(task_id)
+
+
+def _check_text(ident: BatchId, name: str) -> None:
+    """An id comes back as it was given, so it is refused rather than escaped."""
+    if isinstance(ident, str) and not is_safe(ident):
+        raise ValueError(
+            f"{name}: must be text that UTF-8 can hold, got {ident!r}; do not cut inside a character"
+        )
 
 
 def _packed(task: Task, position: int) -> bytes:
@@ -104,7 +117,10 @@ def no_room(batch: BatchRecord, live: list[BatchRecord], n_queued: int, config: 
     if not live:
         return ""
     if len(live) >= config.max_batches:
-        return f"{len(live)} batches are live, max_batches is {config.max_batches}; finalize or abort one"
+        return (
+            f"{len(live)} batches are live, max_batches is {config.max_batches}; finalize or abort one, "
+            "or allow more"
+        )
     if n_queued + batch.n_runs > config.max_queued_runs:
         over = n_queued + batch.n_runs - config.max_queued_runs
         return f"{n_queued} runs wait, with {batch.n_runs} more they are {over} over max_queued_runs"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
 from importlib import import_module
@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from recollect.errors import SchemaError
 from recollect.rollout.state import BatchId
 
 WorkflowFunction = Callable[..., Any]
@@ -152,13 +153,14 @@ def workflow(name: str, *, grouped: bool = False) -> Callable[[WorkflowFunction]
     return register
 
 
-def find_workflow(spec: Any, *, by_name: bool = False) -> Workflow:
+def find_workflow(spec: Any, *, by_name: bool = False, modules: Sequence[str] = ()) -> Workflow:
     """Return the workflow of a name, an import path (`module:function`) or a function.
 
-    With `by_name` a bare function must be one that its import path leads to, else TypeError.
+    With `by_name` a bare function must be one that its import path leads to, else TypeError. A name that is not
+    known in this process yet is looked for in `modules`, which are imported then.
     """
     if isinstance(spec, str):
-        return _named(spec)
+        return _named(spec, modules)
     if not callable(spec):
         raise TypeError(f"workflow: must be a function or a name, got {type(spec).__name__}")
     for known in _registered.values():
@@ -172,7 +174,9 @@ def find_workflow(spec: Any, *, by_name: bool = False) -> Workflow:
     return Workflow(path, spec, _is_async(spec), False)
 
 
-def _named(name: str) -> Workflow:
+def _named(name: str, modules: Sequence[str]) -> Workflow:
+    if name not in _registered and ":" not in name:
+        import_modules(modules)
     if name in _registered:
         return _registered[name]
     function = _import(name) if ":" in name else None
@@ -180,6 +184,15 @@ def _named(name: str) -> Workflow:
         raise ValueError(f"workflow: must be registered or an import path 'module:function', got {name!r}; "
                          f"there are {sorted(_registered)}")  # fmt: skip
     return find_workflow(function)
+
+
+def import_modules(names: Iterable[str]) -> None:
+    """Import the modules that register workflows and operators; SchemaError names one that cannot be imported."""
+    for name in names:
+        try:
+            import_module(name)
+        except ImportError as error:
+            raise SchemaError(f"workflow_modules: must be importable, got {name!r}: {error}") from error
 
 
 def _origin(function: Any) -> str:

@@ -9,7 +9,6 @@ import select
 import signal
 import sys
 import threading
-import traceback
 from collections import deque
 from contextlib import suppress
 from time import monotonic
@@ -28,6 +27,7 @@ from recollect.sampling.base import BatchSampler
 from recollect.sampling.requests import DRAW, REST, Request
 from recollect.sampling.slots import DATA, EMPTY, ERROR, GONE, Format
 from recollect.sampling.stream import mix
+from recollect.text import told
 
 LOOK_S = 0.5  # a wait is that long at most before it starts again; nothing depends on it
 
@@ -41,8 +41,8 @@ def run(payload: Any, form: Format, out: Ring, asked: Ring, parent: int, doze_s:
     try:
         worker.prepare(pickle.loads(payload) if isinstance(payload, bytes) else payload)
         worker.loop()
-    except BaseException:
-        worker.report(traceback.format_exc())
+    except BaseException as error:
+        worker.report(told(error))
     out.close()
     asked.close()
 
@@ -213,7 +213,7 @@ class Worker:
 
     def report(self, text: str) -> None:
         """Send a traceback in place of the batch; its end, if it is long."""
-        message = text.encode(errors="replace")[-self.out.slot_nbytes :]
+        message = text.encode()[-self.out.slot_nbytes :]
         with suppress(Exception):  # the parent is gone or has closed: nobody to tell
             slot = self.out.claim_slot(60.0)
             raw = self.out.slot_bytes(slot)

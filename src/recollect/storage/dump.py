@@ -109,7 +109,7 @@ class DumpWriter:
 
     def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Free the disk of what a failed commit wrote; the old one is still there, whole."""
-        failed = kind is not None and self.owned.is_held and last_commit(self.path) != self.commit
+        failed = kind is not None and self.owned.is_held and is_committed(self.path, self.commit) is False
         try:
             if failed:
                 self.owned.remove_noted({*named_files(self.path, self._last)})
@@ -442,6 +442,18 @@ def _has_size(file: Path, about: About) -> bool:
     try:
         return bool(file.lstat().st_size == about["bytes"])
     except OSError:
+        return False
+
+
+def is_committed(path: Path, number: int) -> bool | None:
+    """Whether the newest commit has this number; None if that cannot be told, since the manifest cannot be read now."""
+    try:
+        return bool(json.loads(read_text(path, MANIFEST))["commit"] == number)
+    except FileNotFoundError:
+        return False
+    except (OSError, MemoryError):
+        return None
+    except (ValueError, KeyError, TypeError, RecursionError):
         return False
 
 

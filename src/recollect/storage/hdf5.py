@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import os
 import secrets
 import shutil
@@ -12,7 +11,7 @@ from urllib.parse import quote
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import FormatError
 from recollect.files import make_directory, sync_directory
 from recollect.indexing import normalize
@@ -23,12 +22,14 @@ from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
 from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
 from recollect.storage.files import Ints
+from recollect.storage.hdf5_file import HDF5File
 from recollect.storage.home import Home
 from recollect.storage.live import FLUSH, Live
 from recollect.storage.rows import encode_at
 
 _CHUNK_NBYTES = 1 << 18
-_SPARE_NBYTES = 2 * _CHUNK_NBYTES  # for chunks that are not full, and for what the library writes about them
+# Space that a chunk leaves when it is written anew (a compressed one changes its size) is used again, in copies too.
+_REUSED = {"fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
 
 
 class HDF5Storage(FileStorage):
@@ -63,8 +64,10 @@ class HDF5Storage(FileStorage):
             raise ValueError(f"compression: must be None, 'gzip' or 'lzf', got {compression!r}")
         self.compression, self.cache_nbytes = compression, cache_nbytes
         self._name: str | None = None  # the file that holds the rows
-        self._file: Any = None
-        self._is_open_to_write = False
+        self._file: Any = None  # as the library has it open
+        self._disk: HDF5File | None = None  # below it, while rows are written
+        self._old: str | None = None  # the committed file that the one being written replaces
+        self._is_doubtful = False  # a sync failed: only a new file can be trusted
         self._length = capacity or 0
         self._chunk_rows = max(1, min(1024, _CHUNK_NBYTES // self.layout.row_nbytes, capacity or 1024))
         self._caches: dict[Keys, ChunkCache] = {}
@@ -138,28 +141,54 @@ class HDF5Storage(FileStorage):
 
     def _writable_file(self) -> Any:
         """The file that may be changed: a new one, or a copy of the one that is committed."""
-        if self._is_open_to_write:
-            return self._file
+        disk = self._disk or self._begin_file()
+        if self._file is None:
+            self._file = self._h5.File(disk, "r+")
+        return self._file
+
+    def _begin_file(self) -> HDF5File:
         old = self._name
         self._close_file()
+        name, disk = self._new_file()
+        try:
+            if old is None:
+                with self._h5.File(disk, "w", libver="latest", **_REUSED) as f:
+                    self._make_datasets(f)
+                disk.settle()
+            else:
+                with self.home.open_file(old) as source:
+                    disk.take_all(source)
+            _core.fault_point()
+        except BaseException:
+            disk.close()
+            self.home.take_back(name)
+            raise
+        self._name, self._disk, self._old = name, disk, old
+        return disk
+
+    def _new_file(self) -> tuple[str, HDF5File]:
         name = self.home.new_name(f"{self.prefix}rows-", ".hdf5")
         full = self.home.place_new(name)
         try:
             _core.fault_point()
-            if old is None:
-                with self._h5.File(full, "x", libver="latest") as f:
-                    self._make_datasets(f)
-            else:
-                shutil.copyfile(self.home.path / self.home.base / old, full)
-            _core.fault_point()
-            self._file = self._h5.File(full, "r+")
+            return name, HDF5File(os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except BaseException:
             self.home.take_back(name)
             raise
-        self._name, self._is_open_to_write, self._old = name, True, old
-        return self._file
 
-    _old: str | None = None  # the committed file that the open one replaces
+    def _renew_file(self, old: HDF5File) -> None:
+        """Go on in a copy of the file being written: after a sync that failed, another may claim what is not so."""
+        doubtful = str(self._name)
+        name, disk = self._new_file()
+        try:
+            disk.take_all(old)
+        except BaseException:
+            disk.close()
+            self.home.take_back(name)
+            raise
+        self._name, self._disk, self._is_doubtful = name, disk, False
+        old.close()
+        self.home.take_back(doubtful)
 
     def _make_datasets(self, f: Any) -> None:
         for field in self.layout.fields:
@@ -174,11 +203,13 @@ class HDF5Storage(FileStorage):
             )  # fmt: skip
 
     def _close_file(self) -> None:
-        file, self._file = self._file, None
-        if file is not None:
-            file.close()
+        if self._file is not None:
+            self._file.close()
+            self._file = None
 
     def _readable_file(self) -> Any:
+        if self._disk is not None:
+            return self._writable_file()
         if self._file is None and self._name is not None:
             try:
                 self._file = self._h5.File(self.home.path / self.home.base / self._name, "r")
@@ -202,13 +233,19 @@ class HDF5Storage(FileStorage):
                 check_dataset(f, field, self._length, f"{self.home.path}: {self._name}")
 
     def write_out(self, urgency: int) -> None:
-        if not self._is_open_to_write:
+        """Sync the file and name it. Where that fails, the rows stay as they are, and the next time goes on there."""
+        if self._disk is None:
             return
-        name, file = str(self._name), self._file
-        self._file, self._is_open_to_write = None, False
-        file.close()
-        with self.home.writing(name):
-            pass  # it is written: sync and name it
+        with interrupts.deferred():
+            self._close_file()
+        self._disk.settle()
+        if self._is_doubtful:
+            self._renew_file(self._disk)
+        self._is_doubtful = True
+        self.home.adopt(str(self._name))
+        self._is_doubtful = False
+        self._disk.close()
+        self._disk = None
         if self._old is not None:
             self.home.drop(self._old)
             self._old = None
@@ -245,7 +282,8 @@ class HDF5Storage(FileStorage):
                 out.append(np.zeros((end - first, *field.shape), field.dtype))
                 continue
             try:
-                found: Array = f[dataset_name(field)][first:end]
+                with interrupts.deferred():
+                    found: Array = f[dataset_name(field)][first:end]
             except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
                 raise FormatError(
                     f"{self.home.path}: {self._name}: {field.name} cannot be read ({error}); it is damaged"
@@ -261,7 +299,8 @@ class HDF5Storage(FileStorage):
                 return
             rows, last = _last_of_each(rows)
             arrays = [a[last] for a in arrays]
-            self._write_all(rows, arrays)
+            with interrupts.deferred():
+                self._write_all(rows, arrays)
             for keys, cache in self._caches.items():
                 chosen = self.layout.field_indices(keys) if keys else range(len(arrays))
                 cache.update(self._ends(), rows, [arrays[i] for i in chosen])
@@ -272,24 +311,15 @@ class HDF5Storage(FileStorage):
         new = max(0, int(rows[-1]) + 1 - before)
         try:
             self._reserved -= new
-            self._check_room(self._writable_file(), sum(a.nbytes for a in arrays))
+            self._writable_file()
+            if self._disk is not None:
+                self._disk.settle()  # raises while the disk is full: nothing is changed yet
             self._resize(before + new)
             self._write(self._writable_file(), rows, arrays)
         except BaseException:
             self._resize(before)
             self._reserved = reserved
             raise
-
-    def _check_room(self, f: Any, nbytes: int) -> None:
-        """Raise the OSError of a full disk before it is full: the library crashes over what it cannot write."""
-        if shutil.disk_usage(self.home.path).free < self._unwritten + nbytes + _SPARE_NBYTES:
-            f.flush()
-            self._unwritten = 0
-            if shutil.disk_usage(self.home.path).free < nbytes + _SPARE_NBYTES:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.home.path))
-        self._unwritten += nbytes
-
-    _unwritten = 0  # bytes that the library may still have in its caches
 
     def _write(self, f: Any, rows: Ints, arrays: list[Array]) -> None:
         breaks = np.flatnonzero(np.diff(rows) != 1) + 1
@@ -300,7 +330,8 @@ class HDF5Storage(FileStorage):
                     f[dataset_name(field)][first:end] = array[part].view(raw_dtype(field.dtype))
 
     def _truncate(self, length: int) -> None:
-        self._resize(length)
+        with interrupts.deferred():
+            self._resize(length)
 
     def _resize(self, length: int) -> None:
         if length == self._length:
@@ -318,7 +349,7 @@ class HDF5Storage(FileStorage):
             self._check_mutable("clear")
             self._cursor = self._reserved = 0
             if self.capacity is None:
-                self._resize(0)
+                self._truncate(0)
 
     def checks_reads(self) -> bool:
         """Every chunk has a checksum, and so have the tables that lead to it; files of others may have none."""
@@ -345,8 +376,13 @@ class HDF5Storage(FileStorage):
         write_single(self, Path(path))
 
     def _release(self) -> None:
-        self._close_file()
+        with interrupts.deferred():
+            self._close_file()
         self._caches.clear()
+        if self._disk is not None:  # never committed
+            self._disk.close()
+            self._disk = None
+            self.home.take_back(str(self._name))
 
 
 def write_single(storage: HDF5Storage, path: Path) -> None:

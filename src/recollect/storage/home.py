@@ -33,6 +33,7 @@ from recollect.storage.dump import (
     About,
     check_owned,
     file_crc,
+    is_committed,
     last_commit,
     named_files,
     write_manifest,
@@ -170,12 +171,22 @@ class Home:
         self._open.discard(self._key(name))
         self._fresh.add(self._key(name))
 
+    def adopt(self, name: str) -> None:
+        """Sync a file of `place_new`, and let the next commit name it; where that fails, the file stays as it is."""
+        key = self._key(name)
+        self.files[key] = seal(self.path / key)
+        self._open.discard(key)
+        self._fresh.add(key)
+
     def take_back(self, name: str) -> None:
         """Remove a file that was made since the last commit."""
-        self._open.discard(self._key(name))
+        key = self._key(name)
+        self._open.discard(key)
+        self._fresh.discard(key)
+        self.files.pop(key, None)
         if self.is_writable:
             with suppress(OSError):
-                remove_inside(self.path, self._key(name))
+                remove_inside(self.path, key)
 
     def drop(self, name: str) -> None:
         """Do not name a file in the next commit, which deletes it; one never committed is deleted now."""
@@ -221,15 +232,23 @@ class Home:
         try:
             write_manifest(self.path, record, owned)
         except BaseException:
-            if last_commit(self.path) != number:
-                raise
+            if (
+                is_committed(self.path, number) is not False
+            ):  # what it names may not be removed by anything but a commit
+                self.commit = number
+                self._fresh.clear()
+            raise
         self.commit = number
         self._directories = {self.path / STORAGE}
         self._fresh.clear()
-        gone, self._dropped = self._dropped, set()
-        for key in gone:
+        with suppress(OSError):  # it is committed; the next one tries again
+            self._remove_dropped(owned)
+
+    def _remove_dropped(self, owned: OwnedDirectory) -> None:
+        for key in sorted(self._dropped):
             _core.fault_point()
             owned.remove([key])
+            self._dropped.discard(key)
         owned.forget()
         owned.note(self._open)
 

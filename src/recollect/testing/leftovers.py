@@ -16,34 +16,30 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
-from time import monotonic, sleep
-
-SHM = Path("/dev/shm")
-PATIENCE_S = 10.0  # for what another process is about to remove
 
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What this process holds now: descendants, open descriptors, memfd mappings, names in /dev/shm."""
+    """What this process holds now: descendants, open descriptors, memfd mappings.
+
+    Names in /dev/shm are not counted: nothing tells which process made one, and other programs make theirs there.
+    """
 
     children: frozenset[str]
     descriptors: frozenset[str]
     mappings: Counter[str]
-    shm_names: frozenset[str]
 
     @classmethod
     def now(cls) -> Holdings:
-        return cls(_children(), _descriptors(), _mappings(), _names(SHM))
+        return cls(_children(), _descriptors(), _mappings())
 
 
 def leftovers(before: Holdings, after: Holdings) -> list[str]:
     """One sentence for each thing that `after` holds and `before` did not."""
-    shm_names = sorted(_lasting(after.shm_names - before.shm_names))
     return [
         *(f"child process {pid} ({_command(pid)})" for pid in sorted(after.children - before.children)),
         *(f"descriptor {descriptor}" for descriptor in sorted(after.descriptors - before.descriptors)),
         *(f"{n} more mapping(s) of {name}" for name, n in sorted((after.mappings - before.mappings).items())),
-        *(f"shared memory {SHM / name}" for name in shm_names),
     ]
 
 
@@ -102,34 +98,3 @@ def _mappings() -> Counter[str]:
     return Counter(
         f"{fields[5]} (inode {fields[4]})" for fields in lines if len(fields) == 6 and "memfd:" in fields[5]
     )
-
-
-def _names(directory: Path) -> frozenset[str]:
-    """Files alone: shared memory is a file there, a directory is somebody's scratch space."""
-    if not directory.is_dir():
-        return frozenset()
-    return frozenset(entry.name for entry in os.scandir(directory) if entry.is_file(follow_symlinks=False))
-
-
-def _lasting(names: frozenset[str]) -> set[str]:
-    """Those that nobody uses and nobody removes: what a killed process had, Python's helper removes a little later."""
-    end = monotonic() + PATIENCE_S
-    while True:
-        left = {name for name in names if not _held_elsewhere(name) and (SHM / name).exists()}
-        if not left or monotonic() >= end:
-            return left
-        sleep(0.05)
-
-
-def _held_elsewhere(name: str) -> bool:
-    """Whether another live process maps /dev/shm/name: then it is in use there, not left behind by us."""
-    wanted = f"{SHM / name}"
-    for process in Path("/proc").glob("[0-9]*"):
-        if int(process.name) == os.getpid():
-            continue
-        try:
-            if wanted in (process / "maps").read_text():
-                return True
-        except OSError:  # gone, or not ours to read
-            continue
-    return False

@@ -118,3 +118,17 @@ async def dies_once(task: Any, models: Any) -> Any:
 async def group(task: Any, models: Any) -> Any:
     """One call for all runs."""
     return [_experience(float(run_id)) for run_id in task.run_ids]
+
+
+@rr.workflow(PREFIX + "cut_error")
+def cut_error(task: Any, models: Any) -> Any:
+    """Raises with text that was cut inside a character."""
+    raise ValueError("the model said \ud83d")
+
+
+@rr.workflow(PREFIX + "cut_names")
+def cut_names(task: Any, models: Any) -> Any:
+    """Gives such text as the name of a metric and in the notes of a step."""
+    step = _experience()
+    step.info["said"], step.metrics["step \ud83d"] = "half \ud83d", 1.0
+    return rr.Result([step], {"run \ud83d": 2.0})

@@ -142,6 +142,16 @@ class RunnerContract:
 
         rig.run(work)
 
+    def test_text_cut_inside_a_character_travels_as_its_escape(self, rig: Rig) -> None:
+        async def work(rig: Rig) -> None:
+            result = await rig.train(rr.Task(PREFIX + "cut_error"), rr.Task(PREFIX + "cut_names"))
+            assert result["failed_task_count"] == 1 and r"the model said \ud83d" in result["errors"][0]
+            assert result["metrics"][r"rollout/run \ud83d/mean"] == 2.0
+            x = await rig.c.sink.get(1)
+            assert x.info[0] == {"said": r"half \ud83d"} and x.row_metrics[0] == {r"step \ud83d": 1.0}
+
+        rig.run(work)
+
     def test_all_failing_is_a_failed_batch(self, rig: Rig) -> None:
         async def work(rig: Rig) -> None:
             ident = await rig.submit(rr.Task(PREFIX + "bad"))

@@ -28,6 +28,7 @@ from recollect.memory import shared
 from recollect.memory.geometry import page_up
 from recollect.memory.latest import checked_timeout
 from recollect.memory.shared import WORDS_AT, SharedSegment
+from recollect.text import told_briefly
 
 KIND = "slots"
 FREE, OPEN, TAKEN, DONE, FAILED, LEARNER = range(6)
@@ -225,7 +226,7 @@ class PackSlots:
 
     def fail(self, number: int, error: BaseException) -> None:
         """Hand over an error instead."""
-        text = f"{type(error).__name__}\n{error}".encode()[:_TEXT_NBYTES]
+        text = told_briefly(error).replace(": ", "\n", 1).encode()[:_TEXT_NBYTES]
         view = self.mapping.view(_TEXT_AT, _TEXT_NBYTES)
         view[:] = 0
         view[: len(text)] = np.frombuffer(text, np.uint8)

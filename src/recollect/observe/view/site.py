@@ -18,6 +18,7 @@ from recollect.errors import RecollectError
 from recollect.observe.view.catalogue import Catalogue
 from recollect.observe.view.episodes import ENDS, Filter
 from recollect.observe.web import page
+from recollect.text import encoded
 
 STATIC = Path(__file__).parent / "static"
 _SCRIPTS = ("list.js", "frames.js", "curves.js", "view.js")
@@ -102,6 +103,6 @@ def _answering(ask: Callable[[Query], Any]) -> Callable[[Any], Response]:
             return PlainTextResponse(str(error), 400)
         if isinstance(found, bytes):
             return Response(found, media_type="image/png")
-        return Response(msgspec.json.encode(found), media_type="application/json")
+        return Response(encoded(msgspec.json.encode, found), media_type="application/json")
 
     return answer

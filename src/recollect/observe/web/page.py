@@ -9,6 +9,8 @@ from typing import Any
 import msgspec
 from starlette.responses import HTMLResponse, StreamingResponse
 
+from recollect.text import encoded
+
 _SHELL = """<!doctype html>
 <html lang="en">
 <head>
@@ -51,4 +53,4 @@ def event_stream(messages: Iterable[Any]) -> StreamingResponse:
 
 def _lines(messages: Iterable[Any]) -> Iterator[bytes]:
     for message in messages:
-        yield b": \n\n" if message is None else b"data: " + msgspec.json.encode(message) + b"\n\n"
+        yield b": \n\n" if message is None else b"data: " + encoded(msgspec.json.encode, message) + b"\n\n"

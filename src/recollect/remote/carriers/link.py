@@ -147,7 +147,7 @@ class Link:
         frames: list[Frame] = []
         total = 0
         try:
-            while total < _FAIR_NBYTES or self._is_ssl:
+            while total < _FAIR_NBYTES or self._has_decrypted():
                 n = self._read_some(frames)
                 total += n
                 if n < _STAGING // 2 and not self._is_ssl and self._target is None:
@@ -160,6 +160,13 @@ class Link:
             if not frames:
                 raise  # the next look sees the end again
         return frames
+
+    def _has_decrypted(self) -> bool:
+        """Whether bytes of the record read last wait inside the TLS connection, where no poll sees them."""
+        if not self._is_ssl:
+            return False
+        with self.lock:
+            return bool(self.sock.pending())  # type: ignore[attr-defined]
 
     def _read_some(self, frames: list[Frame]) -> int:
         if self._target is not None:

@@ -4,10 +4,15 @@ Between threads of one process a frame is handed over in memory; between process
 socket, which has no name in the file system and ends with its process. Each end listens at an address made of the
 group's random number and its rank, and connects to the others when it first has something to say to them, so either
 side may start first, and a process started again takes its end again.
+
+Every user of the machine can see an abstract address while somebody listens there, and can listen there afterwards.
+So addresses are digests under the group's number, which nobody sees: no address tells another. An end has several of
+them, listens at the first that is free, and both sides of a connection ask the kernel whose process the other is.
 """
 
 from __future__ import annotations
 
+import errno
 import os
 import secrets
 import socket
@@ -17,6 +22,7 @@ import weakref
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
@@ -29,6 +35,9 @@ from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
 from recollect.remote.wire import MAX_FRAME
 
 _GREETING = struct.Struct("<16sq")
+_GREETING_S = 1.0
+_ADDRESSES = 8  # of one end: another user must see an address before it can be taken
+_TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _PEER = struct.Struct("3i")
 _IN_PROCESS_NBYTES = 64 << 20
 _ends: weakref.WeakValueDictionary[tuple[bytes, int, int], LocalCarrier] = weakref.WeakValueDictionary()
@@ -75,22 +84,15 @@ class LocalCarrier(StreamCarrier):
             self._listener.close()
         self._listener = self._acceptor = None
 
-    def _address(self, rank: int) -> bytes:
-        return b"\0recollect-" + self.group_id.hex().encode() + b"-" + str(rank).encode()
+    def _addresses(self, rank: int) -> list[bytes]:
+        """Where an end may listen; nobody finds one address out from another."""
+        names = (blake2b(b"%d/%d" % (rank, k), key=self.group_id, digest_size=16) for k in range(_ADDRESSES))
+        return [b"\0recollect-" + name.hexdigest().encode() for name in names]
 
     # -- opening
 
     def _open(self) -> None:
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        try:
-            listener.bind(self._address(self.rank))
-            listener.listen(128)
-        except OSError as error:
-            listener.close()
-            raise RuntimeError(
-                f"rank {self.rank}: this end is used by another live process or object ({error.strerror}); "
-                "give each process its own end"
-            ) from None
+        listener = self._listening()
         super()._open()
         self._listener = listener
         self._acceptor = threading.Thread(
@@ -99,12 +101,35 @@ class LocalCarrier(StreamCarrier):
         self._acceptor.start()
         _ends[(self.group_id, self.rank, os.getpid())] = self
 
+    def _listening(self) -> socket.socket:
+        """Listen at the first address that is free, unless a process of this user listens at one of them."""
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            addresses = self._addresses(self.rank)
+            mine = next((address for address in addresses if _is_bound(listener, address)), None)
+            for address in addresses:
+                if address != mine and (other := _connected_to(address)) is not None:
+                    other.close()
+                    raise RuntimeError(
+                        f"rank {self.rank}: this end is used by another live process or object; "
+                        "give each process its own end"
+                    )
+            if mine is None:
+                raise RuntimeError(
+                    f"rank {self.rank}: must have a free address, got {len(addresses)} that another user has taken; "
+                    "make another group"
+                )
+            listener.listen(128)
+        except BaseException:
+            listener.close()
+            raise
+        return listener
+
     def _accepted(self, sock: socket.socket) -> None:
         """Take a connection of this user's process that says who it is."""
-        sock.settimeout(1.0)
         try:
             _check_same_user(sock)
-            group, rank = _GREETING.unpack(_exactly(sock, _GREETING.size))
+            group, rank = _GREETING.unpack(_exactly(sock, _GREETING.size, _GREETING_S))
             if group != self.group_id or not 0 <= rank < self.n_ranks:
                 raise PermissionError("another group")
             self._add(Link(sock, rank, self.max_frame), outward=False)
@@ -120,19 +145,21 @@ class LocalCarrier(StreamCarrier):
             return link if link is not None and link.is_open else self._connected(dest)
 
     def _connected(self, dest: int) -> Link | None:
+        sock = None
         try:
-            sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        except OSError:
-            return None  # too many open files, perhaps not for long
-        sock.settimeout(1.0)
-        try:
-            sock.connect(self._address(dest))
+            found = map(_connected_to, self._addresses(dest))
+            sock = next((one for one in found if one is not None), None)
+            if sock is None:
+                raise ConnectionRefusedError(f"rank {dest}: nobody listens")
             if _check_same_user(sock) == os.getpid():
                 sock.close()  # it is near after all, and has just opened: frames go through memory, in one order
                 return None
             sock.sendall(_GREETING.pack(self.group_id, self.rank))
-        except OSError:
-            sock.close()
+        except OSError as error:
+            if sock is not None:
+                sock.close()
+            if error.errno in _TOO_MANY_FILES:
+                return None  # perhaps not for long
             if dest in self._gone:
                 raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place yet") from None
             return None
@@ -246,6 +273,33 @@ def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:
         del carrier
 
 
+def _is_bound(listener: socket.socket, address: bytes) -> bool:
+    """Take an address; False if somebody has it."""
+    try:
+        listener.bind(address)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        return False
+    return True
+
+
+def _connected_to(address: bytes) -> socket.socket | None:
+    """A connection to a process of this user that listens at an address; None if there is none."""
+    sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    sock.settimeout(_GREETING_S)
+    try:
+        sock.connect(address)
+        _check_same_user(sock)
+    except (ConnectionError, PermissionError, BlockingIOError):
+        sock.close()
+        return None
+    except BaseException:
+        sock.close()
+        raise
+    return sock
+
+
 def _check_same_user(sock: socket.socket) -> int:
     """Return the pid of the peer; PermissionError if it belongs to another user."""
     pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
@@ -254,9 +308,10 @@ def _check_same_user(sock: socket.socket) -> int:
     return int(pid)
 
 
-def _exactly(sock: socket.socket, n: int) -> bytes:
-    data = b""
+def _exactly(sock: socket.socket, n: int, seconds: float) -> bytes:
+    data, end = b"", monotonic() + seconds
     while len(data) < n:
+        sock.settimeout(max(0.001, end - monotonic()))
         part = sock.recv(n - len(data))
         if not part:
             raise EOFError

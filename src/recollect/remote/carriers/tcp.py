@@ -1,7 +1,8 @@
 """TcpCarrier: stdlib sockets; workers join a serving manager and leave at any time.
 
 Both sides prove that they know the token, by HMAC-SHA256 over fresh nonces; it never travels. Until then at most 4 KiB
-are read of a stranger, for at most 5 s, and at most 64 of them are listened to.
+are read of a stranger, for at most 5 s, and at most 64 of them are listened to: when one more comes, the oldest of
+those that have said nothing yet has to go.
 
     joining  → magic, version, nonce, session, rank asked for (-1: give me one)
     serving  → nonce
@@ -41,6 +42,7 @@ _MAGIC, _VERSION = b"RCTC", 1
 # A machine that vanished is seen within 20 s.
 _KEEP_ALIVE = {"TCP_KEEPIDLE": 5, "TCP_KEEPINTVL": 3, "TCP_KEEPCNT": 3, "TCP_USER_TIMEOUT": 15_000}
 _TRY_AGAIN = (ConnectionError, TimeoutError, socket.gaierror)
+_SILENT, _SPOKE, _PROVED = range(3)  # how far a stranger has come
 _OK, _WRONG_TOKEN, _RANK_TAKEN, _SHUT_OUT = range(4)
 _WHY = {
     _WRONG_TOKEN: "the token does not match; set RECOLLECT_TOKEN to the manager's",
@@ -73,8 +75,7 @@ class TcpCarrier(StreamCarrier):
         self._addresses: dict[int, str] = {}
         self._sessions: dict[int, bytes] = {}
         self._next_rank = 0
-        self._strangers = 0
-        self._greeting: dict[threading.Thread, socket.socket] = {}  # who listens to which of them
+        self._greeting: dict[threading.Thread, _Stranger] = {}  # which thread listens to which of them
         self._admission = threading.Lock()
         self._banned: set[int] = set()
         self.refused = 0  # strangers without a proof
@@ -213,21 +214,27 @@ class TcpCarrier(StreamCarrier):
 
     # -- serving
 
-    def _greeted(self, sock: socket.socket) -> None:
+    def _greeted(self, stranger: _Stranger) -> None:
         """Listen to a stranger, for a moment and a few bytes; in a thread of its own."""
+        sock = stranger.sock
         try:
             end = monotonic() + PROOF_S
             sock.settimeout(PROOF_S)
             if self._context is not None:
-                sock = self._context.wrap_socket(sock, server_side=True)
+                sock = stranger.sock = self._context.wrap_socket(
+                    sock, server_side=True, do_handshake_on_connect=False
+                )
+                sock.do_handshake()
             magic, version, _, nonce, session, asked = _HELLO.unpack(_exactly(sock, _HELLO.size, end))
             if magic != _MAGIC or version != _VERSION:
                 raise PermissionError("another protocol")
+            stranger.progress = _SPOKE
             mine = secrets.token_bytes(32)
             sock.sendall(mine)
             if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
                 sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
+            stranger.progress = _PROVED
             proof = self._proof(b"serve", nonce, mine)
             with self._admission:  # or two who ask for one rank at once would both be given it
                 status, rank = self._given(asked, session)
@@ -243,8 +250,25 @@ class TcpCarrier(StreamCarrier):
                 sock.close()
         finally:
             with self._cond:
-                self._strangers -= 1
                 self._greeting.pop(threading.current_thread(), None)
+
+    def _listen_to(self, sock: socket.socket) -> None:
+        """Hear a stranger in a thread of its own; where too many are heard already, one of them has to go."""
+        stranger = _Stranger(sock)
+        thread = threading.Thread(target=self._greeted, args=(stranger,), name="recollect-greet", daemon=True)
+        with self._cond:
+            if len(self._greeting) >= MOST_STRANGERS:
+                # Silence costs nothing; who knows the token has spoken within a round trip, and comes again if not.
+                oldest = min(self._greeting, key=lambda t: self._greeting[t].progress)
+                self._greeting.pop(oldest).dismiss()
+            self._greeting[thread] = stranger
+        try:
+            thread.start()
+        except RuntimeError:  # no more threads, perhaps not for long
+            with self._cond:
+                self._greeting.pop(thread, None)
+            self.refused += 1
+            sock.close()
 
     def _answer_and_admit(self, sock: socket.socket, rank: int, proof: bytes) -> None:
         """The answer is the first to leave by the new link: once a peer has joined, it is known here."""
@@ -322,18 +346,30 @@ class TcpCarrier(StreamCarrier):
             self._acceptor.join(5.0)
         with self._cond:
             greeting = list(self._greeting.items())
-        for thread, sock in greeting:
-            with suppress(OSError):  # it has ended, or speaks TLS by now: then it has its few seconds
-                sock.shutdown(socket.SHUT_RDWR)
+        for thread, stranger in greeting:
+            stranger.dismiss()
+            with suppress(RuntimeError):  # it has not begun
                 thread.join(1.0)
 
     def _forget_in_child(self) -> None:
         super()._forget_in_child()
-        for sock in self._greeting.values():
-            sock.close()
+        for stranger in self._greeting.values():
+            stranger.sock.close()
         if self._listener is not None:
             self._listener.close()
         self.is_closed = True
+
+
+class _Stranger:
+    """A connection whose other side has not proved itself."""
+
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock, self.progress = sock, _SILENT
+
+    def dismiss(self) -> None:
+        """Let the thread that listens to it end; that thread closes the socket."""
+        with suppress(OSError):  # not by an SSLSocket's own: it would let go of what another thread is using
+            socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
 def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
@@ -342,18 +378,8 @@ def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
         if carrier is None or carrier.is_closed:
             sock.close()
             return
-        with carrier._cond:
-            is_room = carrier._strangers < MOST_STRANGERS
-            carrier._strangers += is_room
-        if not is_room:
-            carrier.refused += 1
-            sock.close()
-            continue
-        thread = threading.Thread(target=carrier._greeted, args=(sock,), name="recollect-greet", daemon=True)
-        with carrier._cond:
-            carrier._greeting[thread] = sock
-        thread.start()
-        del carrier, thread
+        carrier._listen_to(sock)
+        del carrier
 
 
 def _connected(address: str, timeout: float) -> socket.socket:

@@ -11,9 +11,7 @@ import socket
 import struct
 import sys
 import time
-import traceback
 from collections.abc import Callable
-from importlib import import_module
 from typing import Any
 
 import msgspec
@@ -26,9 +24,10 @@ from recollect.rollout.models.openai import OpenAIModel
 from recollect.rollout.models.pool import ModelPool, Models
 from recollect.rollout.runners import wire
 from recollect.rollout.schema import plan_of
-from recollect.rollout.tasks import find_workflow
+from recollect.rollout.tasks import find_workflow, import_modules
 from recollect.rollout.threads import Threads
 from recollect.spaces import Layout
+from recollect.text import encoded, told, told_briefly
 
 LENGTH = struct.Struct("<I")
 PR_SET_PDEATHSIG = 1
@@ -89,8 +88,7 @@ class Session:
         try:
             layout = Layout.from_json(setup.layout)
             self.plan = plan_of(layout.space, dict(layout.max_lengths))
-            for module in setup.modules:
-                import_module(module)
+            import_modules(setup.modules)
             rollout = [FarModel(self, -1) if h is None else OpenAIModel.from_handle(h) for h in setup.rollout]
             auxiliary = [
                 [FarModel(self, role)] if any(h is None for h in handles)
@@ -98,8 +96,8 @@ class Session:
                 for role, handles in enumerate(setup.auxiliary)
             ]  # fmt: skip
             self.pool = ModelPool(rollout, auxiliary, setup.names, time.monotonic, setup.rest_s)
-        except BaseException:
-            self.send(wire.Broken(traceback.format_exc()))
+        except BaseException as error:
+            self.send(wire.Broken(told(error)))
             return
         self.send(wire.Ready())
 
@@ -116,7 +114,7 @@ class Session:
         try:
             flow = find_workflow(job.workflow)
         except Exception as error:
-            text = f"{error!r}; name its module in workflow_modules"
+            text = f"{told_briefly(error)}; name its module in workflow_modules"
             self.send(wire.Ran(job.attempt_id, None, True, text))
             return
         task = self.loop.create_task(self._run(job, flow, models))
@@ -136,10 +134,13 @@ class Session:
             await execute(job, flow, models, self.plan, self.threads, self.lag, report)
         except asyncio.CancelledError:
             pass
-        except BaseException:
-            error = traceback.format_exc()
+        except BaseException as raised:
+            error = told(raised)
         del self.attempts[job.attempt_id]
-        self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+        try:
+            self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+        except Exception as raised:  # an attempt whose end is not told would keep this runner for good
+            self.send(wire.Ran(job.attempt_id, None, True, told(raised)))
 
     def _cancel(self, attempt_id: int) -> None:
         found = self.attempts.get(attempt_id)
@@ -161,7 +162,7 @@ class Session:
         ident, future = self.n_calls, self.loop.create_future()
         self.calls[ident] = (future, model)
         try:
-            packed = msgspec.msgpack.encode((args, kwargs))
+            packed = encoded(msgspec.msgpack.encode, (args, kwargs))
             self.send(wire.Call(ident, self.current, model.role, method, packed))
             return await future
         except asyncio.CancelledError:

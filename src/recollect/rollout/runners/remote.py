@@ -20,6 +20,7 @@ from recollect.rollout.models.base import to_wire
 from recollect.rollout.models.pool import Bound, Models
 from recollect.rollout.runners import wire
 from recollect.rollout.runners.base import Surroundings
+from recollect.text import told_briefly
 
 FAILED_STARTS = 5
 START_S = 60.0
@@ -94,7 +95,7 @@ class FarRunner(ABC):
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            answer.error = f"{type(error).__name__}: {error}"
+            answer.error = told_briefly(error)
         self.calls.pop(call.call_id, None)
         self.send(wire.encode(answer))
 
@@ -164,7 +165,7 @@ class RemotePool(ABC):
         try:
             runner = await self.make_runner(number)
         except Exception as error:
-            self.cause = repr(error)
+            self.cause = told_briefly(error)
             self._start_failed(number)
             return
         self.runners[number] = runner

@@ -9,6 +9,7 @@ import msgspec
 from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.models.base import WireGeneration
 from recollect.rollout.models.openai import OpenAIHandle
+from recollect.text import encoded
 
 
 class Message(msgspec.Struct, array_like=True, tag=True):
@@ -90,6 +91,11 @@ class Uncall(Message):
 
 Down = Setup | Start | Cancel | Synced | Answer
 Up = Ready | Broken | Ran | Call | Uncall
-encode = msgspec.msgpack.Encoder().encode
+_encode = msgspec.msgpack.Encoder().encode
 decode_down = msgspec.msgpack.Decoder(Down).decode
 decode_up = msgspec.msgpack.Decoder(Up).decode
+
+
+def encode(message: Message) -> bytes:
+    """Return a message as bytes, whatever its texts are."""
+    return encoded(_encode, message)

@@ -2,9 +2,13 @@
 "use strict";
 
 const chosen = new URLSearchParams(location.search).get("pid");
-const shown = { pid: null, started: null, charts: new Map(), parts: {} };
+const shown = { listed: null, pid: null, started: null, charts: new Map(), parts: {} };
 
+// The links stay as they are while nothing about them changes: one that is replaced under the mouse loses its click.
 function drawJobs(jobs, current) {
+  const listed = JSON.stringify([jobs, current && current.pid]);
+  if (listed === shown.listed) return;
+  shown.listed = listed;
   const links = jobs.map((job) => {
     const isHere = current && job.pid === current.pid;
     return element("a", { href: `?pid=${job.pid}`, class: "tab", ...(isHere ? { "aria-current": "page" } : {}) },
