@@ -6,6 +6,7 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -239,3 +240,38 @@ def test_a_learners_checkpoint_leaves_foreign_directories(tmp_path: Path) -> Non
         with pytest.raises(FileExistsError, match="notes"):
             work()
     assert json.dumps(sorted(os.listdir(path))) == '["manifest.json", "notes", "tensors.bin"]'
+
+
+@pytest.mark.parametrize("verb", ["create", "other kind", "forked", "sent"])
+def test_a_live_memmap_that_a_process_writes_is_not_replaced(tmp_path: Path, verb: str) -> None:
+    path = tmp_path / "live"
+    live = buffer("memmap", path)
+    kind = "parquet" if verb == "other kind" else "memmap"
+    if verb == "forked":  # the child has it open, though the parent closed it
+        (reader, writer), (hears, tells) = os.pipe(), os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(tells)
+            os.read(hears, 1)
+            live.append({"x": 7})
+            os._exit(0)
+        live.close()
+    elif verb == "sent":
+        live, first = pickle.loads(pickle.dumps(live)), live
+        first.close()
+    with pytest.raises(LaneBusyError, match=r"live-1.bin: must not be in use, got process \d+"):
+        buffer(kind, path, overwrite=True)
+    assert in_child(lambda: buffer(kind, path, overwrite=True)) == 7
+    assert sorted(os.listdir(path)) == ["manifest.json", "storage"] and os.listdir(path / "storage") == [
+        "live-1.bin"
+    ]
+    if verb == "forked":
+        for fd in (tells, hears, reader, writer):
+            os.close(fd)
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        live.append({"x": 7})
+        live.close()
+    assert rc.ReplayBuffer.load_from(path)[:]["x"].tolist() == [0, 1, 2, 7]
+    with buffer(kind, path, overwrite=True):
+        pass
+    assert len(rc.ReplayBuffer.load_from(path)) == 3

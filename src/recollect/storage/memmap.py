@@ -12,7 +12,15 @@ from recollect.files import OwnedDirectory, has_name, make_directory, make_insid
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.base import PathName
-from recollect.storage.dump import STORAGE, DumpWriter, check_owned, last_manifest, named_files, read_manifest
+from recollect.storage.dump import (
+    STORAGE,
+    DumpWriter,
+    check_owned,
+    claim_live,
+    last_manifest,
+    named_files,
+    read_manifest,
+)
 from recollect.storage.home import refuse_dump
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
 from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
@@ -62,7 +70,7 @@ class MemmapStorage(RowStorage):
         refuse_dump(path, bool(kwargs.get("overwrite")))
         with owned_directory(path) as owned:
             refuse_dump(path, bool(kwargs.get("overwrite")))
-            check_owned(owned)
+            claim_live(owned, check_owned(owned))
             storage = super().create(
                 single_instance_space, *args, cache_path=cache_path, owned=owned, **kwargs
             )
