@@ -1,7 +1,8 @@
 """Files: directories that one process writes, names that stay inside, whole writes, and removal of our own files only.
 
-`directory` is the lock that every writer of a directory takes, and the list of what it made there; `lock` is
-how open files are locked; `names` opens files without following links; `sync` makes directories and replaces files so that a crash leaves the old or the new.
+`directory` is the lock that every writer of a directory takes, and the list of what it made there; `lock` is how open
+files are locked; `names` opens files without following links; `sync` makes directories and replaces files so that a
+crash leaves the old or the new.
 """
 
 from recollect.files.directory import OwnedDirectory

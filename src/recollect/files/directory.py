@@ -143,7 +143,9 @@ class OwnedDirectory:
             remove_inside(self.path, name)
         if has_name(self.path, name.removesuffix("/")):
             raise FileExistsError(
-                errno.EEXIST, "is there already, and no manifest names it", str(self.path / name)
+                errno.EEXIST,
+                "is there already, and no manifest names it; move it away",
+                str(self.path / name),
             )
         self.note([name])
 
