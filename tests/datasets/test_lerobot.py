@@ -15,6 +15,7 @@ from tests.datasets import sets
 
 import recollect as rc
 from recollect.datasets import DatasetBatch, from_lerobot, to_lerobot
+from recollect.datasets.converting import convert
 from recollect.datasets.lerobot_writer import LeRobotWriter
 from recollect.errors import FormatError
 from recollect.testing.batch_contract import BatchContract
@@ -181,6 +182,51 @@ def test_what_is_written_is_a_v3_set(tmp_path: Path, codec: str | None) -> None:
                 assert np.abs(new[key].astype(int) - value).max() <= 6
             else:
                 np.testing.assert_array_equal(new[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("target", ["lerobot", "memory", "memmap", "parquet"])
+@pytest.mark.parametrize("foreign", ["file", "link", "storage"])
+def test_a_half_made_copy_that_is_not_ours_is_refused(tmp_path: Path, target: str, foreign: str) -> None:
+    source = from_lerobot(sets.lerobot_v3(tmp_path / "old"))
+    stage, other = tmp_path / "new.partial", tmp_path / "other"
+    other.mkdir()
+    (other / "notes.txt").write_text("mine")
+    if foreign == "link":
+        stage.symlink_to(other)
+    else:
+        (stage / "storage").mkdir(parents=True)
+        (stage / ("notes.txt" if foreign == "file" else "storage/rows-1.bin")).write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(FileExistsError, match="new.partial: must be new or a half-made"):
+        convert(source, tmp_path / "new", target)
+    assert sorted(tmp_path.rglob("*")) == before and (other / "notes.txt").read_text() == "mine"
+
+
+def test_a_file_with_the_next_name_of_a_half_made_set_is_not_overwritten(tmp_path: Path) -> None:
+    """Readers take all files of a data set, so the writer does not go round it: it says what to move away."""
+    source = from_lerobot(sets.lerobot_v3(tmp_path / "old"))
+
+    def die(n: int, left: list[int] = [7]) -> None:  # noqa: B006
+        left[0] -= n
+        if left[0] <= 0:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        to_lerobot(source, tmp_path / "new", commit_rows=1, chunk_size=2, progress=die, video_codec="h264")
+    names = json.loads((tmp_path / "new.partial/journal.json").read_text())["names"]
+    number = sum(name.startswith("data/") for name in names)
+    foreign = tmp_path / f"new.partial/data/chunk-000/file-{number:03d}.parquet"
+    foreign.unlink(missing_ok=True)
+    noted = tmp_path / "new.partial/.recollect-writer"
+    lines = noted.read_text().splitlines(keepends=True)
+    noted.write_text("".join(line for line in lines if "data/" not in line))  # it is not the killed writer's
+    foreign.write_text("mine")
+    with pytest.raises(FileExistsError, match="move it away"):
+        to_lerobot(source, tmp_path / "new", commit_rows=1, chunk_size=2, video_codec="h264")
+    assert foreign.read_text() == "mine"
+    foreign.unlink()
+    to_lerobot(source, tmp_path / "new", commit_rows=1, chunk_size=2, video_codec="h264")
+    assert len(from_lerobot(tmp_path / "new")) == len(source)
 
 
 def test_a_killed_writer_is_taken_up_where_it_was(tmp_path: Path) -> None:

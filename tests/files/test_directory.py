@@ -6,17 +6,22 @@ import errno
 import fcntl
 import json
 import os
+import pickle
 import signal
+import traceback
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import recollect as rc
 from recollect.errors import FormatError, LaneBusyError
 from recollect.files import OwnedDirectory, open_inside
 from recollect.learners.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
+from recollect.storage.dump import DUMPS, read_manifest, signed_json
 
 SPACE = {"x": ((), "int64")}
 LIVE = ("parquet", "hdf5", "memmap")
@@ -239,3 +244,158 @@ def test_a_learners_checkpoint_leaves_foreign_directories(tmp_path: Path) -> Non
         with pytest.raises(FileExistsError, match="notes"):
             work()
     assert json.dumps(sorted(os.listdir(path))) == '["manifest.json", "notes", "tensors.bin"]'
+
+
+@pytest.mark.parametrize("verb", ["create", "other kind", "forked", "sent"])
+def test_a_live_memmap_that_a_process_writes_is_not_replaced(tmp_path: Path, verb: str) -> None:
+    path = tmp_path / "live"
+    live = buffer("memmap", path)
+    kind = "parquet" if verb == "other kind" else "memmap"
+    if verb == "forked":  # the child has it open, though the parent closed it
+        (reader, writer), (hears, tells) = os.pipe(), os.pipe()
+        if (pid := os.fork()) == 0:
+            os.close(tells)
+            os.read(hears, 1)
+            live.append({"x": 7})
+            os._exit(0)
+        live.close()
+    elif verb == "sent":
+        live, first = pickle.loads(pickle.dumps(live)), live
+        first.close()
+    with pytest.raises(LaneBusyError, match=r"live-1.bin: must not be in use, got process \d+"):
+        buffer(kind, path, overwrite=True)
+    assert in_child(lambda: buffer(kind, path, overwrite=True)) == 7
+    assert sorted(os.listdir(path)) == ["manifest.json", "storage"] and os.listdir(path / "storage") == [
+        "live-1.bin"
+    ]
+    if verb == "forked":
+        for fd in (tells, hears, reader, writer):
+            os.close(fd)
+        assert os.waitpid(pid, 0)[1] == 0
+    else:
+        live.append({"x": 7})
+        live.close()
+    assert rc.ReplayBuffer.load_from(path)[:]["x"].tolist() == [0, 1, 2, 7]
+    with buffer(kind, path, overwrite=True):
+        pass
+    assert len(rc.ReplayBuffer.load_from(path)) == 3
+
+
+def image_buffer(path: Path, **kw: Any) -> rc.ReplayBuffer:
+    return rc.ReplayBuffer.create("image", ((4, 4), "uint8"), capacity=8, cache_path=path, **kw)
+
+
+def test_a_dump_over_a_live_image_buffer_is_refused(tmp_path: Path) -> None:
+    pytest.importorskip("PIL")
+    with image_buffer(tmp_path / "live") as live:
+        live.append(np.full((4, 4), 7, "uint8"))
+        for work in (
+            lambda: buffer().dumps(tmp_path / "live"),
+            lambda: image_buffer(tmp_path / "live", overwrite=True),
+        ):
+            with pytest.raises(LaneBusyError, match=f"process {os.getpid()};"):
+                work()
+        live.append(np.full((4, 4), 8, "uint8"))
+    assert rc.ReplayBuffer.load_from(tmp_path / "live", verify=True)[:].max(axis=(1, 2)).tolist() == [7, 8]
+
+
+def together(*works: Callable[[], Any]) -> list[int]:
+    """Do things in forked children at the same time; their exit statuses."""
+    reader, writer = os.pipe()
+    pids = []
+    for work in works:
+        pid = os.fork()
+        if pid == 0:
+            os.close(writer)
+            os.read(reader, 1)  # returns when all are there
+            try:
+                work()
+                os._exit(0)
+            except BaseException:
+                traceback.print_exc()
+                os._exit(1)
+        pids.append(pid)
+    os.close(writer)
+    os.close(reader)
+    return [os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) for pid in pids]
+
+
+def test_processes_that_dump_a_live_memmap_at_once_take_turns(tmp_path: Path) -> None:
+    with buffer("memmap", tmp_path / "live") as live:
+        assert together(*[lambda: [live.dumps(tmp_path / "live") for _ in range(10)]] * 3) == [0, 0, 0]
+        live.append({"x": 3})
+        assert read_manifest(tmp_path / "live", DUMPS)["commit"] >= 30
+    assert rc.ReplayBuffer.load_from(tmp_path / "live")[:]["x"].tolist() == [0, 1, 2, 3]
+    assert sorted(os.listdir(tmp_path / "live")) == ["manifest.json", "storage"]
+    assert os.listdir(tmp_path / "live" / "storage") == ["live-1.bin"]
+
+
+def test_learners_that_save_one_checkpoint_at_once_leave_a_whole_one(tmp_path: Path) -> None:
+    def save(number: int) -> None:
+        for i in range(10):
+            save_checkpoint(tmp_path / "m", {"iteration": 100 * number + i, "x": np.full(1000, number)})
+
+    assert together(*[partial(save, n) for n in range(3)]) == [0, 0, 0]
+    state = load_checkpoint(tmp_path / "m")
+    assert (state["x"] == state["iteration"] // 100).all() and state["iteration"] % 100 == 9
+    assert os.listdir(tmp_path) == ["m"]
+    assert sorted(os.listdir(tmp_path / "m")) == ["manifest.json", "tensors.bin"]
+
+
+@pytest.mark.parametrize("kind", ["memory", *LIVE])
+@pytest.mark.parametrize("base", ["../other/storage", "storage/../../other/storage", "/other/storage"])
+def test_a_manifest_that_leads_outside_is_refused(tmp_path: Path, kind: str, base: str) -> None:
+    """Nothing outside is read, written or removed, whatever a forged manifest says."""
+    for name in ("dump", "other"):
+        with buffer(kind, None if kind == "memory" else tmp_path / name) as made:
+            if kind == "memory":
+                made.dumps(tmp_path / name)
+    manifest = read_manifest(tmp_path / "dump", DUMPS)
+    if base.startswith("/"):
+        base = f"{tmp_path}{base}"
+    files = {name.replace("storage/", f"{base}/"): about for name, about in manifest["files"].items()}
+    other = {
+        f: (f.read_bytes(), f.stat().st_mtime_ns) for f in (tmp_path / "other").rglob("*") if f.is_file()
+    }
+    forged = [
+        {**manifest, "storage_path_relative": base},
+        {**manifest, "files": files or {f"{base}/x": {"bytes": 1, "crc32c": "0"}}},
+        {**manifest, "storage_path_relative": base, "files": files},
+        {**manifest, "log": f"{base}/log-1.bin"},
+    ]
+    if kind == "memmap":
+        options = {**manifest["storage"]["options"], "file": f"../{base}/live-1.bin"}
+        forged.append({**manifest, "storage": {**manifest["storage"], "options": options}})
+    for record in forged:
+        (tmp_path / "dump" / "manifest.json").write_text(signed_json({"format_version": 1, **record}))
+        for read_only in (True, False):
+            with pytest.raises(FormatError):
+                rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=read_only)
+        with pytest.raises((FormatError, FileExistsError)):
+            buffer().dumps(tmp_path / "dump")
+        with pytest.raises((FormatError, FileExistsError)):
+            buffer("memmap", tmp_path / "dump", overwrite=True)
+    found = {
+        f: (f.read_bytes(), f.stat().st_mtime_ns) for f in (tmp_path / "other").rglob("*") if f.is_file()
+    }
+    assert found == other
+
+
+@pytest.mark.parametrize("kind", ["memmap", "parquet"])
+def test_parts_that_keep_files_are_not_written_in_place(tmp_path: Path, kind: str) -> None:
+    """A dump has the checksums of its parts: opened for writing, they would no longer match."""
+    space = {"x": ((), "int64"), "y": ((), "int64")}
+    parts = {"x": (kind, {"cache_path": tmp_path / "own"}), "*": "memory"}
+    capacity = 8 if kind == "memmap" else None
+    with rc.ReplayBuffer.create("dict", space, parts, capacity=capacity) as made:
+        made.append({"x": 1, "y": 2})
+        made.dumps(tmp_path / "dump")
+    with pytest.raises(rc.ReadOnlyError, match="0-x: is a part of a dump"):
+        rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=False)
+    with rc.ReplayBuffer.load_from(tmp_path / "dump", verify=True) as read:
+        assert read[0]["x"].item() == 1
+    [part] = (tmp_path / "dump" / "storage").glob("part-*/0-x")
+    part.rename(tmp_path / "elsewhere")
+    part.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(FormatError):
+        rc.ReplayBuffer.load_from(tmp_path / "dump")

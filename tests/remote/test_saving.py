@@ -274,7 +274,7 @@ def test_a_log_that_cannot_be_written_changes_nothing(
 ) -> None:
     m = manager(checkpoint=Checkpoint(tmp_path))
 
-    def full(*args: Any) -> None:
+    def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("recollect.remote.checkpoint.os.writev", full)

@@ -229,6 +229,21 @@ def test_a_foreign_journal_is_refused(tmp_path: Path, how: str) -> None:
     run(main())
 
 
+@pytest.mark.parametrize("mode", ["delete", "wal"])
+def test_another_programs_database_is_left_as_it_is(tmp_path: Path, mode: str) -> None:
+    path = tmp_path / "j.sqlite"
+    database = sqlite3.connect(path)
+    database.execute(f"pragma journal_mode = {mode}")
+    database.execute("create table meta (key text, value)")
+    database.execute("insert into meta values ('mine', 1)")
+    database.commit()
+    database.close()
+    before = path.read_bytes()
+    with pytest.raises(FormatError, match="j.sqlite"):
+        run(made(tmp_path).prepare())
+    assert path.read_bytes() == before and [f.name for f in tmp_path.iterdir()] == ["j.sqlite"]
+
+
 def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_once_they_are(
     tmp_path: Path,
 ) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.process.killing import killed_at
 from tests.rollout.make import config, coordinator, experience, run
 from tests.rollout.test_experience import batch
 
@@ -112,6 +113,32 @@ def test_a_file_is_synced_renamed_and_never_half_there(
     assert rr.FileSink("x").format == "parquet"
     with pytest.raises(ValueError, match="^format: "):
         rr.FileSink("x", "csv")
+
+
+def test_two_sinks_in_one_directory_do_not_overwrite_each_other(tmp_path: Path) -> None:
+    """As two coordinators of one name would: the second is refused, and does not take the first's file for its own."""
+    first, second = rr.FileSink(tmp_path, "jsonl"), rr.FileSink(tmp_path, "jsonl")
+    rows = [rr.decode(rr.encode([experience()], batch_id=n, task_id="t", group_id=n)) for n in (1, 2)]
+    first.write(rows[0], "run-b-g0-0")
+    [file] = tmp_path.iterdir()
+    before = file.read_bytes()
+    with pytest.raises(FileExistsError, match="another sink"):
+        second.write(rows[1], "run-b-g0-0")
+    assert first.holds("run-b-g0-0") and not second.holds("run-b-g0-0")
+    second.write(rows[1], "run-b-g1-1")
+    assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
+    assert rr.FileSink(tmp_path, "jsonl").holds("run-b-g0-0")  # as after a restart
+
+
+def test_what_a_killed_sink_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    sink = rr.FileSink(tmp_path, "jsonl")
+    x = rr.decode(rr.encode([experience()], batch_id=1, task_id="t", group_id=1))
+    (tmp_path / ".mine.tmp").write_text("mine")
+    for step in range(3):
+        assert killed_at(step, lambda: sink.write(x, "c-1")) and not sink.holds("c-1")
+        assert len(list(tmp_path.iterdir())) == 3  # its list and one file
+    sink.write(x, "c-2")
+    assert sorted(f.name for f in tmp_path.iterdir()) == [".mine.tmp", "c-2.jsonl"]
 
 
 def test_a_sink_of_the_config_is_made_as_it_says(tmp_path: Path) -> None:

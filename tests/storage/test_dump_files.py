@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import recollect as rc
+from recollect import budget as limits
 from recollect._core import crc32c
-from recollect.memory import limits
 from recollect.storage import dump, row_dump
 
 SPACE = {"id": ((), "int64"), "obs": ((4,), "float32")}

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from recollect.budget import human_nbytes
 from recollect.cli.job_view import clock
 from recollect.cli.train_view import report
 from recollect.errors import MissingExtraError
-from recollect.memory.limits import human_nbytes
 
 LEARNER = {
     "wait": "wait for collectors", "batch": "take the batch", "train": "train", "weight_sync": "publish weights",

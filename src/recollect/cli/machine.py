@@ -13,7 +13,7 @@ from pathlib import Path
 from time import perf_counter
 from typing import Literal
 
-from recollect.memory.limits import available_nbytes, cgroup_left_nbytes, human_nbytes
+from recollect.budget import available_nbytes, cgroup_left_nbytes, human_nbytes
 
 GIB = 1 << 30
 Level = Literal["ok", "note", "warning", "error"]

@@ -7,7 +7,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from recollect.memory.limits import human_nbytes
+from recollect.budget import human_nbytes
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:

@@ -18,10 +18,10 @@ from gymnasium import spaces
 
 from recollect.batch import BatchBase
 from recollect.batch.structure import Keys, fill, pick
+from recollect.budget import check_fits
 from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError, class_name
 from recollect.files.record import brief
 from recollect.indexing import normalize
-from recollect.memory.limits import check_fits
 from recollect.spaces import Layout, compile_layout
 from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
 

@@ -12,7 +12,6 @@ process that took it.
 from __future__ import annotations
 
 import errno
-import fcntl
 import json
 import os
 import re
@@ -26,14 +25,14 @@ from time import monotonic, sleep
 from typing import BinaryIO, Self
 
 from recollect.errors import FormatError, LaneBusyError
-from recollect.files.names import check_name, has_name, open_named, remove_inside
+from recollect.files.lock import holder_of, lock_file
+from recollect.files.names import check_name, has_name, open_inside, open_named, remove_inside
 from recollect.files.sync import remove_empty
 
 NAME = ".recollect-writer"
 _HEAD = re.compile(rb"recollect writer, process +(\d+)\n")
 _HEAD_NBYTES = len("recollect writer, process 1234567890\n")
 _POLL_S = 0.005
-_UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 
 
 class OwnedDirectory:
@@ -54,6 +53,7 @@ class OwnedDirectory:
         self._fd, self._pid = fd, os.getpid()
         self._noted: dict[str, None] = dict.fromkeys(left)
         self._end = os.fstat(fd).st_size  # of the list
+        self._claims: list[int] = []  # descriptors of files that nobody else may write
 
     @classmethod
     def take(cls, path: Path, *, wait_s: float = 0.0) -> Self:
@@ -98,6 +98,27 @@ class OwnedDirectory:
                 str(self.path),
             )
 
+    def claim(self, name: str) -> None:
+        """Let nobody open a file for writing until it is removed or given back; LaneBusyError if somebody has."""
+        with _forks:
+            self.check()
+            try:
+                fd = open_inside(self.path, name)
+            except FileNotFoundError:
+                return
+            if lock_file(fd, self.path / name):
+                self._claims.append(fd)
+                return
+            holder = holder_of(fd)
+            os.close(fd)
+        raise LaneBusyError(
+            f"{self.path / name}: must not be in use, got {holder} that has it open for writing; close it there first"
+        )
+
+    def _give_back(self) -> None:
+        while self._claims:
+            os.close(self._claims.pop())
+
     # -- the list
 
     def note(self, names: Iterable[str]) -> None:
@@ -123,7 +144,9 @@ class OwnedDirectory:
             remove_inside(self.path, name)
         if has_name(self.path, name.removesuffix("/")):
             raise FileExistsError(
-                errno.EEXIST, "is there already, and no manifest names it", str(self.path / name)
+                errno.EEXIST,
+                "is there already, and no manifest names it; move it away",
+                str(self.path / name),
             )
         self.note([name])
 
@@ -162,6 +185,7 @@ class OwnedDirectory:
         self._end = _HEAD_NBYTES
         self._noted.clear()
         self.left = []
+        self._give_back()
 
     # -- the end
 
@@ -181,6 +205,7 @@ class OwnedDirectory:
                         if _is_at(self.path, fd):
                             os.unlink(self.path / NAME)
             finally:
+                self._give_back()
                 os.close(fd)
 
     def __enter__(self) -> Self:
@@ -192,6 +217,7 @@ class OwnedDirectory:
     def __del__(self) -> None:
         fd, self._fd = getattr(self, "_fd", -1), -1
         if fd >= 0:
+            self._give_back()
             os.close(fd)
 
 
@@ -202,26 +228,18 @@ def _lock(path: Path) -> int | str:
         fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
         try:
             _check_ours(file, fd)
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if not lock_file(fd, file):
+                head = _HEAD.match(os.pread(fd, _HEAD_NBYTES, 0))
+                os.close(fd)
+                return "another process" if head is None else f"process {int(head[1])}"
             if _is_at(path, fd):
                 return fd
             os.close(fd)  # its writer gave it back and removed it just now
-        except BlockingIOError:
-            head = _HEAD.match(os.pread(fd, _HEAD_NBYTES, 0))
-            os.close(fd)
-            return "another process" if head is None else f"process {int(head[1])}"
-        except OSError as error:
+        except OSError:
             with suppress(OSError):
                 if not os.fstat(fd).st_size and _is_at(path, fd):
                     os.unlink(file)
             os.close(fd)
-            if error.errno in _UNLOCKABLE:
-                raise OSError(
-                    error.errno,
-                    f"cannot be locked on this file system ({error.strerror}), so a second writer would not be "
-                    "noticed; use a local disk or a mount with locks",
-                    str(file),
-                ) from None
             raise
         except BaseException:
             os.close(fd)
@@ -269,6 +287,7 @@ _forks = threading.Lock()
 def _after_fork() -> None:
     for owned in list(_held):
         with suppress(OSError):
+            owned._give_back()
             os.close(owned._fd)
         owned._fd = -1
     _held.clear()

@@ -18,9 +18,9 @@ import msgspec
 from msgspec import Meta
 
 from recollect import _core
+from recollect.budget import check_fits
 from recollect.errors import AttachError, FormatError, RecollectError, SchemaError
 from recollect.files.names import open_inside
-from recollect.memory.limits import check_fits
 
 MOST_NBYTES = 1 << 30
 _SMALL_NBYTES = 1 << 22

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from recollect import errors
+from recollect.budget import available_nbytes, human_nbytes
 from recollect.errors import CollectorError
-from recollect.memory.limits import available_nbytes, human_nbytes
 from recollect.text import safe, told
 
 LIMIT = 60 * 1024  # bytes of one report; a pipe holds 64 KiB, so an empty one takes it at once

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 
+from recollect.budget import available_nbytes, human_nbytes
 from recollect.errors import BudgetError
 from recollect.ipc.rollout_ring_buffer import rollout_ring_nbytes
 from recollect.ipc.rollout_slots import plan_slot
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.geometry import PAGE, page_up
-from recollect.memory.limits import available_nbytes, human_nbytes
 
 MUTE = "RECOLLECT_SKIP_MEMORY_CHECK"
 _warned: set[str] = set()

@@ -18,12 +18,12 @@ import numpy as np
 
 from recollect import _core, replay
 from recollect.backends import get_backend
+from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError, ContentionError, EmptyError, FormatError, SchemaError
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
 from recollect.memory.geometry import LIMITER_AT, Geometry, check_same
-from recollect.memory.limits import check_fits
 from recollect.memory.rows import Rows, packed_codec
 from recollect.memory.segment import Handle, Segment
 from recollect.sampling.stream import IndexStream

@@ -107,14 +107,27 @@ def _new_stage(path: Path) -> OwnedDirectory:
 
 def _check_ours(path: Path) -> None:
     """Raise FileExistsError for a path that holds anything but a checkpoint: it would be removed with it."""
-    if not os.path.lexists(path):
-        return
-    found = set(os.listdir(path)) if path.is_dir() and not path.is_symlink() else {"no directory"}
-    others = sorted(found - {MANIFEST, TENSORS, REPLAY, NAME})
-    if others or (found and not _is_checkpoint(path)):
-        raise FileExistsError(
-            f"{path}: must be new or a checkpoint, got {others or 'another manifest'}; choose another path"
-        )
+    while (looked_at := _identity(path)) is not None:
+        found: set[str] = {"no directory"}
+        with suppress(FileNotFoundError, NotADirectoryError):
+            found = {"no directory"} if path.is_symlink() else set(os.listdir(path))
+        others = sorted(found - {MANIFEST, TENSORS, REPLAY, NAME})
+        if not others and (not found or _is_checkpoint(path)):
+            return
+        if (
+            _identity(path) == looked_at
+        ):  # else another save took its place just now, and removed what was seen
+            raise FileExistsError(
+                f"{path}: must be new or a checkpoint, got {others or 'another manifest'}; choose another path"
+            )
+
+
+def _identity(path: Path) -> tuple[int, int] | None:
+    try:
+        found = os.lstat(path)
+    except FileNotFoundError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _is_checkpoint(path: Path) -> bool:
@@ -174,9 +187,10 @@ def _sweep(path: Path) -> None:
     """
     name = escape(path.name)
     for old in (*path.parent.glob(f".{name}.tmp-*"), *path.parent.glob(".removed-*")):
-        if old.is_symlink() or not old.is_dir():
+        try:
+            found = {"a link"} if old.is_symlink() else set(os.listdir(old))
+        except (FileNotFoundError, NotADirectoryError):  # another save removed it just now
             continue
-        found = set(os.listdir(old))
         if found and NAME not in found and not (found <= {MANIFEST, TENSORS, REPLAY} and _is_checkpoint(old)):
             continue
         with suppress(LaneBusyError, FormatError, OSError):

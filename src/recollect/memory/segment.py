@@ -16,10 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recollect import _core
-from recollect.errors import AttachError, ClosedError, FormatError
+from recollect.budget import check_fits, human_nbytes
+from recollect.errors import AttachError, ClosedError, FormatError, LaneBusyError
+from recollect.files import lock_file
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import Geometry, check_lanes, check_same, page_up, read_header, write_header
-from recollect.memory.limits import check_fits, human_nbytes
 from recollect.memory.shared import make_memfd, open_memfd
 
 
@@ -146,6 +147,7 @@ def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) 
     """A new file. Its space is taken at once unless `sparse`: a full disk is an error here, not a crash later."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
     try:
+        lock_file(fd, path, shared=True)
         if sparse:
             os.ftruncate(fd, geometry.nbytes)
         else:
@@ -204,10 +206,20 @@ def open_file(path: Path, *, writable: bool) -> Segment:
             raise PermissionError(errno.EACCES, "may not be written; load it with read_only=True", str(path))
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:
+        if writable:
+            _use(fd, path)
         return _attach(fd, str(path), writable, None, str(path), can_repair)
     except BaseException:
         os.close(fd)
         raise
+
+
+def _use(fd: int, path: Path) -> None:
+    """Say that this process writes a file: nobody may replace it. FileNotFoundError if somebody has."""
+    if not lock_file(fd, path, shared=True):
+        raise LaneBusyError(f"{path}: is being replaced, got a second writer; load it again later")
+    if not os.fstat(fd).st_nlink:
+        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
 def attach(handle: Handle) -> Segment:
@@ -226,6 +238,11 @@ def attach(handle: Handle) -> Segment:
             reason = error.strerror
             raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
     try:
+        if handle.path is not None and handle.writable:
+            try:
+                _use(fd, Path(handle.path))
+            except FileNotFoundError:
+                raise AttachError(f"{what}: its owner is gone or closed it; create it again") from None
         return _attach(fd, handle.path, handle.writable, handle, what, True)
     except BaseException:
         os.close(fd)

@@ -27,10 +27,10 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
+from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import PAGE, page_up
-from recollect.memory.limits import check_fits
 
 MAGIC = b"RECOLSHM"
 VERSION = 1

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
+from recollect.budget import human_nbytes
 from recollect.errors import BudgetError
-from recollect.memory.limits import human_nbytes
 from recollect.memory.rows import packed_codec
 from recollect.remote.diversity import Diversity, crowding
 from recollect.remote.items import ItemSpace, stored_places

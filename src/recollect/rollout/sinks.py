@@ -7,6 +7,8 @@ killed process may have made, so that nothing is delivered twice.
 from __future__ import annotations
 
 import asyncio
+import errno
+import os
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
@@ -18,13 +20,14 @@ import numpy as np
 
 from recollect._core import Condition
 from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError, class_name
-from recollect.files import make_directory, replace_file
+from recollect.files import OwnedDirectory, make_directory, replace_file
 from recollect.replay import ReplayBuffer
 from recollect.rollout.clock import checked_seconds
 from recollect.rollout.experience import Experiences, experience_buffer
 from recollect.rollout.schema import Plan
 
 REMEMBERED = 4096
+_TURN_S = 10.0  # for another sink that writes to the same directory
 
 
 class Sink(Protocol):
@@ -92,6 +95,8 @@ def _remember(done: OrderedDict[str, None], commit_id: str) -> None:
 class FileSink:
     """Writes one immutable file per pass, `parquet` or `jsonl`, synced and renamed, with ids and `info`.
 
+    Several sinks may write to one directory, in turns; a name that another one has written is refused.
+
     >>> FileSink("somewhere", format="jsonl").format
     'jsonl'
     """
@@ -100,16 +105,27 @@ class FileSink:
         if format not in ("parquet", "jsonl"):
             raise ValueError(f"format: must be 'parquet' or 'jsonl', got {format!r}")
         self.path, self.format = Path(path), format
+        self._refused: set[str] = set()  # commits whose file is another sink's
 
     def write(self, x: Experiences, commit_id: str) -> None:
         """Write a temporary sibling, sync it, rename it, sync the directory."""
         make_directory(self.path)
-        write = _write_parquet if self.format == "parquet" else _write_jsonl
-        replace_file(self._file(commit_id), lambda file: write(x, file))
+        file, write = self._file(commit_id), _write_parquet if self.format == "parquet" else _write_jsonl
+        with OwnedDirectory.take(self.path, wait_s=_TURN_S) as owned:
+            owned.remove_noted(())  # what a killed sink left
+            if os.path.lexists(file):
+                self._refused.add(commit_id)
+                raise FileExistsError(
+                    errno.EEXIST, "was written by another sink; choose another directory", str(file)
+                )
+            try:
+                replace_file(file, lambda f: write(x, f), note=lambda name: owned.note([name]))
+            finally:
+                owned.remove_noted(())
 
     def holds(self, commit_id: str) -> bool:
-        """Tell whether the file of this commit is there."""
-        return self._file(commit_id).exists()
+        """Tell whether the file of this commit is there, and not another sink's."""
+        return commit_id not in self._refused and self._file(commit_id).exists()
 
     def close(self) -> None:
         """Nothing is open between writes."""

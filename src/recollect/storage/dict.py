@@ -10,13 +10,12 @@ import numpy as np
 
 from recollect import interrupts
 from recollect.errors import FormatError, SchemaError
-from recollect.files import check_name
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
 from recollect.spaces.tree import as_keys, path_name
 from recollect.storage.base import PathName, Segments, SpaceStorage
 from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, Ints, check_capacity, reopen_child
+from recollect.storage.files import FiledStorage, Ints, check_capacity, open_part, reopen_child
 from recollect.storage.live import SEGMENT, Live
 from recollect.storage.patterns import Part, directory_of, divide, join, saved_parts
 from recollect.storage.registry import find_storage, find_stored
@@ -125,10 +124,10 @@ class DictStorage(FiledStorage):
     def over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
         saved = manifest["storage"]
         parts = saved_parts(path, saved, space)
-        base = path / manifest["storage_path_relative"]
+        base = manifest["storage_path_relative"]
         inner = [
-            find_stored(child["name"], str(path)).load_from(
-                base / check_name(base, child["path"]), part.space, **options
+            open_part(
+                find_stored(child["name"], str(path)), path, f"{base}/{child['path']}", part.space, **options
             )
             for part, child in zip(parts, saved["children"].values())
         ]

@@ -247,10 +247,19 @@ def check_owned(owned: OwnedDirectory) -> dict[str, Any]:
     return manifest
 
 
+def claim_live(owned: OwnedDirectory, manifest: dict[str, Any]) -> None:
+    """Say that what a manifest names is about to be replaced; LaneBusyError if a process still writes its rows."""
+    file = manifest["storage"]["options"].get("file") if manifest.get("live") else None
+    if isinstance(file, str):
+        owned.claim(f"{manifest.get('storage_path_relative', STORAGE)}/{file}")
+
+
 def remove_dump(path: Path, more: Collection[str] = ()) -> None:
     """Remove a dump, `more` files that were made beside it, and its directory if nothing else is in it."""
     with OwnedDirectory.take(path) as owned:
-        owned.note([*named_files(path, check_owned(owned)), *more, MANIFEST])
+        manifest = check_owned(owned)
+        claim_live(owned, manifest)
+        owned.note([*named_files(path, manifest), *more, MANIFEST])
         owned.remove_noted(())
     remove_empty([path, path / STORAGE])
 

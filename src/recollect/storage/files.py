@@ -10,10 +10,11 @@ from typing import Any, ClassVar, Self
 import numpy as np
 
 from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
+from recollect.files import open_named
 from recollect.files.record import damage_in
 from recollect.spaces import as_space
 from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import check_files, read_manifest
+from recollect.storage.dump import MANIFEST, check_files, read_manifest
 from recollect.storage.home import Home
 from recollect.storage.live import FORMATS, SEGMENT, Live, dump_storage
 from recollect.storage.registry import find_stored
@@ -294,6 +295,26 @@ def reopen_child(
             f"{live.home.path}: {saved.get('name')!r} keeps no files below another; it is damaged"
         )
     return cls.reopen(live, prefix, saved, space, capacity, length)
+
+
+def open_part(
+    cls: type[SpaceStorage], path: Path, name: str, space: Any, *, read_only: bool, **options: Any
+) -> SpaceStorage:
+    """Open an inner storage that was dumped as the directory `name` of a dump; to write, it must be a copy in memory.
+
+    The dump has the checksums of its parts, so a part that were written in place would damage it.
+    """
+    open_named(path, f"{name}/{MANIFEST}").close()  # no link leads out of the dump
+    part = path / name
+    is_filed = issubclass(cls, FiledStorage) and not cls.is_in_parts(
+        part, read_manifest(part, FORMATS)["storage"]
+    )
+    if not read_only and (is_filed or getattr(cls, "needs_path", False)):
+        raise ReadOnlyError(
+            f"{part}: is a part of a dump that keeps files ({cls.__name__}), got read_only=False; load it with "
+            "read_only=True, and copy it with extend_from to go on"
+        )
+    return cls.load_from(part, space, read_only=read_only, **options)
 
 
 def _reopen(cls: type[FiledStorage], path: str, commit: int) -> FiledStorage:

@@ -32,6 +32,7 @@ from recollect.storage.dump import (
     STORAGE,
     About,
     check_owned,
+    claim_live,
     file_crc,
     is_committed,
     last_commit,
@@ -72,6 +73,7 @@ class Home:
         try:
             refuse_dump(path, overwrite)
             old = check_owned(owned)
+            claim_live(owned, old)
             made += make_inside(path, STORAGE)
             commit = old.get("commit", 0)
             home = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, owned)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -12,11 +14,20 @@ from recollect.files import OwnedDirectory, has_name, make_directory, make_insid
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.base import PathName
-from recollect.storage.dump import STORAGE, DumpWriter, check_owned, last_manifest, named_files, read_manifest
+from recollect.storage.dump import (
+    STORAGE,
+    DumpWriter,
+    check_owned,
+    claim_live,
+    last_manifest,
+    named_files,
+    read_manifest,
+)
 from recollect.storage.home import refuse_dump
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
 from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
 
+_LIVE = re.compile(r"live-([0-9]{1,15})\.bin")
 _TURN_S = 10.0  # for another process that commits in the same directory
 
 
@@ -62,7 +73,7 @@ class MemmapStorage(RowStorage):
         refuse_dump(path, bool(kwargs.get("overwrite")))
         with owned_directory(path) as owned:
             refuse_dump(path, bool(kwargs.get("overwrite")))
-            check_owned(owned)
+            claim_live(owned, check_owned(owned))
             storage = super().create(
                 single_instance_space, *args, cache_path=cache_path, owned=owned, **kwargs
             )
@@ -212,7 +223,8 @@ def _new_file(
 ) -> Rows:
     make_inside(owned.path, STORAGE)
     place = owned.path / STORAGE
-    number = 1 + max((int(f.stem[5:]) for f in place.glob("live-*.bin") if f.stem[5:].isdigit()), default=0)
+    found = (_LIVE.fullmatch(name) for name in os.listdir(place))
+    number = 1 + max((int(match[1]) for match in found if match is not None), default=0)
     owned.note_new(f"{STORAGE}/live-{number}.bin")
     return Rows.in_file(place / f"live-{number}.bin", layout, capacity, num_lanes, segments, sparse)
 

@@ -16,9 +16,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from recollect import _core
+from recollect.budget import check_fits
 from recollect.errors import ContentionError, FormatError
 from recollect.files.record import damage_in
-from recollect.memory.limits import check_fits
 from recollect.memory.rows import Rows, packed_codec
 from recollect.spaces import Layout
 from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, check_files

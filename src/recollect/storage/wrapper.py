@@ -11,7 +11,7 @@ from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout
 from recollect.storage.base import PathName, SpaceStorage
 from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, check_capacity, reopen_child
+from recollect.storage.files import FiledStorage, check_capacity, open_part, reopen_child
 from recollect.storage.forwarding import ForwardingStorage
 from recollect.storage.live import Live, dump_storage, live_of
 from recollect.storage.registry import find_storage, find_stored
@@ -132,8 +132,8 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         own = cls._read_own(path, manifest["storage"])
         saved = manifest["storage"]["children"][INNER]
         inner_cls = find_storage(options.pop(INNER, None) or find_stored(saved["name"], str(path)))
-        below = path / manifest["storage_path_relative"] / INNER
-        return cls.wrap(space, inner_cls.load_from(below, cls.inner_space(space, own), **options), own)
+        below = f"{manifest['storage_path_relative']}/{INNER}"
+        return cls.wrap(space, open_part(inner_cls, path, below, cls.inner_space(space, own), **options), own)
 
     # -- files
 

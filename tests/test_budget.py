@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from recollect.memory import limits
+from recollect import budget as limits
 
 KIB = 1024
 
