@@ -265,9 +265,8 @@ class Journal:
             ) from None
         try:
             database.execute("pragma locking_mode = exclusive")
-            tables = {
-                name for (name,) in database.execute("select name from sqlite_master where type = 'table'")
-            }
+            found = database.execute("select name from sqlite_master where type = 'table'").fetchall()
+            tables = {name for (name,) in found}
             if tables and not {"meta", "batches", "runs"} <= tables:
                 raise sqlite3.DatabaseError(f"another program's database, with the tables {sorted(tables)}")
             database.execute("pragma journal_mode = wal")
@@ -310,7 +309,7 @@ class Journal:
                 continue
             runs = database.execute(
                 "select position, outcome from runs where serial = ? order by position, run", (serial,)
-            )
+            ).fetchall()  # a cursor that a traceback keeps would keep the lock of the file too
             restored.batches.append(
                 Kept(
                     serial,
