@@ -399,3 +399,18 @@ def test_parts_that_keep_files_are_not_written_in_place(tmp_path: Path, kind: st
     part.symlink_to(tmp_path / "elsewhere")
     with pytest.raises(FormatError):
         rc.ReplayBuffer.load_from(tmp_path / "dump")
+
+
+def test_a_full_disk_leaves_no_list_and_no_directory(small_disk: Path) -> None:
+    with buffer() as made:
+        made.dumps(small_disk / "old")
+        before = sorted(small_disk.rglob("*"))
+        with open(small_disk / "full", "wb", buffering=0) as f, pytest.raises(OSError, match="No space"):
+            while True:
+                f.write(bytes(4096))
+        for name in ("old", "new"):
+            with pytest.raises(OSError, match="No space"):
+                made.dumps(small_disk / name)
+        os.unlink(small_disk / "full")
+        assert sorted(small_disk.rglob("*")) == before
+        made.dumps(small_disk / "new")

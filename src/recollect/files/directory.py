@@ -66,7 +66,7 @@ class OwnedDirectory:
                     try:
                         owned = cls(path, taken, _begin(path, taken))
                     except BaseException:
-                        os.close(taken)
+                        _drop(path, taken)
                         raise
                     _held.add(owned)
                     return owned
@@ -236,14 +236,19 @@ def _lock(path: Path) -> int | str:
                 return fd
             os.close(fd)  # its writer gave it back and removed it just now
         except OSError:
-            with suppress(OSError):
-                if not os.fstat(fd).st_size and _is_at(path, fd):
-                    os.unlink(file)
-            os.close(fd)
+            _drop(path, fd)
             raise
         except BaseException:
             os.close(fd)
             raise
+
+
+def _drop(path: Path, fd: int) -> None:
+    """Close a list that could not be begun, and remove it if nothing is in it."""
+    with suppress(OSError):
+        if not os.fstat(fd).st_size and _is_at(path, fd):
+            os.unlink(path / NAME)
+    os.close(fd)
 
 
 def _check_ours(file: Path, fd: int) -> None:
