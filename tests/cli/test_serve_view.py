@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+import pytest
 from rich.console import Console
 
-from recollect.cli.serve_view import LEFT_SHOWN, as_table, as_text, figures, shown
+from recollect.cli.serve_view import LEFT_SHOWN, as_table, as_text, figures, rates, shown
+from recollect.remote import ReplayBufferManager, records
 
 
 def plain(states: dict[int, str], baseline: float | None = 1.5) -> dict[str, Any]:
@@ -51,3 +54,15 @@ def test_figures_count_everybody() -> None:
     found = figures(plain(states))
     assert (found["workers/present"], found["rate/items"], found["baseline"]) == (2.0, 660.0, 1.5)
     assert "baseline" not in figures(plain(states, None))
+
+
+def test_rates_add_up_though_senders_are_forgotten_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(records, "MOST_CLIENTS", 3)
+    with ReplayBufferManager({"id": ((), "int64")}, 0, None) as m:
+        looks = []
+        for rank in range(9):
+            m.add({"id": np.arange(10)}, sender_rank=rank)
+            if rank in (3, 8):
+                looks.append(m.stats())
+    seen = rates(*looks, 1.0)
+    assert figures(seen)["rate/items"] == 50.0 and len(seen["senders"]) == 4

@@ -285,7 +285,7 @@ def test_who_came_and_went_without_a_word_may_still_come(ends: list[Any]) -> Non
 def test_between_threads_too_much_waits_at_its_sender(
     ends: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(local, "_IN_PROCESS_NBYTES", 1000)
+    monkeypatch.setattr(local, "_IN_PROCESS_NBYTES", 2000)
     a, b = ends
     b.alive()
     blocks = [bytes([i]) * 600 for i in range(5)]

@@ -24,7 +24,7 @@ import pytest
 
 from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier, records
-from recollect.remote.carriers import tcp
+from recollect.remote.carriers import stream, tcp
 from recollect.remote.carriers.link import HEADER, MAGIC
 from recollect.remote.carriers.listening import accepted
 from recollect.remote.messages import Sample
@@ -930,6 +930,26 @@ def test_a_client_connects_again_when_its_connection_was_closed(server: TcpCarri
                     eventually(lambda: 0 not in carrier.alive())
         assert made.buffer[:]["id"].tolist() == [0, 1, 2, 3, 4]
         carrier.close()
+
+
+def test_who_sends_without_end_delays_others_by_a_few_frames(
+    server: TcpCarrier, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sources take turns, and others are read though much lies here already."""
+    monkeypatch.setattr(stream, "_LOOK_S", 0.0, raising=False)
+    rogue = TcpCarrier.join([server.address], token=TOKEN, rank=1)
+    good = TcpCarrier.join([server.address], token=TOKEN, rank=2)
+    rogue._outward[0].sock.setblocking(True)
+    rogue._outward[0].sock.sendall((HEADER.pack(MAGIC, 0, 1) + b"x") * 5000)
+    assert server.recv(timeout=SOON)[0] == 1
+    good.send(0, 0, [b"y"], SOON)
+    n = 0
+    while server.recv(timeout=SOON)[0] == 1:
+        n += 1
+    assert n < 100
+    assert all(server.recv(timeout=SOON)[0] == 1 for _ in range(5000 - 1 - n))  # none is lost
+    rogue.close()
+    good.close()
 
 
 def test_of_clients_that_left_only_so_many_are_remembered(

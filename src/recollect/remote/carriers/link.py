@@ -23,6 +23,7 @@ HEADER = struct.Struct("<IIQ")
 MAGIC = 0x4D525453  # "STRM"
 _STAGING = 1 << 16
 _FAIR_NBYTES = 4 << 20  # what one link may bring before the others have their turn
+_FAIR_FRAMES = 1024
 _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Frame = tuple[int, memoryview]
 
@@ -147,7 +148,7 @@ class Link:
         frames: list[Frame] = []
         total = 0
         try:
-            while total < _FAIR_NBYTES or self._has_decrypted():
+            while (total < _FAIR_NBYTES and len(frames) < _FAIR_FRAMES) or self._has_decrypted():
                 n = self._read_some(frames)
                 total += n
                 if n < _STAGING // 2 and not self._is_ssl and self._target is None:

@@ -26,6 +26,7 @@ from recollect.remote.carriers.turns import Turns
 from recollect.remote.wire import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
+_LOOK_S = 0.01  # after which others are read too, however much lies here already
 _NAP_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
@@ -57,6 +58,7 @@ class StreamCarrier:
         self._flusher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._bell: Bell | None = None
+        self._looked_at = 0.0  # when the sockets were polled last
 
     # -- opening
 
@@ -148,6 +150,7 @@ class StreamCarrier:
         epoll, bell = self._epoll, self._bell
         if epoll is None or bell is None:
             return
+        self._looked_at = monotonic()
         for fd, event in epoll.poll(min(timeout, 3600.0)):
             if fd == bell.fileno():
                 bell.hush()
@@ -340,6 +343,8 @@ class StreamCarrier:
         check_tag(tag, any_allowed=True)
         check_rank(source, self.size, "source", any_allowed=True)
         self._ensure_open()
+        if self._inbox and monotonic() - self._looked_at > _LOOK_S:
+            self._glance()  # or who sends without end would be the only one that is read
         found: Frame = self._turns.wait(
             lambda: self._matching(source, tag), timeout, lambda: awaited(source, tag)
         )
