@@ -6,6 +6,7 @@ import threading
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -14,6 +15,7 @@ from tests.interruption import POINTS, Case, apart, interrupted
 
 import recollect as rc
 from recollect._core import Condition
+from recollect.rollout.handle import LocalHandle
 
 FRAME = ((4, 4, 3), "uint8")
 BOTH = {"image": FRAME, "x": ((), "int64")}
@@ -273,3 +275,28 @@ def test_a_carrier_can_be_used_and_closed_after_an_interrupt_anywhere(at: str) -
             break
         n += 9
     assert n > 20
+
+
+class _Counts:
+    """A coordinator as far as its handle is concerned."""
+
+    def __init__(self, config: Any, models: Any, auxiliary: Any) -> None:
+        self.n = 0
+
+    async def shutdown(self) -> None:
+        pass
+
+    async def add(self) -> int:
+        self.n += 1
+        return self.n
+
+
+def test_a_coordinator_in_a_thread_answers_after_an_interrupt_anywhere_in_a_call() -> None:
+    n, came = 0, True
+    while came:
+        handle = LocalHandle(_Counts, SimpleNamespace(name="interrupted"), None)
+        came = interrupted(lambda h=handle: h.add(), n)  # type: ignore[misc]
+        assert apart(lambda h=handle: h.add.remote().result(20.0)) in (1, 2), n  # type: ignore[misc]
+        apart(handle.close)
+        n += 3
+    assert n > 30
