@@ -50,8 +50,8 @@ def parent_of(path: Path, name: str) -> Iterator[tuple[int, str]]:
     try:
         for part in parents:
             inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-            os.close(fd)
-            fd = inner
+            fd, outer = inner, fd  # first: an interrupt after the close must not close it again
+            os.close(outer)
         yield fd, last
     except OSError as error:
         if error.errno in _NOT_INSIDE:

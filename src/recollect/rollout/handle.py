@@ -5,25 +5,42 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import inspect
+import math
 import threading
 from collections.abc import Generator
+from time import monotonic
 from typing import Any, Self
 
+from recollect import interrupts
+from recollect._core import Condition
 from recollect.errors import ClosedError
 
 
 class Pending:
     """A call under way in the coordinator's thread: `await` it in any loop, or ask for its `result`."""
 
+    # A Ctrl-C inside of a Future can leave its lock taken, and then the coordinator's thread would wait for ever. So
+    # the Future is touched only while Ctrl-C is deferred, and waits are on a condition of our own.
     def __init__(self, future: concurrent.futures.Future[Any]) -> None:
-        self._future = future
+        self._future, self._changed, self._is_done = future, Condition(), False
+        future.add_done_callback(self._wake)
+
+    def _wake(self, future: concurrent.futures.Future[Any]) -> None:
+        with self._changed:
+            self._is_done = True
+            self._changed.notify_all()
 
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self._future).__await__()
 
     def result(self, timeout: float | None = None) -> Any:
         """Block until it is done."""
-        return self._future.result(timeout)
+        end = math.inf if timeout is None else monotonic() + timeout
+        with self._changed:
+            while not self._is_done and (left := end - monotonic()) > 0:
+                self._changed.wait(min(left, 60.0))
+        with interrupts.deferred():
+            return self._future.result(0.0)
 
 
 class Method:
@@ -37,7 +54,8 @@ class Method:
 
     def remote(self, *args: Any, **kwargs: Any) -> Pending:
         """Start the call and return at once."""
-        return Pending(self._handle._submit(self._name, args, kwargs))
+        with interrupts.deferred():
+            return Pending(self._handle._submit(self._name, args, kwargs))
 
 
 class LocalHandle:
@@ -84,11 +102,12 @@ class LocalHandle:
         try:
             Method(self, "shutdown")()
         finally:
-            self._closed = True
-            self._loop.call_soon_threadsafe(self._loop.stop)
-            self._thread.join(10.0)
-            if not self._thread.is_alive():
-                self._loop.close()
+            with interrupts.deferred():
+                self._closed = True
+                self._loop.call_soon_threadsafe(self._loop.stop)
+                self._thread.join(10.0)
+                if not self._thread.is_alive():
+                    self._loop.close()
 
     def __enter__(self) -> Self:
         Method(self, "prepare")()
