@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import numpy as np
@@ -132,7 +132,7 @@ class PlainEngine:
         with self._lock:
             self._follow()
             block = self.storage.checked_one(value)
-            with self._all_or_nothing():
+            with self._uninterrupted(), self._all_or_nothing():
                 self._put(block, 1)
                 self._tag(1, None, keep_open=True)
                 self.storage.settle()
@@ -159,7 +159,7 @@ class PlainEngine:
                 raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
             if n == 0:
                 return
-            with self._all_or_nothing():
+            with self._uninterrupted(), self._all_or_nothing():
                 self._write(block, n, ends, keep_open)
                 self.storage.settle()
 
@@ -179,6 +179,10 @@ class PlainEngine:
             if self._keeps_open() and not (keep_open and cut == left):
                 self.storage.mark_segment_end()
         self._tag(n, ends, keep_open=keep_open)
+
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """A ring cannot be put back, so there Ctrl-C waits until what was written is counted."""
+        return nullcontext() if self.storage.capacity is None else interrupts.deferred()
 
     @contextmanager
     def _all_or_nothing(self) -> Iterator[None]:
