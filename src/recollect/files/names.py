@@ -14,7 +14,7 @@ import stat
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from recollect.errors import FormatError
 
@@ -143,10 +143,16 @@ def remove_inside(path: Path, name: str) -> None:
     is_tree = name.endswith("/")
     with suppress(FileNotFoundError, FormatError), parent_of(path, name.removesuffix("/")) as (parent, last):
         if is_tree:
-            shutil.rmtree(last, ignore_errors=True, dir_fd=parent)
+            shutil.rmtree(last, onerror=_raise_unless_gone, dir_fd=parent)
         else:
             with suppress(IsADirectoryError):
                 os.unlink(last, dir_fd=parent)
+
+
+def _raise_unless_gone(function: object, path: str, info: Any) -> None:
+    """Go on where another removed it, or where it is no directory; what the disk refuses is not removed, and told."""
+    if getattr(info[1], "errno", None) not in (None, errno.ENOENT, errno.ENOTDIR):
+        raise info[1]
 
 
 def _sync(parent: int) -> None:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -194,16 +195,21 @@ class PlainEngine:
 
     def _add(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
         """Write samples, and make the commit that they bring about; if it fails they are taken back."""
-        self._unfinished = self._taking_back(n)
-        try:
-            self._write(block, n, ends, keep_open)
-            self.storage.settle()
-        except Exception:
-            if self.storage.capacity is None:
-                self._mend()
-            self._unfinished = None  # of a ring the storage has kept what the write would have displaced
-            raise
-        self._unfinished = None
+        with self._uninterrupted():
+            self._unfinished = self._taking_back(n)
+            try:
+                self._write(block, n, ends, keep_open)
+                self.storage.settle()
+            except Exception:
+                if self.storage.capacity is None:
+                    self._mend()
+                self._unfinished = None  # of a ring the storage has kept what the write would have displaced
+                raise
+            self._unfinished = None
+
+    def _uninterrupted(self) -> AbstractContextManager[None]:
+        """A ring cannot be put back, so there Ctrl-C waits until what was written is counted."""
+        return nullcontext() if self.storage.capacity is None else interrupts.deferred()
 
     def _write(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
         capacity, space = self.storage.capacity, self.storage.single_instance_space

@@ -265,8 +265,9 @@ class Journal:
             ) from None
         try:
             database.execute("pragma locking_mode = exclusive")
-            found = database.execute("select name from sqlite_master where type = 'table'").fetchall()
-            tables = {name for (name,) in found}
+            # Lists: a cursor that a traceback keeps would keep the lock as well.
+            names = database.execute("select name from sqlite_master where type = 'table'").fetchall()
+            tables = {str(name) for (name,) in names}
             if tables and not {"meta", "batches", "runs"} <= tables:
                 raise sqlite3.DatabaseError(f"another program's database, with the tables {sorted(tables)}")
             database.execute("pragma journal_mode = wal")
@@ -301,7 +302,7 @@ class Journal:
             next_group=counters.next_group, k=counters.k, first_version=counters.first_version
         )
         self._first_free = 1
-        for serial, about, cut, ended in database.execute("select * from batches order by serial"):
+        for serial, about, cut, ended in database.execute("select * from batches order by serial").fetchall():
             self._first_free = serial + 1
             if ended is not None:
                 ending = read_ending(ended)
@@ -309,7 +310,7 @@ class Journal:
                 continue
             runs = database.execute(
                 "select position, outcome from runs where serial = ? order by position, run", (serial,)
-            ).fetchall()  # a cursor that a traceback keeps would keep the lock of the file too
+            ).fetchall()
             restored.batches.append(
                 Kept(
                     serial,
