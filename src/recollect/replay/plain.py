@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.batch.structure import select
 from recollect.errors import FormatError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
