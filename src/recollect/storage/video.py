@@ -13,7 +13,7 @@ from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.storage.appending import AppendStorage
 from recollect.storage.base import Segments
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
 from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.dump import file_crc
 from recollect.storage.files import Ints
@@ -85,12 +85,17 @@ class VideoStorage(AppendStorage):
             kept = {k: v for k, v in known.items() if k != "contents"}
             storage = cls(live, prefix, space, **{**kept, **options})
             storage._clips = [Clip(str(name), int(n)) for name, n in known["contents"]]
+            check_sizes([clip.n for clip in storage._clips], "clips")
             storage._recount()
             return storage
 
         storage: Self = from_saved(live.home.path, saved, make)
         for clip in storage._clips:
-            live.home.about(clip.name)
+            nbytes = live.home.about(clip.name)["bytes"]
+            if clip.n > nbytes:  # every frame takes some
+                raise FormatError(
+                    f"{live.home.path}: {clip.name}: cannot hold {clip.n} frames in {nbytes} bytes; it is damaged"
+                )
         storage._truncate(length)
         return storage
 
@@ -146,10 +151,7 @@ class VideoStorage(AppendStorage):
 
     def _recount(self) -> None:
         self._ends = np.cumsum(np.array([clip.n for clip in self._clips], np.int64))
-        starts = np.concatenate([[0], self._ends[:-1]]) if self._clips else self._ends
-        step = self.chunk_rows  # chunks begin anew in each clip
-        parts = [np.append(np.arange(a + step, b, step), b) for a, b in zip(starts, self._ends)]
-        self._chunk_ends = np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+        self._chunk_ends = chunk_ends(self._ends, self.chunk_rows, str(self.home.path))
 
     def _write_clip(self) -> Clip:
         name = self.home.new_name(f"{self.prefix}segment-", ".mkv")
