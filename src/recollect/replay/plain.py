@@ -15,6 +15,7 @@ import numpy as np
 
 from recollect.batch.structure import select
 from recollect.errors import FormatError, ReadOnlyError, SchemaError, SegmentOpenError
+from recollect.memory.limits import check_fits
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
@@ -38,7 +39,10 @@ class PlainEngine:
         self._segments: list[list[int]] = []  # [id, first position, end position, step of the first]
         self._open = self._copying = False  # whether the last of them is open
         self._next_id = 1
-        self._generations = np.zeros(storage.capacity or 0, np.int64)
+        capacity = storage.capacity or 0
+        if capacity > 1 << 16:
+            check_fits(8 * capacity, "capacity", "choose a smaller one, or the file is damaged")
+        self._generations = np.zeros(capacity, np.int64)
         self._renewals = 0
         self._extra: dict[str, Any] = {}
         self._doors = {"evicted": 0, "removed": 0, "rejected": 0, "offered": 0}
