@@ -40,7 +40,10 @@ def _signed(record: Any) -> bytes:
 
 
 class JsonFile:
-    """A JSON file that is damaged, signed again if it was, read by `load`, and put back."""
+    """A JSON file that is damaged, signed again if it was, read by `load`, and put back.
+
+    A signed file whose bytes were changed must be refused, and one that says what it said must load as it did.
+    """
 
     def __init__(self, file: Path, load: Callable[[], Any], *, signed: bool, lines: bool = False) -> None:
         self.file, self.load, self.signed, self.lines = file, load, signed, lines
@@ -48,10 +51,14 @@ class JsonFile:
         self.value = [json.loads(x) for x in self.data.splitlines()] if lines else json.loads(self.data)
         self.value = {k: v for k, v in self.value.items() if k != "crc32c"} if signed else self.value
         self.paths = places(self.value)
+        self.seen = load()
 
     def __call__(self, random: Random) -> str:
-        if random.random() < 0.15:
+        kind, value = random.random(), None
+        if kind < 0.15:
             new, about = garbled(self.data, random), "bytes"
+        elif kind < 0.18 and isinstance(self.value, dict) and self.value:
+            new, about = _doubled(self.data, mutated(self.value, random, self.paths), random), "doubled"
         else:
             value = mutated(self.value, random, self.paths)
             about = repr(value)[:3000] if len(self.data) < 5000 else "value"
@@ -63,10 +70,22 @@ class JsonFile:
                 new = _text(value)
         try:
             self.file.write_bytes(new)
-            self.load()
+            found = self.load()
+            assert value is not None or not self.signed or new == self.data, (
+                f"{about} loaded, checksum or not"
+            )
+            assert new != self.data or found == self.seen, f"{found} is not {self.seen}"
         finally:
             self.file.write_bytes(self.data)
         return about
+
+
+def _doubled(data: bytes, other: Any, random: Random) -> bytes:
+    """The text of an object that has one of its keys twice, first with another value."""
+    if not isinstance(other, dict) or not other:
+        return data
+    key = random.choice(list(other))
+    return b"{" + _text({key: other[key]}).strip()[1:-1] + b"," + data.lstrip()[1:]
 
 
 def _text(value: Any) -> bytes:
@@ -76,15 +95,13 @@ def _text(value: Any) -> bytes:
         return b"[" * 5000
 
 
-def _touch(path: Path, read_only: bool = True) -> None:
-    """Load a dump and look at everything in it."""
+def _touch(path: Path, read_only: bool = True) -> str:
+    """Load a dump, look at everything in it, and tell it."""
     rc.ReplayBuffer.get_space_from_path(path)
     with rc.ReplayBuffer.load_from(path, read_only=read_only) as buf:
         n = len(buf)
-        if n:
-            buf[0], buf[n - 1], buf[np.arange(min(n, 3))]
-        if buf.get_segments() is not None:
-            len(buf.get_segments())
+        rows = [buf[0], buf[n - 1], buf[np.arange(min(n, 3))]] if n else []
+        return f"{n} {rows} {buf.get_segments()} {buf.limiter}"
 
 
 SPACE = {"x": ((2,), "float32"), "k": spaces.Discrete(3), "t": spaces.Text(4, charset="abcü")}
@@ -120,8 +137,8 @@ def manifests(home: Path) -> list[Case]:
     )
     dump("lowest", make("memory", {"x": ((), "float32")}, capacity=4, evict="lowest", evict_key="x"),
          {"x": np.arange(3, dtype="float32")})  # fmt: skip
-    dump("limited", make("memory", SPACE, capacity=8, limiter=rc.RateLimiter(4.0, min_size=1, band=(-100, 100))
-                         if False else None), _rows(4), read_only=False)  # fmt: skip
+    limiter = rc.RateLimiter(4.0, min_size=1, band=100.0)
+    dump("limited", make("memory", SPACE, capacity=8, limiter=limiter), _rows(4), read_only=False)
     dump("memmap", make("memmap", SPACE, capacity=8, cache_path=home / "memmap"), _rows(4))
     sequence = {"s": spaces.Sequence(spaces.Box(0, 1, (2,)))}
     dump(
@@ -323,9 +340,9 @@ def datasets(home: Path) -> list[Case]:
     to_lerobot(buf, home / "lerobot", fps=10)
     found: list[Case] = []
 
-    def touch(path: Path) -> None:
+    def touch(path: Path) -> str:
         batch = open_dataset(path)
-        batch[0], batch[len(batch) - 1]
+        return f"{len(batch)} {batch[0]} {batch[len(batch) - 1]}"
 
     found.append(JsonFile(home / "lerobot/meta/info.json", lambda: touch(home / "lerobot"), signed=False))
     from recollect.datasets.lerobot_meta import CHECKSUMS, read_checksums

@@ -20,6 +20,7 @@ from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, pat
 from recollect import _core
 from recollect.errors import (
     AuthError,
+    BudgetError,
     ClosedError,
     DeadlineError,
     EmptyError,
@@ -89,6 +90,27 @@ def hurry(replay: RemoteReplay, deadline: float) -> RemoteReplay:
 def with_deadline(replay: RemoteReplay, deadline: float) -> RemoteReplay:
     replay.deadline = replay._line.deadline = deadline
     return replay
+
+
+def test_a_draw_of_millions_is_refused_at_once_and_others_are_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    ends = LocalCarrier.group(3, max_frame=1 << 14)
+    with ReplayBufferManager(PLAIN, 1, None, communication_backend=ends[1]) as manager:
+        manager.start()
+        with client(ends[0]) as greedy, client(ends[2]) as other:
+            other.add(samples([1, 2, 3]))
+            with pytest.raises(BudgetError, match="draw several times"):
+                greedy.sample(20_000_000)
+            monkeypatch.setattr(
+                "recollect.remote.client.check_drawn", lambda n, shapes: None
+            )  # an older client
+            with ThreadPoolExecutor(1) as pool:
+                asked = pool.submit(greedy.sample, 20_000_000)
+                assert len(other.sample(3)["id"]) == 3
+                with pytest.raises(BudgetError, match="at most .* items in one draw, got 20000000"):
+                    asked.result()
+            assert len(greedy.sample(4)["id"]) == 4
+    for end in ends:
+        end.close()
 
 
 class Silent:

@@ -18,12 +18,10 @@ from gymnasium import spaces
 
 from recollect.batch import BatchBase
 from recollect.batch.structure import Keys, fill, pick
-from recollect.budget import check_fits
 from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError, class_name
-from recollect.files.record import brief
 from recollect.indexing import normalize
 from recollect.spaces import Layout, compile_layout
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -68,22 +66,12 @@ class DatasetBatch(BatchBase):
         self._layouts: dict[str, Layout] = {
             key: compile_layout(space) for key, space in self.single_space.spaces.items()
         }
-        if min(lengths, default=0) < 0 or sum(lengths) >= 1 << 62:
-            raise FormatError(
-                f"{type(self).__name__}: lengths of episodes cannot be {brief(lengths)}; it is damaged"
-            )
+        check_sizes(lengths, type(self).__name__)
         self._ends: Ints = np.cumsum(np.asarray(lengths, np.int64), dtype=np.int64)
         row = sum(layout.row_nbytes for layout in self._layouts.values())
         longest = max((int(n) for n in lengths), default=1)
         self._rows = max(1, min(1024, longest, _CHUNK_NBYTES // max(1, row)))
-        n_chunks = sum(-(-int(n) // self._rows) for n in lengths)
-        check_fits(
-            32 * n_chunks,
-            f"{type(self).__name__}: {len(self)} rows",
-            "it is damaged, or free memory",
-            when="",
-        )
-        self._chunk_ends = _chunk_ends(self._ends, self._rows)
+        self._chunk_ends = chunk_ends(self._ends, self._rows, type(self).__name__)
         self._open()
 
     @abstractmethod
@@ -185,10 +173,3 @@ class DatasetBatch(BatchBase):
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self._open()
-
-
-def _chunk_ends(ends: Ints, rows: int) -> Ints:
-    """Where chunks end: they begin anew in each episode."""
-    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
-    parts = [np.append(np.arange(a + rows, b, rows), b) for a, b in zip(starts, ends) if b > a]
-    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)

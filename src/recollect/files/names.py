@@ -19,6 +19,7 @@ from typing import Any, BinaryIO
 from recollect.errors import FormatError
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_LONGEST = 255  # bytes that one part of a name may have on any file system of Linux
 _NOT_INSIDE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO)
 
 
@@ -27,17 +28,20 @@ def check_name(where: Path, name: object) -> str:
     if (
         not isinstance(name, str)
         or not name
-        or not _is_text(name)
+        or not _is_possible(name)
         or any(p in ("", ".", "..") for p in name.split("/"))
     ):
-        raise FormatError(f"{where}: names a file outside itself, {name!r}; it is damaged or forged")
+        raise FormatError(
+            f"{where}: names a file outside itself, {str(name)[:300]!r}; it is damaged or forged"
+        )
     return name
 
 
-def _is_text(name: str) -> bool:
-    """Whether the kernel can be told a name."""
+def _is_possible(name: str) -> bool:
+    """Whether a file can have a name."""
     try:
-        return b"\0" not in os.fsencode(name)
+        parts = os.fsencode(name).split(b"/")
+        return all(len(part) <= _LONGEST and b"\0" not in part for part in parts)
     except UnicodeEncodeError:  # a lone surrogate
         return False
 
@@ -56,10 +60,6 @@ def parent_of(path: Path, name: str) -> Iterator[tuple[int, str]]:
     except OSError as error:
         if error.errno in _NOT_INSIDE:
             raise _linked(path, name) from None
-        if error.errno == errno.ENAMETOOLONG:
-            raise FormatError(
-                f"{path}: names a file {name[:40]!r}..., of {len(name)} characters; it is damaged or forged"
-            ) from None
         if error.filename is not None:
             error.filename = str(path / name)
         raise

@@ -20,6 +20,7 @@ import numpy as np
 
 from recollect import interrupts
 from recollect.batch.structure import select
+from recollect.budget import check_fits
 from recollect.errors import FormatError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.base import SpaceStorage
@@ -45,7 +46,10 @@ class PlainEngine:
         self._segments: list[list[int]] = []
         self._open = self._copying = False  # whether the last of them is open
         self._next_id = 1
-        self._generations = np.zeros(storage.capacity or 0, np.int64)
+        capacity = storage.capacity or 0
+        if capacity > 1 << 16:
+            check_fits(8 * capacity, "capacity", "choose a smaller one, or the file is damaged")
+        self._generations = np.zeros(capacity, np.int64)
         self._renewals = 0
         self._extra: dict[str, Any] = {}
         self._unfinished: Callable[[], None] | None = None

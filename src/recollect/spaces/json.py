@@ -30,6 +30,8 @@ MOST_NBYTES = 1 << 27
 MOST_CHARACTERS = 3 << 20
 """The most that all different charsets of a space may have: twice all of Unicode, and some."""
 
+_SMALL_CHARSET = 1 << 14
+
 
 def canonical(value: Any) -> str:
     """Return the one JSON text of `value`: sorted keys, no spaces, ASCII."""
@@ -213,12 +215,20 @@ def _text_from_json(obj: Json) -> Space[Any]:
     least, most = obj["min_length"], obj["max_length"]
     if type(least) is not int or type(most) is not int or not 0 <= least <= most < 1 << 31:
         raise FormatError(f"space: a Text must have lengths that are numbers, got {_brief((least, most))}")
-    text = copy(_text_of(_ranges(obj)))  # it shares the tables of its charset, which may be all of Unicode
+    ranges = _ranges(obj)
+    is_large = sum(last - first for first, last in ranges) > _SMALL_CHARSET
+    text = copy(
+        _large_text(ranges) if is_large else _text_of(ranges)
+    )  # copies share the tables of their charset
     text.min_length, text.max_length = least, most
     return text
 
 
-@lru_cache(maxsize=2)  # there are no more that are large
+@lru_cache(maxsize=2)  # the tables of all of Unicode take a second; a space has no more of that size
+def _large_text(ranges: Ranges) -> spaces.Text:
+    return _text_of(ranges)
+
+
 def _text_of(ranges: Ranges) -> spaces.Text:
     charset = frozenset(chr(code) for first, last in ranges for code in range(first, last + 1))
     return spaces.Text(1, min_length=0, charset=charset)

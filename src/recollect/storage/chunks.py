@@ -8,20 +8,49 @@ knows which chunks come next (a shuffled epoch) says so, and they are decoded be
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import Any
 
 import numpy as np
 
-from recollect.errors import BudgetError
+from recollect.budget import check_fits
+from recollect.errors import BudgetError, FormatError
+from recollect.files.record import brief
 from recollect.spaces import Layout
 from recollect.storage.columns import widened
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 CACHE_NBYTES = 64 << 20
+MOST_CHUNKS = 1 << 26
+"""The most that a file may be cut into: each has a place in a table, whatever it holds."""
 Load = Callable[[int], tuple[Layout, list[Array]]]
+
+
+def check_chunks(n_chunks: int, where: str) -> None:
+    """Raise FormatError for more chunks than any file has, and BudgetError if memory has no room for their table.
+
+    A file may declare any number of rows and hold none of them.
+    """
+    if n_chunks > MOST_CHUNKS:
+        raise FormatError(f"{where}: must have at most {MOST_CHUNKS} chunks, got {n_chunks}; it is damaged")
+    if n_chunks > 1 << 16:
+        check_fits(32 * n_chunks, f"{where}: {n_chunks} chunks", "free memory", when=" to be read")
+
+
+def check_sizes(sizes: Sequence[int], where: str) -> None:
+    """Raise FormatError for numbers of rows, as a file says them, that cannot be added up."""
+    if min(sizes, default=0) < 0 or sum(sizes) >= 1 << 62:
+        raise FormatError(f"{where}: cannot have {brief(sizes)} rows; it is damaged")
+
+
+def chunk_ends(ends: Ints, rows: int, where: str) -> Ints:
+    """Where chunks of at most so many rows end, which begin anew in each run of rows that ends at one of `ends`."""
+    starts = np.concatenate([[0], ends[:-1]]) if len(ends) else ends
+    check_chunks(int(np.sum(-((starts - ends) // rows))), where)
+    parts = [np.append(np.arange(a + rows, b, rows), b) for a, b in zip(starts, ends) if b > a]
+    return np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
 
 
 class ChunkCache:

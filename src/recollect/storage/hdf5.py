@@ -18,7 +18,7 @@ from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
 from recollect.storage.arrow import raw_dtype
 from recollect.storage.base import PathName
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_chunks
 from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
 from recollect.storage.files import Ints
@@ -89,6 +89,7 @@ class HDF5Storage(FileStorage):
         storage: Self = from_saved(live.home.path, saved, make)
         if capacity is None:
             storage._length = min(storage._length, length)
+        storage._check_length()
         if storage._name is not None:
             live.home.about(storage._name)
         storage._check_file()
@@ -118,7 +119,15 @@ class HDF5Storage(FileStorage):
             storage.close()
             raise ValueError(f"{path}: all leaves must have {capacity or 'one'} length, got {sorted(sizes)}")
         storage._length = max(sizes, default=0)
+        try:
+            storage._check_length()
+        except BaseException:
+            storage.close()
+            raise
         return storage
+
+    def _check_length(self) -> None:
+        check_chunks(-(-self._length // self._chunk_rows), f"{self.home.path}: {self._length} rows")
 
     def options(self) -> dict[str, Any]:
         most = dict(self.layout.max_lengths)

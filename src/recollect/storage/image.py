@@ -10,6 +10,7 @@ from typing import Any, Self
 import numpy as np
 
 from recollect import _core
+from recollect.budget import check_fits
 from recollect.errors import FormatError
 from recollect.indexing import normalize
 from recollect.spaces import Layout
@@ -59,10 +60,10 @@ class ImageStorage(FileStorage):
             raise ValueError(f"format: must be one that Pillow writes, as 'png' or 'jpeg', got {format!r}")
         if self._dtype == np.uint16 and format.lower() not in _DEEP:
             raise ValueError(f"format: uint16 needs one of {list(_DEEP)}, got {format!r}")
-        if isinstance(piece_size, bool) or not isinstance(piece_size, int) or piece_size < 1:
+        if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
             raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
         self.format, self.quality, self.piece_size = format.lower(), quality, piece_size
-        self._entries = np.zeros(capacity or 0, _ENTRY)  # generation 0: no file
+        self._entries = _no_entries(capacity or 0)
         self._length = capacity or 0
         self._index: dict[int, str] = {}  # block of rows -> its committed index file
         self._unsynced: dict[str, int] = {}  # files since the last commit, and their rows
@@ -81,8 +82,11 @@ class ImageStorage(FileStorage):
             storage = cls(live, prefix, space, capacity, **{**kept, **options})
             storage._length = int(known["contents"]["length"])
             storage._newest = int(known["contents"]["newest"])
-            storage._entries = np.zeros(storage._length, _ENTRY)
-            for number, name in known["contents"]["index"]:
+            index = known["contents"]["index"]
+            if capacity is None and storage._length > _BLOCK * len(index):
+                raise ValueError(f"{storage._length} rows in {len(index)} index files")
+            storage._entries = _no_entries(storage._length)
+            for number, name in index:
                 storage._read_index(int(number), str(name))
             return storage
 
@@ -277,6 +281,13 @@ class ImageStorage(FileStorage):
 def _numbers(name: str) -> tuple[int, int]:
     row, generation = os.path.basename(name).split(".")[0].split("-")[1:]
     return int(row), int(generation)
+
+
+def _no_entries(n: int) -> Array:
+    """So many entries of generation 0, which have no file; BudgetError if memory has no room for them."""
+    if n > _BLOCK:
+        check_fits(n * _ENTRY.itemsize, f"{n} images", "choose a smaller capacity, or they are damaged")
+    return np.zeros(n, _ENTRY)
 
 
 def check_frames(space: Any, kind: str, *, deep_channel: bool) -> tuple[np.dtype[Any], tuple[int, ...]]:

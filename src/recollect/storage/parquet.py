@@ -14,7 +14,7 @@ from recollect.spaces.tree import as_keys
 from recollect.storage.appending import AppendStorage
 from recollect.storage.arrow import from_table, to_table
 from recollect.storage.base import SpaceStorage
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes
 from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.columns import Columns, longest, part_of, wide_layout
 from recollect.storage.files import Ints
@@ -88,12 +88,14 @@ class ParquetStorage(AppendStorage):
             storage._pieces = [Piece(str(name), int(n)) for name, n in known["contents"]["pieces"]]
             storage._layout = wide_layout(storage.single_instance_space, known["contents"]["longest"])
             storage._pending = Columns(storage._layout)
+            check_sizes([piece.n for piece in storage._pieces], "pieces")
             storage._ends = _ends_of(storage._pieces)
             return storage
 
         storage: Self = from_saved(live.home.path, saved, make)
         for piece in storage._pieces:
-            live.home.about(piece.name)
+            if piece.n > live.home.about(piece.name)["bytes"]:  # as few bytes may hold many equal rows: look
+                storage._check_piece(piece)
         storage._truncate(length)
         return storage
 
@@ -167,6 +169,21 @@ class ParquetStorage(AppendStorage):
         self._pieces, self._ends = kept, _ends_of(kept)
         for piece in gone:
             self.home.drop(piece.name)
+
+    def _check_piece(self, piece: Piece) -> None:
+        from pyarrow import parquet
+
+        try:
+            with self.home.open_file(piece.name) as f:
+                found = parquet.read_metadata(f).num_rows
+        except (self._pa.ArrowException, OSError) as error:
+            raise FormatError(
+                f"{self.home.path}: {piece.name}: cannot be read ({error}); it is damaged"
+            ) from None
+        if found < piece.n:
+            raise FormatError(
+                f"{self.home.path}: {piece.name}: must have {piece.n} rows, got {found}; it is damaged"
+            )
 
     def _forget_from(self, piece: int) -> None:
         for cache in self._caches.values():
@@ -340,7 +357,7 @@ def _batched(space: Any, value: Any) -> Any:
 
 
 def _check_options(piece_size: Any, compression: Any, pa: Any) -> None:
-    if isinstance(piece_size, bool) or not isinstance(piece_size, int) or piece_size < 1:
+    if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
         raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
     if compression != "none" and not (isinstance(compression, str) and pa.Codec.is_available(compression)):
         raise ValueError(f"compression: must be 'none', 'zstd', 'snappy' or 'lz4', got {compression!r}")

@@ -10,6 +10,7 @@ from urllib.parse import quote
 
 from gymnasium import Space, spaces
 
+from recollect.files import check_name
 from recollect.files.record import damage_in
 from recollect.spaces import space_at
 from recollect.spaces.tree import Path, children, leaf_paths, make_dict, path_name
@@ -114,6 +115,6 @@ def saved_parts(where: FilePath, saved: dict[str, Any], space: Any) -> list[Part
         order = saved["options"]["order"]
         saved["children"] = {pattern: saved["children"][pattern] for pattern in order}
         for child in saved["children"].values():
-            if not isinstance(child["path"], str) or "/" in child["path"] or ".." in child["path"]:
+            if "/" in check_name(where, child["path"]):
                 raise ValueError(f"path {child['path']!r}")
         return divide(space, saved["children"])

@@ -212,7 +212,6 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
             f"{STORAGE}/stamps-{commit}.bin",
             *[f"{STORAGE}/orders-{commit}.bin"] * has_orders(manifest),
         ]
-        check_files(path, manifest, verify=verify, read_whole=others)
         windows = [LaneWindow(w["start"], w["capacity"], w["count"], w["offset"]) for w in manifest["lanes"]]
         capacity = manifest["capacity"]
         segments = manifest["segments"]
@@ -221,7 +220,8 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
         sizes = [manifest["files"][name]["bytes"] for name in (f"{STORAGE}/rows-{commit}.bin", *others)]
         # Every row that is shown has a stamp; rows of no bytes have nothing else that says how many there are.
         n_rows = min(sizes[1] // 8, sizes[0] // layout.row_nbytes if layout.row_nbytes else sizes[1] // 8)
-        _check_windows(path, windows, capacity, n_rows)
+        _check_windows(path, windows, capacity, n_rows)  # before a file of holes is read whole
+        check_files(path, manifest, verify=verify, read_whole=others)
         held = capacity or max(windows[0].count + windows[0].offset, 1)
         tagged = segments is not None or has_orders(manifest)
         words = 8 * held * (3 if tagged else 1)

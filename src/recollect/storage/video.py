@@ -18,7 +18,7 @@ from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.storage.appending import AppendStorage
 from recollect.storage.base import Segments
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache
+from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
 from recollect.storage.columnar import Array, Keys, from_saved
 from recollect.storage.dump import file_crc
 from recollect.storage.files import Ints
@@ -160,12 +160,17 @@ class VideoStorage(AppendStorage):
             kept = {k: v for k, v in known.items() if k != "contents"}
             storage = cls(live, prefix, space, **{**kept, **options})
             storage._clips = [Clip(str(name), int(n)) for name, n in known["contents"]]
+            check_sizes([clip.n for clip in storage._clips], "clips")
             storage._ends, storage._chunk_ends = storage._counted(storage._clips)
             return storage
 
         storage: Self = from_saved(live.home.path, saved, make)
         for clip in storage._clips:
-            live.home.about(clip.name)
+            nbytes = live.home.about(clip.name)["bytes"]
+            if clip.n > nbytes:  # every frame takes some
+                raise FormatError(
+                    f"{live.home.path}: {clip.name}: cannot hold {clip.n} frames in {nbytes} bytes; it is damaged"
+                )
         storage._truncate(length)
         return storage
 
@@ -227,10 +232,7 @@ class VideoStorage(AppendStorage):
     def _counted(self, clips: list[Clip]) -> tuple[Ints, Ints]:
         """Where clips end, and the chunks within."""
         ends = np.cumsum(np.array([clip.n for clip in clips], np.int64))
-        starts = np.concatenate([[0], ends[:-1]]) if clips else ends
-        step = self.chunk_rows  # chunks begin anew in each clip
-        parts = [np.append(np.arange(a + step, b, step), b) for a, b in zip(starts, ends)]
-        return ends, np.concatenate(parts).astype(np.int64) if parts else np.zeros(0, np.int64)
+        return ends, chunk_ends(ends, self.chunk_rows, str(self.home.path))
 
     def _write_clip(self) -> Clip:
         name = self.home.new_name(f"{self.prefix}segment-", ".mkv")
