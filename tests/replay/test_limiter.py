@@ -433,3 +433,11 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+
+
+def test_counts_that_nobody_can_have_counted_are_an_attach_error(tmp_path: Path) -> None:
+    limiter = rc.RateLimiter(1, 1, 9)
+    with create("shared", directory=tmp_path, capacity=8, limiter=limiter):
+        limiter._words.store(limiter._at, 2**64 - 1)
+        with pytest.raises(rc.errors.AttachError):
+            limiter.can_sample()

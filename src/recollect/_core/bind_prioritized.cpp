@@ -42,6 +42,7 @@ nb::object draw(Priorities& self, nb::handle codec_or_none, uint64_t key, uint64
     }
     bool found;
     {
+        Locked turn(self.turn());
         Unlocked unlocked(n * m->row_nbytes > kHoldGil);
         found = self.draw(*m, key, counter, n, beta, codec, leaves.data(), out);
     }
@@ -68,6 +69,7 @@ class PriorityDrawer {
                   reinterpret_cast<float*>(label[2]), reinterpret_cast<float*>(label[3])};
         bool found;
         {
+            Locked turn(of_.turn());
             Unlocked unlocked(n * m->row_nbytes > kHoldGil);
             found = of_.draw(*m, stream.key, stream.counter, n, beta, &by_, leaves.data(), out);
         }
@@ -89,6 +91,7 @@ size_t update(Priorities& self, nb::handle rows, nb::handle generations, nb::han
     const arrays::Values<double> v(values, "values");
     if (r.n != g.n || r.n != v.n) throw nb::value_error("row, generation, values: must have equal lengths");
     const std::vector<double> masses = masses_of(self, v.data, v.n);
+    Locked turn(self.turn());
     return self.update(*m, r.data, g.data, v.data, masses.data(), r.n);
 }
 
@@ -98,13 +101,15 @@ nb::tuple look(Priorities& self, nb::handle rows, nb::handle generations, double
     if (r.n != g.n) throw nb::value_error("row, generation: must have equal lengths");
     float *p, *w;
     nb::object probability = arrays::make<float>(r.n, p), weight = arrays::make<float>(r.n, w);
+    Locked turn(self.turn());
     self.look(*m, r.data, g.data, r.n, beta, p, w);
     return nb::make_tuple(probability, weight);
 }
 
 nb::tuple state(Priorities& self) {
     auto m = self.lock();
-    const std::vector<Priorities::Known> known = self.known(*m);
+    std::vector<Priorities::Known> known;
+    { Locked turn(self.turn()); known = self.known(*m); }
     int64_t *r, *g;
     double* v;
     nb::object row = arrays::make<int64_t>(known.size(), r), generation = arrays::make<int64_t>(known.size(), g);
@@ -121,6 +126,7 @@ void restore(Priorities& self, nb::handle rows, nb::handle generations, nb::hand
     for (size_t i = 0; i < v.n; ++i)
         if (!(v.data[i] >= 0.0 && v.data[i] <= kMostMass)) throw nb::value_error("mass: must be finite and not negative");
     if (!(top >= 0.0 && self.mass_of(top) <= kMostMass)) throw nb::value_error("top: must be finite and not negative");
+    Locked turn(self.turn());
     self.restore(*m, r.data, g.data, v.data, r.n, top);
 }
 
@@ -143,8 +149,8 @@ void bind_prioritized(nb::module_& m) {
         .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps) {
             new (self) Priorities(*static_cast<std::weak_ptr<Memory>*>(rows.data()), alpha, eps);
         }, nb::arg("rows"), nb::arg("alpha"), nb::arg("eps"))
-        .def_prop_ro("top", &Priorities::top)
-        .def_prop_ro("least", &Priorities::least)
+        .def_prop_ro("top", [](Priorities& self) { Locked turn(self.turn()); return self.top(); })
+        .def_prop_ro("least", [](Priorities& self) { Locked turn(self.turn()); return self.least(); })
         .def("total", &Priorities::total)
         .def("draw", &draw, nb::arg("codec").none(), nb::arg("key"), nb::arg("counter"), nb::arg("n"), nb::arg("beta"),
              nb::arg("labels") = true)

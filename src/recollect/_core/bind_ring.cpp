@@ -147,6 +147,10 @@ class BoundRing {
         return !empty;
     }
 
+    [[noreturn]] static void too_many(size_t n) {
+        throw Damaged(false, "slot: must hold at most as many rows as its blocks, got " + std::to_string(n) +
+                             "; the memory was overwritten: create it again");
+    }
     nb::object batch(size_t s, const int64_t* info, const Blocks& data, nb::object metadata, nb::object out) const {
         nb::tuple words = nb::make_tuple(info[2], info[3], info[4], info[5]);
         const size_t n = size_t(std::max<int64_t>(info[2], 0));
@@ -154,11 +158,11 @@ class BoundRing {
             nb::bytes text(reinterpret_cast<const char*>(bytes(s)), std::min(n, slot_nbytes_));
             return nb::make_tuple(info[1], words, text, nb::none());
         }
-        if (n > data.most) throw nb::value_error("slot: holds more rows than its blocks");
+        if (n > data.most) too_many(n);
         nb::object first = data.copy(bytes(s), n, out), second = nb::none();
         if (!metadata.is_none()) {
             const auto& blocks = nb::cast<const Blocks&>(metadata);
-            if (blocks.slot_nbytes > slot_nbytes_ || n > blocks.most) throw nb::value_error("slot: holds more rows than its blocks");
+            if (blocks.slot_nbytes > slot_nbytes_ || n > blocks.most) too_many(n);
             second = blocks.copy(bytes(s), n, nb::none());
         }
         return nb::make_tuple(0, words, first, second);

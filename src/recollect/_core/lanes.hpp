@@ -471,6 +471,7 @@ class Memory {
     void split_at_tombs(size_t k, uint64_t first, uint64_t last) {
         if (!tagged) return;
         const Window v = window(k);
+        find_rows(v.cursor);
         int64_t old = segment(row_of(k, first)), fresh = 0;
         bool survivors = first > v.low && segment(row_of(k, first - 1)) == old, hole = false;
         std::vector<std::pair<size_t, int64_t>> renamed;

@@ -44,6 +44,7 @@ Placed place_lowest(Memory& m, Tree<Min>& tree, const double* keys, size_t n, in
         const Ranked lowest = tree.top();
         if (keys[i] < lowest.value) { rows[i] = kRejected; ++out.rejected; continue; }
         const size_t row = tree.find_lowest();
+        if (row >= m.run) m.damaged("more samples than their tree has keys");
         const auto own = uint64_t(lowest.order) - uint64_t(first);  // one of these, if it came after the first
         if (own < owners.size()) rows[owners[own]] = kDisplaced;
         orders.push_back(enter(i, int64_t(row)));

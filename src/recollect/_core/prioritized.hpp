@@ -112,6 +112,13 @@ class Priorities {
         return m;
     }
 
+    // For a call that looks or changes: threads take turns, since a draw may run without the GIL.
+    std::mutex& turn() {
+        const uint32_t now = fork_count.load(std::memory_order_relaxed);
+        if (now != forks_) { turn_ = std::make_unique<std::mutex>(); forks_ = now; }  // a thread of the parent may have it
+        return *turn_;
+    }
+
     double top() const { return top_; }
     double mass_of(double value) const { return power(value + eps_, alpha_); }
     std::vector<double> masses_of(const double* values, size_t n) const {
@@ -120,7 +127,7 @@ class Priorities {
         powers(masses.data(), alpha_, masses.data(), n);
         return masses;
     }
-    double total() { auto m = lock(); keep_up(*m); return masses_.total(); }
+    double total() { auto m = lock(); Locked turn_of_ours(turn()); keep_up(*m); return masses_.total(); }
     double least() const { return masses_.least(); }
 
     // n draws, the i-th in the i-th of n equal parts of the mass, gathered by `codec` unless that is null. False when
@@ -372,6 +379,8 @@ class Priorities {
     }
 
     std::weak_ptr<Memory> memory_;
+    std::unique_ptr<std::mutex> turn_ = std::make_unique<std::mutex>();
+    uint32_t forks_ = fork_count.load();
     double alpha_, eps_, top_ = 1.0, fresh_ = 1.0;
     Masses masses_;
     std::vector<uint32_t, InPages<uint32_t>> seen_;  // a tag of the generation that each row's mass is for

@@ -5,12 +5,13 @@ from __future__ import annotations
 import struct
 import threading
 from dataclasses import dataclass
+from math import prod
 from typing import Any
 
 import numpy as np
 
 from recollect import _core
-from recollect.errors import DtypeError, SchemaError
+from recollect.errors import AttachError, DtypeError, SchemaError
 from recollect.ipc.mailbox import Mailbox
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import Latest
@@ -105,9 +106,7 @@ class SharedObsNormStats(Mailbox):
             head = np.empty(_HEAD.size, np.uint8)
             if not self._box.latest_at([head], [0]):
                 return None
-            name, n_axes, *sizes = _HEAD.unpack(head.tobytes())
-            dtype = dtype_from(name.rstrip(b"\0").decode(), "stats")
-            self._form = (tuple(sizes[:n_axes]), dtype)
+            self._form = _form_of(head.tobytes(), self._box.sizes[0])
         return self._form
 
     def _checked(self, stats: Any) -> Pair:
@@ -167,6 +166,22 @@ class _Block:
             if not np.isfinite(x).all():
                 raise SchemaError(f"{label}: values must be finite, got {_first(x, ~np.isfinite(x))}")
         raise SchemaError(f"std: values must be at least 0, got {_first(std, std < 0)}")
+
+
+def _form_of(head: bytes, limit: int) -> tuple[tuple[int, ...], np.dtype[Any]]:
+    """Shape and dtype that stand before a pair; AttachError if no `put` of ours wrote them."""
+    name, n_axes, *sizes = _HEAD.unpack(head)
+    try:
+        dtype = dtype_from(name.rstrip(b"\0").decode(), "stats")
+        fits = n_axes <= _MOST_AXES and _HEAD_NBYTES + 2 * prod(sizes[:n_axes]) * dtype.itemsize <= limit
+    except (ValueError, TypeError):
+        fits = False
+    if not fits:
+        raise AttachError(
+            f"stats: shape and dtype must be those of a pair of at most {limit - _HEAD_NBYTES} bytes, got "
+            f"{name!r} with {n_axes} axes; the memory was overwritten: create it again"
+        )
+    return tuple(sizes[:n_axes]), dtype
 
 
 def _bits(x: Array) -> Array:

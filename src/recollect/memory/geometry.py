@@ -115,6 +115,10 @@ def read_header(mapping: _core.Mapping, what: str) -> tuple[Geometry, bytes]:
         )
     if crc != _core.crc32c(packed[:_CRC_AT]):
         raise FormatError(f"{what}: the checksum of its header does not match; it is damaged")
+    if not n_lanes or capacity % n_lanes or (n_lanes > 1 and not capacity):
+        raise FormatError(
+            f"{what}: must have lanes of equal size, or one without end, got {n_lanes} of {capacity}; it is damaged"
+        )
     text = layout_hash.rstrip(b"\0").decode("ascii", "replace")
     return Geometry(capacity or None, n_lanes, row_nbytes, bool(flags & _TAGGED), text), nonce
 

@@ -197,7 +197,11 @@ class _Header:
             )
         if crc != _core.crc32c(packed[:_CRC_AT]):
             raise AttachError(f"{what}: the checksum of its header does not match; it is damaged")
-        return _Header(kind.rstrip(b"\0").decode(), schema_hash.decode(), nonce, words, schema, data, owner)
+        kind, schema_hash = (
+            kind.rstrip(b"\0").decode("ascii", "replace"),
+            schema_hash.decode("ascii", "replace"),
+        )
+        return _Header(kind, schema_hash, nonce, words, schema, data, owner)
 
 
 def make_memfd(nbytes: int, what: str, advice: str = "make it smaller") -> int:

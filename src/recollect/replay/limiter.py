@@ -17,13 +17,14 @@ from time import monotonic
 from typing import Any, Self
 
 from recollect import _core
-from recollect.errors import DeadlineError
+from recollect.errors import AttachError, DeadlineError
 from recollect.memory.closed import Closed
 from recollect.memory.watching import LOOK_S, Watch
 
 _SAMPLES, _ADMITTED, _BEFORE, _CHANGES, _WAITERS, _READY = range(0, 48, 8)
 _QUIET_S = 1.0  # how long nothing may change before a waiter asks whether a writer died half way
 _WORD = 1 << 64
+_MOST = 1 << 62  # far more rows than can ever be counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +152,7 @@ class RateLimiter:
     @property
     def samples(self) -> int:
         """Rows that were ever drawn."""
-        return int(self._load(_SAMPLES))
+        return self._count(_SAMPLES)
 
     def can_insert(self, n: int = 1) -> bool:
         """Tell whether `n` rows could be written now, without waiting."""
@@ -223,6 +224,14 @@ class RateLimiter:
             self._words()
         return (self._words, *(self._at + number for number in numbers))
 
+    def _count(self, word: int) -> int:
+        n = self._load(word)
+        if n >= _MOST:
+            raise AttachError(
+                f"RateLimiter: counts must be below 2**62, got {n}; the memory was overwritten: create it again"
+            )
+        return n
+
     def _add(self, word: int, n: int) -> None:
         self._words.add(self._at + word, n % _WORD)
 
@@ -235,7 +244,7 @@ class RateLimiter:
 
     def _admitted(self) -> int:
         # Never behind what was written: a writer that was thought dead may have been stopped, and gone on.
-        return max(self._load(_ADMITTED), self.inserts)
+        return max(self._count(_ADMITTED), self.inserts)
 
     # Rules
 
@@ -254,7 +263,7 @@ class RateLimiter:
     def _try(self, share: Admission) -> bool:
         n, verb = share.n, share.verb
         while True:
-            word = self._load(share.word)
+            word = self._count(share.word)
             count = max(word, self.inserts) if verb == "insert" else word
             if not (self._may_insert(n, count) if verb == "insert" else self._may_sample(n, count)):
                 return False

@@ -22,7 +22,7 @@ import msgspec
 import numpy as np
 
 from recollect import _core
-from recollect.errors import ClosedError, LaneBusyError
+from recollect.errors import AttachError, ClosedError, LaneBusyError
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory import shared
 from recollect.memory.geometry import page_up
@@ -34,6 +34,7 @@ KIND = "slots"
 FREE, OPEN, TAKEN, DONE, FAILED, LEARNER = range(6)
 RING_DEPTH = 2
 _NAMES = ("free", "open", "taken", "done", "failed", "learner")
+_MOST_REQUESTS = 1 << 54  # the next number fits its word too
 _LEFT = 1  # in the packer's word: it went away by itself; the word of no live process
 _CLAIM, _PACKER, ASKED_AT, READY_AT, STOP_AT = (WORDS_AT + 8 * i for i in range(5))
 _REQUEST_AT, _RESULT_AT, _TEXT_AT, _TEXT_NBYTES = WORDS_AT + 64, WORDS_AT + 128, WORDS_AT + 192, 512
@@ -135,7 +136,13 @@ class PackSlots:
     def claim(self) -> tuple[int, int]:
         """Number and state of the newest request."""
         word = self.mapping.load(_CLAIM)
-        return word >> 8, word & 0xFF
+        number, state = word >> 8, word & 0xFF
+        if state >= len(_NAMES) or number >= _MOST_REQUESTS:
+            raise AttachError(
+                f"slots: the newest request must have a number and a state, got {word:#x}; "
+                "the memory was overwritten: create it again"
+            )
+        return number, state
 
     def _move(self, number: int, before: int, after: int) -> bool:
         return self.mapping.swap_if(_CLAIM, number << 8 | before, number << 8 | after)
@@ -211,7 +218,14 @@ class PackSlots:
             return None
         load = self.mapping.load
         request = Request(number, *(load(_REQUEST_AT + 8 * i) for i in range(4)))
-        return request if self.claim() == (number, OPEN) else None  # else the words may be of the next one
+        if self.claim() != (number, OPEN):  # the words may be of the next one
+            return None
+        if request.slot >= RING_DEPTH:
+            raise AttachError(
+                f"slots: a request must name one of {RING_DEPTH} slots, got {request.slot}; "
+                "the memory was overwritten: create it again"
+            )
+        return request
 
     def take(self, number: int) -> bool:
         """Take it; True if this process, and nobody else, may write the slot."""
