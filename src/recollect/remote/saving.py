@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -153,7 +154,8 @@ class Saving:
                 self._log_is_over |= old is not None and not saved.is_followed_by(path, old)
             raise
         if old is not None:
-            old.remove()
+            with suppress(OSError):  # nobody reads it any more
+                old.remove()
         self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer
 

@@ -12,7 +12,7 @@ import re
 import shutil
 import stat
 from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Annotated, Any, BinaryIO, Literal, Self
 
@@ -219,7 +219,8 @@ class DumpWriter:
         with interrupts.deferred():  # the rename and what follows from it are one step
             write_manifest(self.path, {**manifest, "commit": self.commit, "files": self.files}, self.owned)
             _core.fault_point()
-            self.owned.remove_noted(kept)
+            with suppress(OSError):  # the commit stands; what stays on the list is removed by the next one
+                self.owned.remove_noted(kept)
 
 
 def check_owned(owned: OwnedDirectory) -> dict[str, Any]:
