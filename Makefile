@@ -26,7 +26,7 @@ help:  ## show this list
 install: $(VENV)/core.stamp  ## build the core and install the package, editable, into .venv
 
 test: $(VENV)/test.stamp $(VENV)/core.stamp  ## run the tests (ARGS="-k ring" to choose)
-	$(BIN)/python -m pytest -n 2 $(ARGS)
+	$(BIN)/python -m pytest -n 2 --dist loadfile $(ARGS)
 
 demo: $(VENV)/demo.stamp $(VENV)/core.stamp  ## train SAC on Pendulum-v1 with collectors of its own, in a few minutes
 	$(BIN)/python -m recollect demo $(ARGS)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import gc
 import multiprocessing
 import signal
@@ -13,7 +12,6 @@ from typing import Any
 
 import hypothesis
 import pytest
-from xdist.scheduler.loadscope import LoadScopeScheduling
 
 from recollect.testing import leftovers
 
@@ -33,24 +31,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 hypothesis.settings.register_profile("small", max_examples=50, stateful_step_count=30, deadline=None)
 hypothesis.settings.register_profile("soak", max_examples=2_000, stateful_step_count=100, deadline=None)
 hypothesis.settings.load_profile("small")
-
-
-class FilesTogether(LoadScopeScheduling):  # type: ignore[misc]
-    """With `-n 2`, the tests of a file run in one worker, and those that need Ray in one: it takes long to start."""
-
-    def _split_scope(self, nodeid: str) -> str:
-        return _scope(nodeid.partition("::")[0])
-
-
-@functools.cache
-def _scope(file: str) -> str:
-    text = (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
-    return "ray" if "ray_cluster" in text else file
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    return FilesTogether(config, log)
 
 
 @pytest.fixture
@@ -76,9 +56,9 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", "-l", str(place)], check=True)
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def ray_cluster() -> Iterator[Any]:
-    """One Ray for the whole session: it takes 10 s to start, on a busy machine 40."""
+    """One Ray for all tests of a file: it takes 10 s to start. For those of other files it opens sockets of its own."""
     ray = pytest.importorskip("ray")
     ray.init(num_cpus=4, include_dashboard=False, log_to_driver=False, logging_level="ERROR")
     yield ray

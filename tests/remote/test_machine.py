@@ -129,8 +129,7 @@ class Network(RuleBasedStateMachine):
     @rule()
     def kill_and_restart_the_manager(self) -> None:
         """As SIGKILL does: nothing is closed in order; frames in flight survive or not, as they please."""
-        if self.manager._desk.saving.log is not None:
-            self.manager._desk.saving.log.close()
+        self.manager._desk.saving.close()  # the kernel would take its log and its lock
         self.manager.buffer.close()
         self.manager = self._made(resume=True)
 

@@ -43,6 +43,10 @@ class FileAbout(msgspec.Struct):
     crc32c: Checksum
 
 
+class ArgumentTypeError(TypeError):
+    """An argument of the caller is wrong, not the file: `damage_in` lets it through."""
+
+
 @contextmanager
 def damage_in(where: object) -> Iterator[None]:
     """Raise FormatError for whatever goes wrong within, because what was read from `where` cannot be.
@@ -51,6 +55,8 @@ def damage_in(where: object) -> Iterator[None]:
     """
     try:
         yield
+    except ArgumentTypeError:
+        raise
     except _WRONG as error:
         if isinstance(error, RecollectError) and not isinstance(error, SchemaError | AttachError):
             raise
@@ -80,10 +86,10 @@ def read_bytes(file: Path, *, most: int = MOST_NBYTES, follow: bool = False, tim
         return f.read(found.st_size)
 
 
-def parse_json(data: str | bytes, where: object) -> Any:
-    """Return the value of a JSON text; FormatError, whatever is wrong with it."""
+def parse_json(data: str | bytes, where: object, *, strict: bool = True) -> Any:
+    """Return the value of a JSON text; FormatError, whatever is wrong with it. NaN is none, unless not `strict`."""
     try:
-        return json.loads(data, parse_constant=_refuse)
+        return json.loads(data, parse_constant=_refuse if strict else None)
     except (ValueError, RecursionError) as error:
         raise FormatError(f"{where}: must be JSON, got {brief(error)}; it is damaged or foreign") from None
 
@@ -93,8 +99,11 @@ def _refuse(name: str) -> Any:
 
 
 def read_json(file: Path, *, follow: bool = True) -> dict[str, Any]:
-    """Read a JSON object; FileNotFoundError if there is no file, FormatError if it is anything else."""
-    found = parse_json(read_bytes(file, follow=follow, times=_TIMES), file)
+    """Read a JSON object; FileNotFoundError if there is no file, FormatError if it is anything else.
+
+    Statistics of data sets may be NaN, which Python writes though JSON has no word for it.
+    """
+    found = parse_json(read_bytes(file, follow=follow, times=_TIMES), file, strict=False)
     if not isinstance(found, dict):
         raise FormatError(
             f"{file}: must be a JSON object, got {type(found).__name__}; it is damaged or foreign"

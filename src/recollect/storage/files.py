@@ -11,7 +11,7 @@ import numpy as np
 
 from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
 from recollect.files import open_named
-from recollect.files.record import damage_in
+from recollect.files.record import ArgumentTypeError, damage_in
 from recollect.spaces import as_space
 from recollect.storage.base import PathName, SpaceStorage
 from recollect.storage.dump import MANIFEST, check_files, read_manifest
@@ -148,7 +148,7 @@ class FiledStorage(SpaceStorage):
                 return cls.over_parts(path, manifest, space, read_only=read_only, verify=verify, **options)
         unknown = sorted(set(options) - set(cls.load_options))
         if unknown:
-            raise TypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
+            raise ArgumentTypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
         home = Home.open(path, manifest, not read_only)
         live = Live(home)
         try:

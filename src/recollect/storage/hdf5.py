@@ -14,6 +14,7 @@ import numpy as np
 from recollect import _core, interrupts
 from recollect.errors import FormatError
 from recollect.files import make_directory, sync_directory
+from recollect.files.record import ArgumentTypeError
 from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
 from recollect.storage.arrow import raw_dtype
@@ -109,7 +110,7 @@ class HDF5Storage(FileStorage):
         capacity, most = options.pop("capacity", None), options.pop("max_lengths", None)
         unknown = set(options) - {"multiprocessing", "verify"}
         if unknown:
-            raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(unknown)}")
+            raise ArgumentTypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(unknown)}")
         live = Live(Home(Path(path).absolute().parent, {}, 0, ".", None))
         live.root = storage = cls(live, "", single_instance_space, None, max_lengths=most)
         storage._name, storage.is_multiprocessing_safe = Path(path).name, False

@@ -10,7 +10,7 @@ import numpy as np
 
 from recollect.errors import FormatError, ReadOnlyError, SchemaError
 from recollect.files import check_name, open_named
-from recollect.files.record import damage_in
+from recollect.files.record import ArgumentTypeError, damage_in
 from recollect.indexing import normalize
 from recollect.memory.rows import Rows, codec_of
 from recollect.spaces import (
@@ -111,7 +111,7 @@ class RowStorage(SpaceStorage):
     ) -> Self:
         """Open a row dump in this kind of memory; `cast` is as it was unless given."""
         if kwargs:
-            raise TypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(kwargs)}")
+            raise ArgumentTypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(kwargs)}")
         if multiprocessing and not cls.is_multiprocessing_safe:
             raise ValueError(
                 f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
