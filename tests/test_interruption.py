@@ -28,6 +28,9 @@ KINDS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "memory": ("memory", {"x": ((), "int64")}, {"capacity": 64, "maintain_segment_metadata": True}),
 }
 
+# Python itself drops what a signal handler raises while a weak reference is called back, and only warns of it.
+pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+
 
 def values(space: Any, first: int, n: int) -> Any:
     numbers = np.arange(first, first + n)

@@ -90,6 +90,7 @@ def test_where_every_rank_calls_it_each_has_what_is_its_own(
         monkeypatch.setattr(launching, "carrier_of", {kind: end}.__getitem__)
         out = launch(lambda ctx: ctx.rank * 10, Idle, carrier=kind)
         want = ({end.rank: end.rank * 10}, {}) if end.rank < 2 else ({}, {2: "stats of 2"})
+        end.close()
         assert (out.results, out.stats) == want
 
 
