@@ -17,11 +17,10 @@ Each is also the builtin a caller would expect, so `except ValueError` keeps wor
     ├── WorkerError (RuntimeError)         a worker raised; its traceback is in the text
     ├── CollectorError (RuntimeError)      a collector raised what cannot be raised here as it was
     ├── PeerDiedError (RuntimeError)       another process is gone
-    │   └── WorkerDiedError
+    │   ├── WorkerDiedError                a worker process is gone
+    │   └── CollectorDiedError             a collector process is gone; says which lane and why
     ├── RemoteError (RuntimeError)         a manager answered that it could not; its text is there
     │   └── ScoringError                   the scoring function raised or returned something else
-    │   ├── WorkerDiedError
-    │   └── CollectorDiedError             a collector process is gone; says which lane and why
     ├── DeadlineError (TimeoutError)       a deadline passed; says what was awaited
     ├── FrameError (ValueError)            a message between processes is malformed or too large
     ├── AuthError (PermissionError)        the token of a connection does not match
