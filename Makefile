@@ -18,7 +18,7 @@ install_with = $(BIN)/python -m pip install --quiet --disable-pip-version-check 
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help install test demo lint docs bench soak sanitize clean
+.PHONY: help install test demo lint docs bench soak sanitize wheel clean
 
 help:  ## show this list
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-9s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
@@ -50,8 +50,11 @@ sanitize: $(VENV)/test.stamp $(VENV)/core.stamp  ## the core's tests under Threa
 bench: $(BENCH)/peers.stamp $(VENV)/core.stamp  ## time recollect beside other libraries, which get their own .venv-bench
 	$(BIN)/python benchmarks/compare.py --env $(BENCH) $(ARGS)
 
+wheel:  ## build the wheels into dist and try each without a compiler on every CPython from 3.11 on that is here
+	$(PYTHON) scripts/wheel.py $(ARGS)
+
 clean:  ## remove what the targets above made
-	rm -rf $(VENV) $(BENCH) build .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) $(BENCH) build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
 	rm -f src/recollect/_core/*.so
 
 $(VENV)/venv.stamp: constraints.txt

@@ -8,9 +8,10 @@ cd "$(dirname "$0")/.."
 python=${PYTHON:-.venv/bin/python}
 cxx=${CXX:-g++}
 export OPENBLAS_NUM_THREADS=1                 # numpy's own threads are not ours to check
-export ASAN_OPTIONS=detect_leaks=0            # the interpreter never frees what lives as long as it does
+# The interpreter never frees what lives as long as it does; what cannot be allocated is an error, not the end.
+export ASAN_OPTIONS=detect_leaks=0:allocator_may_return_null=1
 export UBSAN_OPTIONS=print_stacktrace=1:halt_on_error=1
-export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:suppressions=$PWD/scripts/tsan.supp
+export TSAN_OPTIONS=halt_on_error=1:die_after_fork=0:allocator_may_return_null=1:suppressions=$PWD/scripts/tsan.supp
 
 library() { "$cxx" -print-file-name="$1"; }
 

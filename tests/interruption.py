@@ -30,9 +30,11 @@ _ASKS = {
 } | {code for name, code in dis.opmap.items() if "JUMP_BACKWARD_IF" in name}
 
 
-def interrupted(call: Callable[[], Any], n: int, at: str = "signal") -> bool:
-    """Run a call, interrupted at its n-th point; False if it was over before."""
-    tracer = (_Signals if at == "signal" else _Lines)(n)
+def interrupted(
+    call: Callable[[], Any], n: int, at: str = "signal", number: signal.Signals = signal.SIGINT
+) -> bool:
+    """Run a call, interrupted at its n-th point by Ctrl-C or another signal; False if it was over before."""
+    tracer = _Signals(n, number) if at == "signal" else _Lines(n)
     try:
         try:
             sys.settrace(tracer)
@@ -67,10 +69,10 @@ class _Lines:
 
 
 class _Signals:
-    def __init__(self, n: int) -> None:
+    def __init__(self, n: int, number: signal.Signals) -> None:
         self.n = n
         # Called by unpacking: after that, unlike after a call, the interpreter runs no signal handlers.
-        self._trip = map(interrupt_main, (signal.SIGINT,))
+        self._trip = map(interrupt_main, (number,))
 
     def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
         if frame.f_code.co_filename.startswith("<frozen") or frame.f_code is _END:
@@ -116,7 +118,7 @@ class Hang(AssertionError):
     """Something waits that should not."""
 
 
-def apart(call: Callable[[], Any], seconds: float = 20.0) -> Any:
+def apart(call: Callable[[], Any], seconds: float = 100.0) -> Any:
     """Run a call in a thread of its own, which finds every lock that was left taken."""
     found: list[Any] = []
 

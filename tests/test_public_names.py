@@ -19,7 +19,7 @@ ParquetStorage PeerDiedError PipelineError PrepareError PrioritizedSampler RateL
 RecollectError RemoteError ReplayBuffer ReplayBufferCollectionWrapper ResetNeeded RolloutCoordinator
 SchemaError ScoringError SegmentOpenError SequenceSampler SharedMemoryStorage SliceStackedBatch SpaceStorage
 StepSampler SubIndexedBatch SubItemBatch ToBackendOrDeviceBatch ToBackendOrDeviceStorage TransformedBatch
-TransformedStorage VideoStorage WorkerDiedError WorkerError WrongTickError __version__ as_space
+TransformedStorage TransitionBatch VideoStorage WorkerDiedError WorkerError WrongTickError __version__ as_space
 check_env_pipeline compile_layout register_storage transition_space
 """.split()
 
@@ -56,17 +56,19 @@ SIGNATURES = {
     "stack_metadata=False",
     "FrameStackedBatch": "batch, prefetch_horizon=0, postfetch_horizon=0, get_valid_mask_function=None, "
     "fill_invalid_data=True, stack_metadata=False",
+    "TransitionBatch": "batch, stack=None, obs='obs', next_obs='next_obs'",
     "NStepBatch": "batch, n, gamma, reward='reward', next_obs='next_obs', terminated='terminated'",
     "ReplayBufferCollectionWrapper": "env, replay_buffers, replay_mode='auto', transition_builder=None, "
     "validate_transition=False, dump_on_episode_end=False, dump_on_reset_boundary=False, dump_path=None, *, "
-    "autoreset_mode=None",
+    "autoreset_mode=None, record_final_obs=False",
     "BatchSampler": "single_space, single_metadata_space=None, batch_size=1",
-    "StepSampler": "data, batch_size, seed=None, device=None, *, replace=True",
+    "StepSampler": "data, batch_size, seed=None, device=None, *, replace=True, backend=None",
     "MultiprocessingSampler": "sampler, n_workers=4, n_buffers=8, ctx=None, doze_time=0.005, daemon=None, *, "
     "deadline=60.0, max_lengths=None",
-    "PrioritizedSampler": "data, batch_size, alpha=0.6, beta=0.4, eps=1e-06, seed=None, device=None",
-    "SequenceSampler": "data, batch_size, length, burn_in=0, pad=False, seed=None, device=None",
-    "HindsightSampler": "data, batch_size, compute_reward, strategy='future', ratio=0.8, seed=None",
+    "PrioritizedSampler": "data, batch_size, alpha=0.6, beta=0.4, eps=1e-06, seed=None, device=None, *, backend=None",
+    "SequenceSampler": "data, batch_size, length, burn_in=0, pad=False, seed=None, device=None, *, backend=None",
+    "HindsightSampler": "data, batch_size, compute_reward, strategy='future', ratio=0.8, seed=None, *, device=None, "
+    "backend=None",
     "RateLimiter": "samples_per_insert, min_size, band, deadline=60.0",
     "check_env_pipeline": "env, buffer=None, steps=1000, seed=0, strict=False, *, progress=None",
 }

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 _NAMES = {
     "recollect.batch": (
         "BatchBase CombinedBatch DataTransformation FrameStackedBatch Location NStepBatch SliceStackedBatch "
-        "SubIndexedBatch SubItemBatch ToBackendOrDeviceBatch TransformedBatch"
+        "SubIndexedBatch SubItemBatch ToBackendOrDeviceBatch TransformedBatch TransitionBatch"
     ),
     "recollect.collect": "Finding ReplayBufferCollectionWrapper check_env_pipeline",
     "recollect.errors": (
@@ -67,6 +67,7 @@ if TYPE_CHECKING:
     from recollect.batch import SubItemBatch as SubItemBatch
     from recollect.batch import ToBackendOrDeviceBatch as ToBackendOrDeviceBatch
     from recollect.batch import TransformedBatch as TransformedBatch
+    from recollect.batch import TransitionBatch as TransitionBatch
     from recollect.collect import Finding as Finding
     from recollect.collect import ReplayBufferCollectionWrapper as ReplayBufferCollectionWrapper
     from recollect.collect import check_env_pipeline as check_env_pipeline

@@ -38,6 +38,8 @@ Each is also the builtin a caller would expect, so `except ValueError` keeps wor
 
 from __future__ import annotations
 
+import sys
+from importlib.util import find_spec
 from typing import Any
 
 import gymnasium.error
@@ -202,6 +204,29 @@ class ResetNeeded(RecollectError, gymnasium.error.ResetNeeded):
 
 class MissingExtraError(RecollectError, ImportError):
     """An optional package is not installed; the message gives the pip command."""
+
+
+# The extra of this project that brings each optional package.
+_EXTRAS = {
+    "av": "video", "h5py": "hdf5", "httpx": "http", "PIL": "images", "pyarrow": "parquet", "rich": "cli",
+    "starlette": "web", "tensorboard": "tensorboard", "torch": "torch", "tyro": "cli", "uvicorn": "web",
+}  # fmt: skip
+
+
+def check_installed(subject: str, *packages: str) -> None:
+    """Raise MissingExtraError if some of these packages are not installed, with one command that brings them all."""
+    missing = [name for name in packages if not _is_installed(name)]
+    if missing:
+        extras = ",".join(dict.fromkeys(_EXTRAS[name] for name in missing))
+        raise MissingExtraError(
+            f'{subject}: needs {" and ".join(missing)}; run pip install "recollect[{extras}]"'
+        )
+
+
+def _is_installed(name: str) -> bool:
+    if name in sys.modules:
+        return sys.modules[name] is not None
+    return find_spec(name) is not None
 
 
 def class_name(value: object) -> str:

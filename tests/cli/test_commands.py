@@ -7,16 +7,24 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+import recollect as rc
 import recollect.cli as cli
 
 
-def test_every_command_is_listed_with_an_example(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit) as ended:
-        cli.run(["--help"])
+def test_help_is_one_line_for_each_command(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run(["--help"])
     text = capsys.readouterr().out
-    assert ended.value.code == 0 and all(f"• {name}" in text for name in cli._COMMANDS)
+    assert [line.split()[0] for line in text.splitlines() if line.startswith("  ")] == list(cli._COMMANDS)
+    assert all(len(line) <= 80 for line in text.splitlines())
+    with pytest.raises(SystemExit) as ended:
+        cli.run([])
+    assert ended.value.code == 2 and capsys.readouterr().err == text
+
+
+def test_every_command_has_an_example() -> None:
     for name in cli._COMMANDS:
         if name not in ("demo", "train"):  # these list others
             assert "Example: recollect " + name in cli._command(name).__doc__
@@ -26,6 +34,44 @@ def test_a_command_that_is_not_there_is_told_with_those_that_are(capsys: pytest.
     with pytest.raises(SystemExit) as ended:
         cli.run(["nonsense"])
     assert ended.value.code == 2 and "convert" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.run(["veiw", "runs/demo"])
+    assert capsys.readouterr().err == "recollect: must be given a command, got 'veiw'; did you mean 'view'?\n"
+
+
+def test_the_version_is_that_of_the_package(capsys: pytest.CaptureFixture[str]) -> None:
+    cli.run(["--version"])
+    assert capsys.readouterr().out == f"recollect {rc.__version__}\n"
+
+
+def test_positions_are_named_as_in_the_examples(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        cli.run(["convert", "--help"])
+    assert "[OPTIONS] SRC DST" in capsys.readouterr().out
+
+
+def saved(path: Path) -> str:
+    buf = rc.ReplayBuffer.create("memory", {"x": ((), "float32")}, capacity=4, maintain_segment_metadata=True)
+    buf.extend({"x": np.ones(3, "float32")})
+    buf.dumps(path)
+    return str(path)
+
+
+def test_messages_name_flags(tmp_path: Path) -> None:
+    run, copy = saved(tmp_path / "run"), str(tmp_path / "copy")
+    for args, says in (
+        (["dash", "--port", "80000"], "dash: --port: must be from 0 to 65535, got 80000"),
+        (["view", run, "--port", "-1"], "view: --port: must be from 0 to 65535, got -1"),
+        (["view", run, "--reward", "return"], "--reward: must be a leaf of one number"),
+        (["convert", run, copy, "--to", "lerobot"], "--fps: must be .* got None; pass --fps$"),
+        (["convert", run, copy, "--chunk", "0"], "--chunk: must be at least 1, got 0"),
+        (
+            ["train", "sac", "--env", "Pendulum-v1", "--collectors", "0"],
+            "--collectors: must be an int of at least 1",
+        ),
+    ):
+        with pytest.raises(SystemExit, match=says):
+            cli.run(args)
 
 
 def test_a_command_imports_only_itself(tmp_path: Path) -> None:

@@ -88,7 +88,7 @@ def test_the_command_tells_a_full_disk_in_one_line(src: Path, small_disk: Path, 
 def test_a_full_disk_does_not_crash_the_hdf5_library(src: Path, small_disk: Path) -> None:
     (small_disk / "filler").write_bytes(bytes(300 << 10))
     args = [sys.executable, "-m", "recollect", "convert", str(src), str(small_disk / "dst"), "--to", "hdf5"]
-    found = subprocess.run(args, capture_output=True, text=True, timeout=60)
+    found = subprocess.run(args, capture_output=True, text=True, timeout=200)
     assert found.returncode == 1 and "No space left" in found.stderr.splitlines()[-1]
     assert "Traceback" not in found.stderr
 

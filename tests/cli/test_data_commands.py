@@ -104,17 +104,20 @@ def test_verify_names_the_damaged_file_and_what_is_left(tmp_path: Path, capsys: 
     assert "Still readable: " in command(capsys, "verify", root)[1]
 
 
-@pytest.mark.parametrize("harm", ["truncated", "flipped", "gone", "manifest"])
+@pytest.mark.parametrize("harm", ["truncated", "longer", "flipped", "gone", "manifest"])
 def test_verify_of_a_row_dump(tmp_path: Path, capsys: Any, harm: str) -> None:
     root = dump(tmp_path / "d")
     file = root / "manifest.json" if harm == "manifest" else next((root / "storage").glob("rows-*.bin"))
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data[:-9] if harm == "truncated" else data)
+    file.write_bytes({"truncated": data[:-9], "longer": data + b"more"}.get(harm, data))
     if harm == "gone":
         file.unlink()
     status, out, _ = command(capsys, "verify", root, "--json")
-    assert status == 1 and json.loads(out)["damaged"][0]["file"].endswith(file.name)
+    damaged = json.loads(out)["damaged"][0]
+    assert status == 1 and damaged["file"].endswith(file.name)
+    for size in ("truncated", "longer"):
+        assert (f"it is {size}" in damaged["problem"]) == (harm == size)
 
 
 def test_verify_of_a_lerobot_set_names_the_video(tmp_path: Path, capsys: Any) -> None:
@@ -218,7 +221,7 @@ def test_full_pieces_are_written_before_they_are_committed(tmp_path: Path) -> No
     seen = []
     with rc.ReplayBuffer.create("memory", {"x": ((), "int64")}) as source:
         source.extend({"x": np.arange(300)})
-        files = tmp_path / "dst.partial" / "storage"
+        files = tmp_path / "dst.partial" / "data" / "storage"
         convert(source, tmp_path / "dst", "parquet", chunk_size=50, piece_size=100,
                 progress=lambda n: seen.append(len(list(files.glob("*.parquet")))))  # fmt: skip
     assert seen == [0, 0, 1, 1, 2, 2, 3]

@@ -20,6 +20,7 @@ from recollect.cli import run
 from recollect.cli.rollout_view import RolloutView, batch_rows
 from recollect.errors import SchemaError
 from recollect.observe import find_jobs
+from recollect.observe.view.catalogue import open_catalogue
 from recollect.rollout.job import Job
 
 MODULE = """
@@ -107,21 +108,33 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: py
     ("old", "new", "said"),
     [
         ("runners = 4", "runers = 4", "did you mean 'runners'"),
+        ('workflow = "tests.job.add"', 'workflow = "tests.job.ad"', "train.workflow: must be registered"),
+        ('[eval]\ntasks = "tasks.jsonl"\nworkflow = "tests.job.add"',
+         '[eval]\ntasks = "tasks.jsonl"\nworkflow = "no_such:thing"', "eval.workflow: must be registered"),
         ("batch_size = 3", "batch_sizes = 3", "train"),
         ("batch_size = 3", "batch_size = 0", "train.batch_size"),
         ('[train]\ntasks = "tasks.jsonl"', '[train]\ntasks = "no"', "train.tasks"),
         ('sink = {kind = "file", path = "out", format = "jsonl"}', "", "nobody reads"),
         ('"tests_job_workflows"', '"no_such_module_at_all"', "no_such_module_at_all"),
         ('kind = "scripted"\nscript = ["0"', 'kind = "opanai"\nscript = ["0"', "opanai"),
+        ("runners = 4", "runners = \udcff", "must be TOML"),
+        ("runners = 4", "runners = " + "[" * 2000, "must be TOML"),
+        ("[rollout]", "rollout = 3\n[other]", "rollout"),
+        ('journal = "run.sqlite"', "journal = 3", "journal"),
+        ('path = "out"', "path = 3", "sink"),
+        ('[train]\ntasks = "tasks.jsonl"', '[train]\ntasks = "/dev/zero"', "train.tasks"),
+        ('"tests_job_workflows"', '""', "workflow_modules"),
+        ('"tests_job_workflows"', '".x"', "workflow_modules"),
     ],
 )  # fmt: skip
 def test_what_is_wrong_is_one_line(job: Path, old: str, new: str, said: str) -> None:
     text = job.read_text()
     assert old in text
-    job.write_text(text.replace(old, new, 1))
+    job.write_text(text.replace(old, new, 1), errors="surrogateescape")
     with pytest.raises(SystemExit) as caught:
         run(["rollout", str(job)])
     assert said in str(caught.value.code) and "Traceback" not in str(caught.value.code)
+    assert not (job.parent / "run.sqlite").exists()  # nothing was begun
 
 
 def test_a_job_runs_to_its_end_and_says_what_it_did(job: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +144,8 @@ def test_a_job_runs_to_its_end_and_says_what_it_did(job: Path, capsys: pytest.Ca
     assert all(r["failed_task_count"] == 0 for r in results)
     assert sum(r["experience_count"] for r in results) == 24 == len(rows(job.parent))
     run(["rollout", str(job), "--json"])  # all of it is done
-    assert capsys.readouterr().out == ""
+    out, error = capsys.readouterr()
+    assert out == "" and "nothing was left to do" in error and "has all 4 steps; pass more --steps" in error
     run(["rollout", str(job), "--json", "--steps", "5"])
     assert [json.loads(x)["batch_id"] for x in capsys.readouterr().out.splitlines()] == [4, "5/all"]
 
@@ -173,9 +187,29 @@ def test_the_view_shows_batches_doors_and_why(job: Path) -> None:
         assert "task 0 run" in held["why"] and "attempt 1 of 3" in held["why"]
         assert seen[1].figures["runs/submitted"] >= 6 and seen[1].tables["batches"][0]["why"]
 
-    asyncio.run(asyncio.wait_for(main(), 30))
+    asyncio.run(asyncio.wait_for(main(), 200))
     text = console.export_text()
     assert "why it is not done" in text and "submitted" in text and "4 local" in text
+
+
+def test_what_it_wrote_is_inspected_and_viewed_in_words(
+    job: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run(["rollout", str(job)])
+    out = str(job.parent / "out")
+    assert f"look at it with recollect view {out}" in capsys.readouterr().out
+    run(["inspect", out, "--json"])
+    report = json.loads(capsys.readouterr().out)
+    assert (report["kind"], report["samples"], report["segments"]["count"]) == ("rollout", 24, 24)
+    assert report["first_texts"]["prompt"] == "?" and report["first_texts"]["answer"] in ("0", "1")
+    run(["inspect", out])
+    assert "prompt of the first sample: ?" in capsys.readouterr().out
+    with open_catalogue(out) as catalogue:
+        catalogue.list.finish()
+        [row, *_] = catalogue.episodes()["rows"]
+        assert row["length"] == 1 and row["return"] in (0.0, 1.0)
+        shown = catalogue.step(1, 0)
+        assert shown["prompt"] == "?" and shown["tokens"] == f"[63, {ord(shown['answer'])}]"
 
 
 @pytest.mark.process
@@ -188,11 +222,11 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(job: Path) -> None:
     assert first.stdout is not None
     lines = [first.stdout.readline() for _ in range(2)]  # the first eval and step 0; step 1 holds
     first.send_signal(signal.SIGINT)
-    out, error = first.communicate(timeout=30)
+    out, error = first.communicate(timeout=200)
     assert first.returncode == 130 and "go on" in error and "Traceback" not in error
     assert [json.loads(x)["batch_id"] for x in lines + out.splitlines()] == ["0/all", 0]
     (job.parent / "hold").unlink()
-    second = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    second = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
     assert [json.loads(x)["batch_id"] for x in second.stdout.splitlines()] == [1, "2/all", 2, 3, "4/all"]
     uids = [(row["group_id"], row["run_id"], row["step"]) for row in rows(job.parent)]
     assert len(uids) == 24 == len(set(uids))

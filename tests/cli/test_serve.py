@@ -93,7 +93,7 @@ def test_it_ends_with_its_workers_and_prints_a_summary(space_file: Path) -> None
             rc.remote.RemoteReplay(SPACE, 0, carrier) as replay,
         ):
             replay.add({"id": np.arange(5), "log_reward": np.zeros(5)})
-        text, _ = server.communicate(timeout=30)
+        text, _ = server.communicate(timeout=200)
         assert server.returncode == 0
     assert "items offered 5" in text and secret not in text
 

@@ -46,9 +46,9 @@ def test_help_has_an_example_and_every_setting(
     [
         (["sac", "--env", "NoSuchEnv-v0"], "NoSuchEnv"),
         (["sac", "--env", "CartPole-v1"], "use APPO"),
-        (["appo", "--env", "CartPole-v1", "--num-envs", "3", "--collectors", "2"], "num_envs: must divide"),
+        (["appo", "--env", "CartPole-v1", "--num-envs", "3", "--collectors", "2"], "--num-envs: must divide"),
         (["appo", "--env", "CartPole-v1", "--resume", "nowhere"], "no checkpoint"),
-        (["appo", "--env", "CartPole-v1", "--log-dir", __file__], "log_dir: must be a directory"),
+        (["appo", "--env", "CartPole-v1", "--log-dir", __file__], "--log-dir: must be a directory"),
     ],
 )
 def test_what_is_wrong_is_one_line(args: list[str], said: str, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -36,6 +37,29 @@ def test_it_serves_a_set_until_interrupted(tmp_path: Path) -> None:
             assert process.wait(timeout=30) == 130
         finally:
             process.kill()
+
+
+@pytest.mark.process
+@pytest.mark.parametrize("command", ["view", "dash"])
+def test_the_secret_is_in_no_argument_of_the_browser(tmp_path: Path, command: str) -> None:
+    """Every user of a machine reads them; the browser of this test tells what it was given."""
+    rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=3).dumps(tmp_path / "run")
+    given, browser = tmp_path / "given", tmp_path / "browser"
+    os.mkfifo(given)
+    browser.write_text(f"#!/bin/sh\nprintf '%s ' \"$@\" > '{given}'\n")
+    browser.chmod(0o700)
+    arguments = [sys.executable, "-m", "recollect", command, *([str(tmp_path / "run")] * (command == "view"))]
+    env = os.environ | {"BROWSER": str(browser), "HOME": str(tmp_path)}
+    with subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True, env=env) as process:
+        try:
+            assert process.stdout is not None
+            address = next(line.split()[0] for line in process.stdout if line.startswith("http"))
+            secret = address.rstrip("/").rpartition("/")[2]
+            seen = given.read_text()
+            assert len(secret) > 16 and seen and secret not in seen
+        finally:
+            process.send_signal(signal.SIGINT)
+            process.wait(timeout=30)
 
 
 def test_what_cannot_be_shown_is_one_line(tmp_path: Path) -> None:

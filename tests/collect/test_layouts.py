@@ -223,3 +223,37 @@ def test_close_after_the_buffer_is_closed() -> None:
         with pytest.raises(rc.ClosedError):
             wrapped.step(wrapped.action_space.sample())
         wrapped.close()
+
+
+class ThreeSteps(Counting):
+    """Its episodes have three steps."""
+
+    def reset(self, **kwargs: Any) -> tuple[Any, dict[str, Any]]:
+        found = super().reset(**kwargs)
+        self.length = 3
+        return found
+
+
+def test_lanes_of_one_buffer_are_recorded_into_by_several_writers() -> None:
+    """One environment and one of two slots, each into lanes of its own."""
+    env, envs = ThreeSteps(), vector(ThreeSteps, 2, NEXT_STEP)
+    buffer = lanes_for(env, 4)
+    lanes = [buffer.on_lane(k) for k in range(4)]
+    one, two = Wrapper(env, lanes[1]), Wrapper(envs, [lanes[3], lanes[2]])
+    assert one.replay_mode == two.replay_mode == "shared" and two.replay_buffers == [buffer]
+    stepped(one, 2)
+    stepped(two, 3)
+    assert lanes[1].open_segment == (0, 2) and lanes[3].open_segment is None
+    assert buffer.get_segments() == [(2, 5), (5, 8)] and len(buffer) == 8
+    one.close()
+    two.close()
+    assert buffer.get_segments() == [(0, 2), (2, 5), (5, 8)]
+    lanes[1].append(buffer[0])  # a lane stays the caller's
+    lanes[0].close()
+    with pytest.raises(rc.ClosedError, match="lane 0"):
+        Wrapper(env, lanes[0])
+    for wrong in ([lanes[1]], lanes[1:], [lanes[1], lanes[1]], [lanes[1], buffer]):
+        with pytest.raises(ValueError, match=r"lanes.*pass buf\.on_lane\(k\) for each slot"):
+            Wrapper(envs, wrong)
+    with pytest.raises(ValueError, match="2 slots need 2 lanes and shared mode, got 2 and per_env"):
+        Wrapper.per_env(envs, lanes[2:])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import struct
 import tempfile
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from tests.core.make import codec_of, index_of, make_rows
 from tests.process.killing import in_child
 
 from recollect import _core
-from recollect.errors import AttachError, FormatError, RecollectError
+from recollect.errors import AttachError, FormatError, LaneBusyError, RecollectError
 from recollect.memory.latest import Latest
 from recollect.memory.ring import Ring
 from recollect.memory.rows import Rows
@@ -108,6 +109,8 @@ def test_a_file_with_a_damaged_change_under_way_is_a_format_error_and_does_not_g
         file.write(struct.pack("<5Q", 2**40, 2**50, 2**41, 7, 2**51))
 
     def open_it() -> None:
+        # If it grows, then not until the disk is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
         with pytest.raises(FormatError, match="damaged"):
             Rows.open_file(path, LAYOUT, writable=writable).native.count()
 
@@ -194,3 +197,153 @@ def test_scribbled_words_crash_nobody(n: int) -> None:
                 _scribbled_rows(seed, None if seed % 3 == 1 else 64, seed % 2 == 0)
 
     in_child(all_of_them)
+
+
+def _forged_removal(to: int, from_: int, base: int, moved: int) -> None:
+    """A removal of the two oldest of 2**31 + 100 rows of a byte, killed when it had moved `moved` of the last 101."""
+    half = 2**31
+    n, header = half + 100, 4096
+    words = -(-8 * n // 4096) * 4096
+    with tempfile.TemporaryFile() as file:
+        os.ftruncate(file.fileno(), header + words + n)
+        mapping = _core.Mapping(file.fileno(), 0, header + words + n, True)
+        sections = ((mapping, header), None, None, (mapping, header + words))
+        rows = _core.Rows(mapping, n, 1, 1, False, True, False, -1, sections)
+        for offset, value in ((0, n), (CURSOR, n), (EPOCH, 1), (OP, DOWN)):
+            mapping.store(LANE_AT + offset, value)
+        for i, value in enumerate((to << 32 | from_, base, 2, 2, n)):
+            mapping.store(LANE_AT + JOURNAL + 8 * i, value)
+        mapping.store(header + 8 * (half + 50), 1 << 63)  # one more to be removed
+        last = np.arange(1, 102, dtype=np.uint8)
+        mapping.view(header + words + half - 1, 101)[:] = last
+        mapping.view(header + words + half - 3, moved)[:] = last[:moved]
+        assert rows.count() == n - 3
+        left = np.delete(last, 51).tolist()
+        assert mapping.view(header + words + half - 3, 100).tolist() == left
+        codec = _core.Codec([(0, np.dtype(np.uint8), (), False)], ("leaf", 0), 1)
+        assert rows.read(codec, np.arange(n - 103, n - 3)).tolist() == left
+        assert os.fstat(file.fileno()).st_blocks * 512 < 1 << 26
+        rows.close()
+
+
+@pytest.mark.parametrize(
+    ("to", "from_", "base", "moved"),
+    [
+        (2**31 - 3, 2**31 - 1, 0, 0),
+        (2**31, 2**31 + 2, 0, 3),
+        (2**31, 2**31 + 2, 2**31 | 2**63, 3),  # the base has moved on, and the counts have not
+        (0, 2, 2**31 | 2**63, 3),  # they have
+        (0, 2, 2**31, 3),
+    ],
+)
+def test_a_removal_that_was_killed_at_2_to_the_31_is_finished(
+    to: int, from_: int, base: int, moved: int
+) -> None:
+    in_child(lambda: _forged_removal(to, from_, base, moved))
+
+
+def test_a_window_that_changes_while_rows_are_removed_is_read_once() -> None:
+    def remove() -> None:
+        resource.setrlimit(resource.RLIMIT_CPU, (10, 10))  # not for ever, if it follows the new cursor
+        rows = Rows.in_shared(LAYOUT, 64, 1, True)
+        rows.native.write(codec_of(np.int64, (2,)), [np.zeros((64, 2), np.int64)], 64)
+        _core.arm_moment(0, lambda: rows.header.store(LANE_AT + CURSOR, 2**61))
+        rows.native.remove(index_of(50, 60))
+        assert rows.native.count() == 62
+        assert rows.native.segments()[3].tolist() == [50, 9, 3]
+
+    in_child(remove)
+
+
+def test_an_array_below_a_memoryview_is_not_resized_while_it_is_filled() -> None:
+    def fill() -> None:
+        rows, codec = make_rows(16, 64, 2), codec_of(np.int64, (2,))
+        rows.write(codec, [np.ones((4, 2), np.int64)], 4)
+        below = np.zeros((8192, 2), np.int64)
+        out = np.asarray(memoryview(below))  # type: ignore[arg-type]
+        refused = []
+
+        def resize() -> None:
+            try:
+                below.resize((1, 2), refcheck=False)
+            except ValueError as error:
+                refused.append(error)
+
+        _core.arm_moment(0, resize)
+        rows.read(codec, np.zeros(8192, np.int64), out=out)
+        assert len(refused) == 1
+        assert below.all()
+
+    in_child(fill)
+
+
+@pytest.mark.parametrize("call", ["read", "draw"])
+def test_an_array_that_is_resized_while_a_read_waits_is_refused(call: str) -> None:
+    """A moment stands for the wait for a lane, in which other threads run."""
+
+    def fill() -> None:
+        rows, codec = make_rows(16, 64, 2), codec_of(np.int64, (2,))
+        rows.write(codec, [np.ones((4, 2), np.int64)], 4)
+        out = np.zeros((3, 2), np.int64)
+        _core.arm_moment(0, lambda: out.resize((100_000, 2), refcheck=False))
+        with pytest.raises(ValueError, match="keep their memory"):
+            if call == "read":
+                rows.read(codec, index_of(0, 1, 2), out=out)
+            else:
+                rows.draw(codec, _core.Stream(), 3, out)
+
+    in_child(fill)
+
+
+def test_a_lane_that_another_process_has_now_is_not_written_to() -> None:
+    codec = codec_of(np.int64, (2,))
+    rows = Rows.in_shared(LAYOUT, 64)
+    n, one = rows.native, np.ones(2, np.int64)
+    n.append(codec, one)
+    rows.header.store(LANE_AT + OWNER, _core.process_word(os.getppid()))
+    for write in (
+        lambda: n.append(codec, one),
+        lambda: n.extend(codec, np.ones((3, 2), np.int64)),
+        lambda: n.extend_lanes(codec, np.ones((1, 2), np.int64), index_of(0)),
+        lambda: n.overwrite(codec, index_of(0), [np.zeros((1, 2), np.int64)]),
+        lambda: n.remove(index_of(0)),
+    ):
+        with pytest.raises(LaneBusyError):
+            write()
+    assert n.read(codec, index_of(0)).tolist() == [[1, 1]]
+    assert n.count() == 1
+    rows.header.store(LANE_AT + OWNER, 0)
+    n.append(codec, one)
+    assert n.count() == 2
+    rows.close()
+
+
+def test_a_lane_is_not_released_by_an_object_that_only_reads(tmp_path: Path) -> None:
+    path = tmp_path / "rows"
+    rows = Rows.in_file(path, LAYOUT, 64, tagged=True)
+    rows.native.append(codec_of(np.int64, (2,)), np.ones(2, np.int64))
+    reader = Rows.open_file(path, LAYOUT, writable=False)
+    reader.native.release(0)
+    assert rows.native.owner(0) == _core.own_word()
+    assert rows.native.has_open(0)
+    reader.close()
+    rows.native.release(0)
+    assert rows.native.owner(0) == 0
+    rows.close()
+
+
+def test_a_view_of_an_array_that_was_resized_is_refused() -> None:
+    def write() -> None:
+        rows, codec = make_rows(16, 1024), codec_of(np.int64, (2,))
+        below = np.ones((512, 2), np.int64)
+        view = below[:4]
+        seen = np.asarray(memoryview(below))  # type: ignore[arg-type]
+        rows.extend(codec, view)
+        rows.extend(codec, seen)
+        below.resize((2, 2), refcheck=False)
+        for gone in (view, seen):
+            with pytest.raises(ValueError, match="keep their memory"):
+                rows.extend(codec, gone)
+        assert rows.count() == 516
+
+    in_child(write)

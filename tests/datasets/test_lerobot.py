@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import shutil
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -136,6 +137,23 @@ def test_a_broken_set_is_a_format_error_that_names_the_file(tmp_path: Path, brea
         from_lerobot(root)[:]
 
 
+@pytest.mark.parametrize("version", ["v2.0", "v2.1", "v3.0"])
+@pytest.mark.parametrize("key", ["video_path", "data_path"])
+def test_a_set_that_does_not_say_where_its_files_are_is_a_format_error(
+    tmp_path: Path, version: str, key: str
+) -> None:
+    root = tmp_path / "set"
+    sets.lerobot_v3(root) if version == "v3.0" else sets.lerobot_v2(root, version)
+    file = root / "meta/info.json"
+    about = json.loads(file.read_text())
+    for found, got in (({}, "nothing"), ({key: None}, "None"), ({key: 5}, "5")):
+        sets.put(file, json.dumps({k: v for k, v in about.items() if k != key} | found))
+        with pytest.raises(
+            FormatError, match=rf"info\.json: {key} must say where .*, got {got}; it is damaged"
+        ):
+            from_lerobot(root)
+
+
 def test_nothing_there_is_a_format_error(tmp_path: Path) -> None:
     with pytest.raises(FormatError):
         from_lerobot(tmp_path)
@@ -182,6 +200,26 @@ def test_what_is_written_is_a_v3_set(tmp_path: Path, codec: str | None) -> None:
                 assert np.abs(new[key].astype(int) - value).max() <= 6
             else:
                 np.testing.assert_array_equal(new[key], value, err_msg=key)
+
+
+@pytest.mark.parametrize("what", ["data_path", "shape"])
+def test_sizes_in_metadata_take_no_memory(tmp_path: Path, what: str) -> None:
+    """A few digits of metadata name a path of 300 MB, or a row of 1.2 GB: they are refused before it is made."""
+    root = sets.lerobot_v3(tmp_path)
+    info = json.loads((root / "meta/info.json").read_text())
+    if what == "data_path":
+        info[what] = info[what].replace(":03d", ":0299999999d", 1)
+    else:
+        info["features"]["action"]["shape"] = [3 * 10**8]
+    sets.put(root / "meta/info.json", json.dumps(info))
+    tracemalloc.start()
+    try:
+        with pytest.raises(FormatError):
+            from_lerobot(root)[:]
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak < 32 << 20
 
 
 @pytest.mark.parametrize("target", ["lerobot", "memory", "memmap", "parquet"])
@@ -291,3 +329,16 @@ def test_buffers_with_nested_leaves_are_written_and_read(tmp_path: Path) -> None
         to_lerobot(buf, tmp_path / "other")
     with pytest.raises(ValueError, match="2 episodes, got 1"):
         to_lerobot(buf, tmp_path / "other", fps=20, tasks=["a"])
+
+
+def test_an_open_episode_is_refused_and_not_left_out(tmp_path: Path) -> None:
+    with rc.ReplayBuffer.create(
+        "memory", {"x": ((2,), "float32")}, capacity=9, maintain_segment_metadata=True
+    ) as buf:
+        buf.extend({"x": np.ones((9, 2), "float32")}, ends=np.arange(9) == 3)
+        with pytest.raises(rc.SegmentOpenError, match="whole episodes, got an open one"):
+            to_lerobot(buf, tmp_path / "set", fps=10)
+        assert not list(tmp_path.iterdir())
+        buf.mark_segment_end()
+        to_lerobot(buf, tmp_path / "set", fps=10)
+    assert from_lerobot(tmp_path / "set").get_segments() == [(0, 4), (4, 9)]

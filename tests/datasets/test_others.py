@@ -215,6 +215,33 @@ def test_a_loader_reads_whole_batches() -> None:
         as_torch_dataset([1, 2])
 
 
+@pytest.mark.parametrize("n_workers", [0, pytest.param(1, marks=pytest.mark.process)])
+def test_a_plain_loader_needs_no_collate_fn(n_workers: int) -> None:
+    chunks = rc.SliceStackedBatch(buffer(10), {"i": range(3)})
+    for data in (as_torch_dataset(chunks), chunks):  # the batch itself is read sample by sample
+        loader = torch.utils.data.DataLoader(data, batch_size=4, num_workers=n_workers)
+        first, _, last = loader
+        assert type(first) is dict and isinstance(first["x"], torch.Tensor) and first["x"].shape == (4, 2)
+        assert last["i"].tolist() == [[8, 9, 9], [9, 9, 9]]
+        assert last["i_valid_mask"].tolist() == [[True, True, False], [True, False, False]]
+    with pytest.raises(KeyError):
+        as_torch_dataset(chunks).__getitems__([0])["y"]
+
+
+@pytest.mark.parametrize(
+    "space", [((2,), "float32"), (((2,), "float32"), ((), "int64"))], ids=["leaf", "tuple"]
+)
+def test_a_plain_loader_over_samples_that_are_no_dict(space: Any) -> None:
+    buf = rc.ReplayBuffer.create("memory", space, capacity=5)
+    x = np.arange(10, dtype="float32").reshape(5, 2)
+    buf.extend(x if len(space) == 2 and space[1] == "float32" else (x, np.arange(5)))
+    data = as_torch_dataset(buf)
+    for collate in (None, data.collate):
+        batch = list(torch.utils.data.DataLoader(data, batch_size=3, collate_fn=collate))[1]
+        got = batch if isinstance(batch, torch.Tensor) else batch[0]
+        assert got.tolist() == [[6, 7], [8, 9]]
+
+
 class Numbers(torch.utils.data.Dataset):  # type: ignore[type-arg]
     def __init__(self, n: int) -> None:
         self.n = n

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import fcntl
 import json
 import os
 import pickle
+import shutil
 import signal
 import traceback
 from collections.abc import Callable
@@ -16,6 +18,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.interruption import interrupted
 
 import recollect as rc
 from recollect.errors import FormatError, LaneBusyError
@@ -57,6 +60,40 @@ def test_one_writer_and_the_error_names_it(tmp_path: Path) -> None:
         assert in_child(lambda: OwnedDirectory.take(tmp_path)) == 7
     assert os.listdir(tmp_path) == []
     OwnedDirectory.take(tmp_path).release()
+
+
+@pytest.mark.parametrize("head", [b"", b"recollect writer, process %10d\n" % (2**22 - 1)])
+def test_the_error_names_a_writer_that_is_not_at_the_head_of_its_list_yet(
+    head: bytes, tmp_path: Path
+) -> None:
+    """A list is locked first; what a killed writer put at its head stays until then."""
+    with open(tmp_path / ".recollect-writer", "xb") as file:
+        file.write(head)
+        file.flush()
+        fcntl.flock(file, fcntl.LOCK_EX)
+        with buffer() as made, pytest.raises(LaneBusyError, match=f"second beside process {os.getpid()};"):
+            made.dumps(tmp_path)
+
+
+def test_ctrl_c_leaves_no_lock_though_its_traceback_is_kept(tmp_path: Path) -> None:
+    n, came = 0, True
+    while came:
+        taken: list[OwnedDirectory] = []
+        kept: list[BaseException] = []
+
+        def take(taken: list[OwnedDirectory] = taken, kept: list[BaseException] = kept) -> None:
+            try:
+                taken.append(OwnedDirectory.take(tmp_path))
+            except KeyboardInterrupt as error:
+                kept.append(error)
+
+        came = interrupted(take, n)
+        for owned in taken:
+            owned.release()
+        OwnedDirectory.take(tmp_path).release()
+        assert os.listdir(tmp_path) == []
+        n += 1
+    assert n > 20, "are the points still there?"
 
 
 def test_a_killed_writer_keeps_no_lock_even_if_its_child_lives(tmp_path: Path) -> None:
@@ -130,6 +167,64 @@ def test_a_directory_that_was_moved_is_not_written(tmp_path: Path) -> None:
     os.rename(tmp_path / "b", tmp_path / "a")
     live.close()
     assert len(rc.ReplayBuffer.load_from(tmp_path / "a")) == 3
+
+
+@pytest.mark.parametrize("how", ["moved", "removed"])
+@pytest.mark.parametrize("kind", LIVE)
+def test_a_directory_that_another_made_anew_is_neither_read_nor_written(
+    tmp_path: Path, kind: str, how: str
+) -> None:
+    """Another program made a buffer in its place, with files of the same names."""
+    path = tmp_path / "a"
+    live = buffer(kind, path)
+    live.dumps(path)
+    os.rename(path, tmp_path / "b") if how == "moved" else shutil.rmtree(path)
+    with rc.ReplayBuffer.create(kind, {"x": ((), "float32")}, capacity=live.capacity, cache_path=path) as new:
+        new.extend({"x": [7.0] * 5})
+    if kind == "memmap":
+        assert live[...]["x"].tolist() == [0, 1, 2]  # its file stays mapped
+        with pytest.raises(FormatError, match="replaced meanwhile"):
+            live.dumps(path)
+    else:
+        with pytest.raises(OSError, match="moved or removed"):
+            live[...]
+        with pytest.raises(OSError, match="moved or removed"):
+            live.dumps(path)
+    with contextlib.suppress(OSError):
+        live.close()
+    with rc.ReplayBuffer.load_from(path, verify=True) as new:
+        assert new[...]["x"].tolist() == [7.0] * 5
+    if how == "moved":
+        with rc.ReplayBuffer.load_from(tmp_path / "b", verify=True) as old:
+            assert old[...]["x"].tolist() == [0, 1, 2]
+
+
+def test_a_column_of_a_directory_that_another_made_anew_is_not_read(tmp_path: Path) -> None:
+    with buffer("parquet", tmp_path / "a"):
+        pass
+    with rc.ReplayBuffer.load_from(tmp_path / "a") as reader:
+        shutil.rmtree(tmp_path / "a")
+        with buffer("parquet", tmp_path / "a") as new:
+            new.extend({"x": np.arange(100, 500)})
+        with pytest.raises(FormatError, match="load again"):
+            reader.get_column("x")[...]
+
+
+@pytest.mark.parametrize("verb", ["dumps", "create"])
+def test_empty_directories_of_a_killed_writer_are_no_obstacle(tmp_path: Path, verb: str) -> None:
+    """A writer of several parts was killed when it had made the directory of a part, and no file in it."""
+    path = tmp_path / "dump"
+    (path / "storage" / "0-x").mkdir(parents=True)
+    parts: Any = {"storages": {"x": "parquet"}}
+    if verb == "dumps":
+        with rc.ReplayBuffer.create("dict", SPACE, cache_path=tmp_path / "live", **parts) as made:
+            made.extend({"x": [1, 2, 3]})
+            made.dumps(path)
+    else:
+        with rc.ReplayBuffer.create("dict", SPACE, cache_path=path, **parts) as made:
+            made.extend({"x": [1, 2, 3]})
+    with rc.ReplayBuffer.load_from(path, verify=True) as loaded:
+        assert loaded[...]["x"].tolist() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("kind", ["memory", *LIVE])
@@ -262,7 +357,7 @@ def test_a_live_memmap_that_a_process_writes_is_not_replaced(tmp_path: Path, ver
     elif verb == "sent":
         live, first = pickle.loads(pickle.dumps(live)), live
         first.close()
-    with pytest.raises(LaneBusyError, match=r"live-1.bin: must not be in use, got process \d+"):
+    with pytest.raises(LaneBusyError, match=r"live-1.bin: must not be in use, got process \d+, or a child"):
         buffer(kind, path, overwrite=True)
     assert in_child(lambda: buffer(kind, path, overwrite=True)) == 7
     assert sorted(os.listdir(path)) == ["manifest.json", "storage"] and os.listdir(path / "storage") == [
@@ -283,6 +378,24 @@ def test_a_live_memmap_that_a_process_writes_is_not_replaced(tmp_path: Path, ver
 
 def image_buffer(path: Path, **kw: Any) -> rc.ReplayBuffer:
     return rc.ReplayBuffer.create("image", ((4, 4), "uint8"), capacity=8, cache_path=path, **kw)
+
+
+def test_images_are_not_written_through_a_link(tmp_path: Path) -> None:
+    path, other = tmp_path / "d", tmp_path / "other"
+    frame = np.full((4, 4, 3), 7, "uint8")
+    with rc.ReplayBuffer.create("image", ((4, 4, 3), "uint8"), capacity=8, cache_path=path) as buffer:
+        buffer.append(frame)
+        (path / "storage").rename(other)
+        (path / "storage").symlink_to(other)
+        there = sorted(os.listdir(other))
+        with pytest.raises(FormatError, match="got a link"):
+            buffer.append(frame)
+        assert sorted(os.listdir(other)) == there
+        (path / "storage").unlink()
+        other.rename(path / "storage")
+        buffer.append(frame + 1)
+    with rc.ReplayBuffer.load_from(path, verify=True) as buffer:
+        assert buffer[:][:, 0, 0, 0].tolist() == [7, 8]
 
 
 def test_a_dump_over_a_live_image_buffer_is_refused(tmp_path: Path) -> None:

@@ -14,7 +14,11 @@ from typing import Any
 import msgspec
 import numpy as np
 from gymnasium import spaces
-from tests.fuzz.mutations import garbled, mutated, places
+from tests.fuzz.files import dataset_files, dump_files
+from tests.fuzz.logs import logs
+from tests.fuzz.mutations import LINKS, garbled, mutated, places
+from tests.fuzz.records import records, states
+from tests.fuzz.trees import trees
 
 import recollect as rc
 from recollect.files.record import canonical_json
@@ -33,10 +37,11 @@ def _signed(record: Any) -> bytes:
         return (
             canonical_json({**record, "crc32c": crc}).encode() if isinstance(record, dict) else body.encode()
         )
-    except (UnicodeEncodeError, RecursionError):
-        return (
-            json.dumps(record).encode() if isinstance(record, list | str | int) else b'{"\\ud800": "\\ud800"}'
-        )
+    except (
+        ValueError,
+        RecursionError,
+    ):  # a lone surrogate, NaN, or too many levels: no writer could have signed it
+        return _text(record)
 
 
 class JsonFile:
@@ -52,6 +57,8 @@ class JsonFile:
         self.value = {k: v for k, v in self.value.items() if k != "crc32c"} if signed else self.value
         self.paths = places(self.value)
         self.seen = load()
+        for folder in (file.parent, file.parent / "storage", file.parent.parent / "data"):
+            put_links(folder)
 
     def __call__(self, random: Random) -> str:
         kind, value = random.random(), None
@@ -78,6 +85,13 @@ class JsonFile:
         finally:
             self.file.write_bytes(self.data)
         return about
+
+
+def put_links(folder: Path) -> None:
+    """Links that a damaged record may name."""
+    for name, target in LINKS.items():
+        if folder.is_dir() and not (folder / name).is_symlink():
+            (folder / name).symlink_to(target)
 
 
 def _doubled(data: bytes, other: Any, random: Random) -> bytes:
@@ -471,5 +485,6 @@ def frames(home: Path) -> list[Case]:
 
 FAMILIES: dict[str, Callable[[Path], list[Case]]] = {
     "manifests": manifests, "spaces": spaces_json, "learners": learners, "journals": journals, "datasets": datasets,
-    "frames": frames,
+    "frames": frames, "logs": logs, "dump_files": dump_files, "dataset_files": dataset_files,
+    "trees": trees, "records": records, "states": states,
 }  # fmt: skip

@@ -1,17 +1,21 @@
 """One campaign: a family of artefacts, a seed, a number of cases, in a process with bounded memory and time.
 
 python -m tests.fuzz.campaign manifests 0 1000
+
+A case that ends its process is told by its seed, and the next one goes on in a new process.
 """
 
 from __future__ import annotations
 
 import faulthandler
+import os
 import resource
 import sys
 import tempfile
 import time
 import traceback
 from collections import Counter
+from mmap import mmap
 from pathlib import Path
 from random import Random
 
@@ -25,8 +29,29 @@ CASE_S = 120.0
 SLOW_S = 60.0
 
 
-def run(family: str, first: int, n: int) -> list[str]:
-    """Run cases; return what went wrong, one text for each kind of failure."""
+def campaign(family: str, first: int, n: int) -> int:
+    """Run cases in child processes; return how many of them went wrong or ended in a crash."""
+    end, at, n_wrong = first + n, mmap(-1, 9), 0  # the seed, and whether all are done
+    while first < end:
+        at[:8] = first.to_bytes(8, "little")
+        child = os.fork()
+        if not child:
+            problems = run(family, first, end - first, at)
+            print(*problems, sep="\n", end="", flush=True)
+            at[8] = 1
+            os._exit(min(len(problems), 100))
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        n_wrong += abs(status)
+        if at[8]:
+            return n_wrong
+        seed = int.from_bytes(at[:8], "little")
+        print(f"{family} {seed}: ended its process with status {status}", flush=True)
+        first = seed + 1
+    return n_wrong
+
+
+def run(family: str, first: int, n: int, at: mmap) -> list[str]:
+    """Run cases, telling the seed of each `at`; return what went wrong, one text for each kind of failure."""
     with tempfile.TemporaryDirectory() as home:
         cases = FAMILIES[family](Path(home))
         used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
@@ -35,6 +60,7 @@ def run(family: str, first: int, n: int) -> list[str]:
         found: dict[str, str] = {}
         for seed in range(first, first + n):
             random = Random(seed)
+            at[:8] = seed.to_bytes(8, "little")
             case = cases[seed % len(cases)]
             faulthandler.dump_traceback_later(CASE_S, exit=True)
             start = time.monotonic()
@@ -64,7 +90,4 @@ def run(family: str, first: int, n: int) -> list[str]:
 
 
 if __name__ == "__main__":
-    problems = run(sys.argv[1], int(sys.argv[2]), int(sys.argv[3]))
-    for text in problems:
-        print(text)
-    sys.exit(1 if problems else 0)
+    sys.exit(1 if campaign(sys.argv[1], int(sys.argv[2]), int(sys.argv[3])) else 0)

@@ -28,9 +28,33 @@ def _deep_dict(levels: int) -> Any:
 
 
 SURROGATE = "a\ud800b"
+NAMES = (
+    "", ".", "..", "../x", "a/../../x", "storage/../../x", "/etc/passwd", "/dev/zero", "link", "storage/link", "loop",
+    "folder/passwd", "\0", "a\0b", "a//b", "storage/", "n" * 255, "n" * 256, "d/" * 3000, SURROGATE, "manifest.json",
+    ".recollect-writer", "\u202e", "%00", "con", "~", "$HOME",
+)  # fmt: skip
+"""Names that lead elsewhere: out of a directory, to a link (see `LINKS`), to a device, or to what no name can be."""
+LINKS = {"link": "/etc/passwd", "loop": "loop", "folder": "/etc"}
+BOUNDS = (
+    -1,
+    0,
+    2**31 - 1,
+    2**31,
+    2**32,
+    2**53,
+    2**53 + 1,
+    2**62,
+    2**63 - 1,
+    2**63,
+    2**64,
+    10**30,
+    -(2**31),
+    -(2**63),
+)
+NO_NUMBERS = (float("nan"), float("inf"), float("-inf"))
 VALUES: list[Any] = [
-    None, True, False, -1, 0, 1, 2, 3, 2**31 - 1, 2**31, 2**62, 2**63 - 1, 2**63, 2**64, 10**11, 10**30, 0.5, -0.0,
-    1e308, -1e308, 1.0, "", "x", "a" * 300, "a" * 100_000, SURROGATE, "\0", "../x", "/etc/passwd", ".", [], {}, [[]],
+    None, True, False, 1, 2, 3, 10**11, 0.5, -0.0, *BOUNDS, *NO_NUMBERS, *NAMES, 5e-324, "1", "NaN", "1e999",
+    1e308, -1e308, 1.0, "", "x", "a" * 300, "a" * 100_000, [], {}, [[]],
     [1], [2**40], [2**31, 2**31], {"x": 1}, [None], [-1], ["a", "b"], _deep(50), _deep(600), _deep_dict(8),
     {"type": "box", "shape": [2**20, 2**20], "dtype": "float64", "low": 0, "high": 1},
     {"type": "text", "min_length": 0, "max_length": 2**31 - 1, "charset": [[0, 0x10FFFF]]},
@@ -76,14 +100,37 @@ def _changed(value: Any, path: tuple[Any, ...], random: Random) -> Any:
     if not isinstance(at, dict | list):
         return value
     kind = random.random()
-    if kind < 0.1:
+    if kind < 0.08:
         del at[path[-1]]
-    elif kind < 0.2 and isinstance(at, dict):
+    elif kind < 0.14 and isinstance(at, dict):
         at[random.choice(("extra", "crc32c", "", SURROGATE, "$tensor", "$pairs"))] = old
+    elif kind < 0.2 and isinstance(at, dict):  # the same value under another name
+        del at[path[-1]]
+        at[random.choice(NAMES)] = old
     elif kind < 0.25 and isinstance(at, list):
         at.append(copied(random.choice(at)))
-    elif kind < 0.5 and isinstance(old, int):
-        at[path[-1]] = random.choice((old + 1, old - 1, -old, old * 2, old << 40, old * 1024, float(old)))
+    elif kind < 0.55 and isinstance(old, int):
+        near = (
+            old + 1,
+            old - 1,
+            -old,
+            old * 2,
+            old << 40,
+            old * 1024,
+            float(old),
+            str(old),
+            bool(old),
+            *BOUNDS,
+        )
+        at[path[-1]] = random.choice(near)
+    elif kind < 0.55 and isinstance(old, float):
+        at[path[-1]] = random.choice((-old, old * 1e300, 0.0, 1e308, *NO_NUMBERS, str(old)))
+    elif kind < 0.55 and isinstance(old, str):
+        at[path[-1]] = random.choice(
+            (*NAMES, old + "x", old[:-1], old * 2, old.upper(), "../" + old, "./" + old)
+        )
+    elif kind < 0.65:  # what stands elsewhere in it
+        at[path[-1]] = copied(random.choice(list(at.values()) if isinstance(at, dict) else at))
     else:
         at[path[-1]] = copied(random.choice(VALUES))
     return value

@@ -472,6 +472,22 @@ class TestWork:
             still.crew.check()
         still.crew.close()
 
+    @pytest.mark.parametrize("kind", ["owned", "given", "rows"])
+    def test_a_collector_that_only_adds_rows_is_not_stuck(self, kind: str, now: list[int]) -> None:
+        buffer: Any = rc.ipc.ReplayBuffer(8, 1, 1, "numpy")
+        if kind == "rows":
+            buffer.close()
+            buffer = rc.ReplayBuffer.create("shared", ((), "int64"), capacity=8, multiprocessing=True)
+        with buffer, runner() as it:
+            if kind == "owned":
+                it.own(buffer)
+            it.start_collectors(crews.add_without_a_beat, {"given": {"buffer": buffer}})
+            for _ in range(12):
+                before = buffer.stats().offered
+                wait_until(lambda before=before: buffer.stats().offered > before, 40.0)  # type: ignore[misc]
+                now[0] += 59 * 10**9
+                it.check_collectors()
+
     def test_with_a_permit_it_has_from_when_that_was_given(
         self, now: list[int], monkeypatch: pytest.MonkeyPatch
     ) -> None:
@@ -493,6 +509,19 @@ class TestWork:
         with pytest.raises(rc.DeadlineError, match="collector 0"):
             still.crew.check()
         still.crew.close()
+
+
+def test_rows_that_the_learner_added_first_keep_no_lane_from_a_collector() -> None:
+    with runner() as it:
+        buffer, x, no = (
+            it.own(rc.ipc.ReplayBuffer(8, 1, 1, "numpy")),
+            np.ones((1, 1), "f4"),
+            np.zeros(1, bool),
+        )
+        buffer.add(x, x, np.ones(1), x, no, no)
+        it.start_collectors(crews.add_without_a_beat, {"given": {"buffer": buffer}})
+        wait_until(lambda: buffer.stats().offered > 1, 40.0, it.check_collectors)
+        assert buffer.stats().lanes[0].writer_pid == it.stats().lanes[0].pid
 
 
 def test_the_age_of_a_beat_is_in_seconds_and_none_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:

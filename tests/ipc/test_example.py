@@ -13,6 +13,6 @@ EXAMPLE = Path(__file__).parents[2] / "examples" / "own_runner.py"
 
 @pytest.mark.process
 def test_own_runner_learns() -> None:
-    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=55)
+    done = subprocess.run([sys.executable, str(EXAMPLE)], capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     assert "falls per step" in done.stdout and done.stderr == ""

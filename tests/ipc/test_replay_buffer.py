@@ -243,6 +243,10 @@ def test_flags_of_any_dtype(dtype: Any) -> None:
 def test_rewards_may_narrow_and_others_with_cast() -> None:
     with make() as buf:
         buf.add(**(rows(range(3)) | {"rewards": np.arange(3.0)}))
+        with pytest.raises(
+            rc.DtypeError, match="it is of another kind: convert it$"
+        ):  # a cast would not help
+            buf.add(**(rows(range(3)) | {"obs": np.zeros((3, O), int)}))
         assert held(buf) == [0, 1, 2]
     with make(cast=True) as buf:
         buf.add(**{k: v.astype("f8") if v.dtype == np.float32 else v for k, v in rows(range(3)).items()})
@@ -520,7 +524,10 @@ def test_lanes_between_processes() -> None:
         assert len(handle) < 300
 
         def busy() -> None:
-            with pytest.raises(rc.LaneBusyError, match=str(os.getppid())):
+            says = (
+                rf"lane 0 is taken: held by process {os.getppid()}; .*num_lanes=.* release_lane\(\) or close"
+            )
+            with pytest.raises(rc.LaneBusyError, match=says):
                 pickle.loads(handle).add(**rows([9]))
             pickle.loads(pickle.dumps(buf)).add(**rows([5]))  # the first free lane
 
@@ -613,6 +620,48 @@ def test_closing() -> None:
 
 
 # -- files
+
+
+@pytest.mark.process
+def test_each_environment_of_a_lane_has_its_own_segments(tmp_path: Path) -> None:
+    with make(60, num_lanes=2, envs_per_lane=3) as buf:
+        assert len(pickle.dumps(buf)) < 300
+        lane = pickle.loads(pickle.dumps(buf.on_lane(1)))
+        for t in range(8):  # ids tell environment and step; an episode ends when the id is 4 modulo 5
+            lane.add(**rows([t, 100 + t]), envs=np.array([0, 1]))
+        lane.mark_segment_end([1])
+        lane.add(**rows([108, 208]), envs=np.array([1, 2]), ends=[False, True])
+        buf.add(**rows([300, 301]))  # of no environment: one segment
+        assert [x.ptr for x in buf.stats().lanes] == [2, 18]
+        assert set(check(buf.sample(500, seed=0))) == {*range(8), *range(100, 109), 208, 300, 301}
+        buf.dumps(tmp_path / "d")
+        with pytest.raises(ValueError, match="newest: rows of 3 environments"):
+            buf.newest(2, lane=0)
+        for wrong, text in (
+            ({"envs": np.array([3])}, r"envs: must be in \[0, 3\), got 3 to 3"),
+            ({"envs": np.array([0, 1])}, "envs: must be 1 whole numbers"),
+            ({"envs": np.array([0]), "ends": [True, False]}, "ends: shape"),
+        ):
+            with pytest.raises(ValueError, match=text):
+                lane.add(**rows([1]), **wrong)
+        lane.close()
+    with rc.ReplayBuffer.load_from(tmp_path / "d") as saved:
+        segments = saved.get_segments()
+        found = [saved[a:b]["rewards"].astype(int).tolist() for a, b in segments or ()]
+    wanted = [
+        [0, 1, 2, 3, 4],
+        [5, 6, 7],
+        [100, 101, 102, 103, 104],
+        [105, 106, 107],
+        [108],
+        [208],
+        [300, 301],
+    ]
+    assert sorted(found) == wanted
+    with ReplayBuffer.load_from(tmp_path / "d") as again, pickle.loads(pickle.dumps(again)) as other:
+        assert (again.num_lanes, other.size) == (6, 20)
+    with make() as plain, pytest.raises(ValueError, match="create it with envs_per_lane"):
+        plain.add(**rows([1]), envs=np.array([0]))
 
 
 @pytest.mark.process

@@ -331,6 +331,11 @@ WRONG: dict[str, tuple[Callable[[dict[str, Any]], Any], type[Exception], str]] =
         r"w: shape must be \(2, 3\), got \(3, 2\)",
     ),
     "dtype": (lambda d: d.update(w=np.zeros((2, 3))), rc.DtypeError, "w: dtype must be float32, got float64"),
+    "another kind": (
+        lambda d: d.update(w=np.zeros((2, 3), int)),
+        rc.DtypeError,
+        r"w: dtype must be float32, got int64; it is of another kind: convert it, or declare its dtype",
+    ),
     "byte order": (
         lambda d: d.update(w=np.zeros((2, 3), ">f4")),
         rc.DtypeError,

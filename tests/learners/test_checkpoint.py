@@ -6,7 +6,6 @@ import json
 import math
 import os
 import pickle
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -122,15 +121,15 @@ def test_removal_killed_at_every_step(tmp_path: Path) -> None:
 def test_nobody_sees_a_checkpoint_that_is_half_removed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    path, real, seen = save_checkpoint(tmp_path / "model_1", state()), shutil.rmtree, list[bool]()
+    path, real, seen = save_checkpoint(tmp_path / "model_1", state()), os.unlink, list[bool]()
 
-    def remove(where: Path, **kwargs: Any) -> None:
+    def remove(where: Any, **kwargs: Any) -> None:
         seen.append(path.exists())
         real(where, **kwargs)
 
-    monkeypatch.setattr(shutil, "rmtree", remove)
+    monkeypatch.setattr(os, "unlink", remove)
     remove_checkpoint(path)
-    assert seen == [False] and not os.listdir(tmp_path)
+    assert seen and not any(seen) and not os.listdir(tmp_path)
 
 
 def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
@@ -145,7 +144,7 @@ def test_a_failed_save_leaves_the_old_one_alone(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="state/bad: dtype must be one of"):
         save_checkpoint(path, {"bad": torch.zeros(1, dtype=torch.complex64)})
 
-    (tmp_path / ".model_1.tmp-1").mkdir()  # of a save that was killed
+    (tmp_path / ".model_1.tmp-1-0123abcd" / "replay").mkdir(parents=True)  # of a save that was killed
 
     def full(where: Path) -> None:
         raise OSError("no space")
@@ -287,3 +286,37 @@ def test_the_replay_is_saved_beside(tmp_path: Path) -> None:
         assert all(np.array_equal(a[k], b[k]) for k in a)
     again.cleanup()
     buf.cleanup()
+
+
+def saved(path: Path) -> Path:
+    with rc.ReplayBuffer.create("memory", {"x": ((), "int64")}, capacity=3) as buf:
+        buf.extend({"x": np.arange(3)})
+        return save_checkpoint(path, state(), dump_replay=buf.dumps)
+
+
+@pytest.mark.parametrize("name", ["notes.txt", "replay/notes.txt", "replay/storage/notes.txt", "replay/link"])
+def test_a_checkpoint_with_a_file_of_somebody_else_is_neither_replaced_nor_removed(
+    name: str, tmp_path: Path
+) -> None:
+    path = saved(tmp_path / "model_1")
+    if name.endswith("link"):
+        (path / name).symlink_to(tmp_path)
+    else:
+        (path / name).write_text("mine")
+    for change in (saved, remove_checkpoint):
+        with pytest.raises(FileExistsError, match=f"must be new or a checkpoint.*{name}"):
+            change(path)
+    assert equal(load_checkpoint(path), state()) and os.path.lexists(path / name)
+    (path / name).unlink()
+    saved(path)
+    remove_checkpoint(path)
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("name", [".removed-mine", ".removed-model_2-old", ".model_1.tmp-mine"])
+def test_a_hidden_checkpoint_of_the_users_own_naming_stays(name: str, tmp_path: Path) -> None:
+    kept = saved(tmp_path / "model_2").rename(tmp_path / name)
+    (tmp_path / f"{name}-empty").mkdir()
+    saved(tmp_path / "model_1")
+    saved(tmp_path / "model_1")
+    assert equal(load_checkpoint(kept), state()) and (tmp_path / f"{name}-empty").is_dir()

@@ -282,10 +282,11 @@ def test_only_transitions_are_stored_and_whole(valid: list[bool], has_critic: bo
     rows = {name: np.arange(3.0) + 10 * k for k, name in enumerate(ROW)}
     if not has_critic:
         rows |= {"critic": None, "next_critic": None}  # type: ignore[dict-item]
-    step: Any = SimpleNamespace(valid=np.array(valid), **rows)
+    step: Any = SimpleNamespace(valid=np.array(valid), rejected=0, **rows)
     added: dict[str, Any] = {}
     replay = SimpleNamespace(add=lambda *args, **kwargs: added.update(zip(ROW, args), **kwargs))
     collectors._add(replay, step)
+    assert added.pop("envs").tolist() == np.flatnonzero(valid).tolist()
     wanted = {name: x[valid].tolist() for name, x in rows.items() if x is not None}
     assert {name: x.tolist() for name, x in added.items()} == wanted
 

@@ -57,7 +57,7 @@ def test_a_tick_of_sac_in_step_with_its_collectors() -> None:
     calls = Calls()
     r = off_policy(calls, env_steps_per_sync=3)
     assert r._iterate(5, False) == {"critic": 0.5}
-    chunk = 3 * 2  # steps by environments of a lane
+    chunk = 3  # steps: each environment has a ring of its own
     n = r.rl_cfg.batch_size
     assert calls == [
         "wait for the chunk", ("lap", "wait"), ("sample", 5, n), ("prepare", 6, n, ("headroom", chunk)),

@@ -146,6 +146,28 @@ def test_restored_state_is_the_saved_one(run: Any, collectors: int) -> None:
         assert {tuple(row) for row in rows["obs"].tolist()} <= kept
 
 
+def episodes_of(path: Path) -> list[Any]:
+    """The rows of each segment of a saved replay."""
+    with rc.ReplayBuffer.load_from(path) as saved:
+        segments = saved.get_segments()
+        assert segments is not None
+        return [saved[a:b] for a, b in segments]
+
+
+def test_a_saved_replay_keeps_the_episodes_of_each_environment_apart(run: Any, tmp_path: Path) -> None:
+    path = run[0] / "model_30"
+    episodes = episodes_of(replay_path(path))  # type: ignore[arg-type]
+    assert len(episodes) > 8
+    for rows in episodes:
+        assert np.array_equal(rows["next_obs"][:-1], rows["obs"][1:])
+        assert not rows["dones"][:-1].any()
+    assert sum(bool(rows["dones"][-1]) for rows in episodes) >= len(episodes) - 4
+    with restored(path, num_collectors=2) as r:
+        r._replay.dumps(tmp_path / "again")
+    again = episodes_of(tmp_path / "again")
+    assert [rows["rewards"].tolist() for rows in again] == [rows["rewards"].tolist() for rows in episodes]
+
+
 @pytest.mark.timeout(120)
 def test_resume_goes_on_and_the_number_of_collectors_may_change(run: Any, tmp_path: Path) -> None:
     before = load_checkpoint(run[0] / "model_20")
@@ -262,7 +284,7 @@ def test_filling_goes_on_while_rows_are_kept_and_ends_when_none_is_for_the_deadl
                 r._fill_replay(1)
             filling(r, monkeypatch, [10, 20, 10])
             r._fill_replay(1)
-            wanted = ((1, 16), {"min_snapshot_ptr": 40, "headroom": 4})
+            wanted = ((1, 16), {"min_snapshot_ptr": 40, "headroom": 1})
             assert prepared == [wanted, wanted]
         filling(r, monkeypatch, [10, 0, 0])
         with pytest.raises(DeadlineError, match="replay: must get a row within 20 s"):
@@ -291,7 +313,7 @@ def test_without_a_word_checkpoints_come_every_fiftieth_iteration_in_logs(
     with without_collectors(runner()) as r:
         r._save = lambda log_dir, iteration: saved.append((log_dir, iteration))
         r.learn(101)
-    assert saved == [(Path("logs"), k) for k in (50, 100, 101)]
+    assert saved == [(tmp_path / "logs", k) for k in (50, 100, 101)]
 
 
 def test_going_on_begins_after_the_saved_iteration(tmp_path: Path) -> None:

@@ -142,3 +142,22 @@ def test_without_a_trace_there_is_none(tmp_path: Path) -> None:
         r.learn(1, 0, tmp_path)
         assert r.last_run_summary.trace_path is None
     assert not [p for p in tmp_path.rglob("*.json") if p.name != "manifest.json"]
+
+
+def test_a_run_stays_where_it_was_told_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An environment or a watcher may change the directory of the process."""
+    there, elsewhere = tmp_path / "a", tmp_path / "b"
+    there.mkdir()
+    elsewhere.mkdir()
+
+    def iterate(iteration: int, is_last: bool) -> dict[str, float]:
+        monkeypatch.chdir(elsewhere)
+        return {}
+
+    for n, resume in ((1, None), (2, "logs/model_1")):
+        monkeypatch.chdir(there)
+        with test_sac.without_collectors(test_sac.runner(), iterate) as r:
+            r.learn(n, 1, "logs", resume=resume, trace="trace.json")
+    assert not list(elsewhere.iterdir())
+    assert {"model_1", "model_2"} < {p.name for p in (there / "logs").iterdir()}
+    assert (there / "trace.json").is_file()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import resource
 import struct
 from collections.abc import Callable
 from contextlib import suppress
@@ -67,6 +68,8 @@ def test_a_file_with_any_word_of_its_lanes_wrong_is_refused_or_read(
     good = path.read_bytes()
 
     def all_of_them() -> None:
+        # If it grows, then not until the disk is full.
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 26, 1 << 26))
         for word in range(16):
             for value in EVIL:
                 path.write_bytes(good)

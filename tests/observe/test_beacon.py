@@ -12,8 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
+from recollect.errors import AttachError
 from recollect.observe import Beacon, find_jobs
 from recollect.observe import beacon as beacon_module
 from recollect.observe.beacon import HISTORY, _Growing
@@ -134,10 +136,35 @@ def test_what_is_no_living_job_of_here_is_ignored(runtime_dir: Path) -> None:
         for name, entry in (("reused", reused), ("foreign", foreign)):
             (runtime_dir / f"{name}.json").write_bytes(msgspec.json.encode(entry))
         (runtime_dir / "junk.json").write_text("{")
+        (runtime_dir / "no_text.json").write_bytes(msgspec.json.encode(mine).replace(b'"x"', b'"\xff"'))
+        (runtime_dir / "negative.json").write_bytes(
+            msgspec.json.encode({**msgspec.to_builtins(mine), "process": -1})
+        )
+        Beacon("train", "y").close()  # none of these keeps a job from being watched
         found = find_jobs()
         assert [job.title for job in found] == ["x"]
         found[0].close()
-        assert {p.stem for p in runtime_dir.iterdir()} == {path.stem, "foreign", "junk"}
+        assert {p.stem for p in runtime_dir.iterdir()} == {
+            path.stem,
+            "foreign",
+            "junk",
+            "no_text",
+            "negative",
+        }
+
+
+@pytest.mark.parametrize("change", [{"figures": 3}, {"title": 7}, {"elapsed_s": float("nan")}])
+def test_a_state_of_another_release_is_told(change: dict[str, Any]) -> None:
+    with Beacon("train", "x") as beacon:
+        (job,) = find_jobs()
+        with job:
+            state = {**msgspec.to_builtins(beacon.last), **change}
+            block = msgspec.msgpack.encode(state)
+            parts = [np.array([len(block)], np.uint64).view(np.uint8), np.frombuffer(block, np.uint8)]
+            assert beacon._box is not None
+            beacon._box.publish_at(parts, [0, 8])
+            with pytest.raises(AttachError, match="its state must"):
+                job.snapshot()
 
 
 def test_a_forked_child_says_nothing_for_its_parent(runtime_dir: Path) -> None:

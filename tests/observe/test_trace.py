@@ -165,8 +165,9 @@ def test_a_file_without_an_end_can_be_opened_and_half_a_line_is_left_out(tmp_pat
     many(trace, 5, "a")
     trace.flush()
     assert len(json.loads(path.read_text().removesuffix(",\n") + "]")) == 7  # five, their process and thread
-    with path.open("a") as file:
-        file.write('{"name": "ha')  # somebody was killed
+    with path.open("ab") as file:
+        file.write(b'"\xff",\n' + b"[" * 100_000 + b"\n")  # the disk is damaged
+        file.write(b'{"name": "ha')  # somebody was killed
     trace.close()
     assert len(events(path)) == 5
     trace.close()

@@ -35,7 +35,7 @@ class Actor:
         """Start a piece of work."""
         self.pipe.send((name, args))
 
-    def answer(self, timeout_s: float = 30.0) -> Any:
+    def answer(self, timeout_s: float = 200.0) -> Any:
         """What the piece of work returned; raises what it raised."""
         assert self.pipe.poll(timeout_s), "the child does not answer"
         good, found = self.pipe.recv()

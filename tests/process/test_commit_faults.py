@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -158,7 +161,59 @@ def test_a_dump_that_fails_at_any_step(
     request.node.user_properties.append(("steps", n))
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("interrupt", False), ("kill", False)]))
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("EMFILE", True)]))
+@pytest.mark.parametrize("by", ["dumps", "create", pytest.param("create memmap", marks=SOAK)])
+def test_a_writer_that_fails_at_any_step_after_a_killed_dump(
+    by: str,
+    fault: str,
+    lasts: bool,
+    tmp_path: Path,
+    request: pytest.FixtureRequest,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The killed dump listed the rows of the commit before it; without Pillow nobody can tell which these are."""
+    left, path = tmp_path / "left", tmp_path / "data"
+    with create("image", left) as images:
+        images.extend(block("image", 0, 9), ends=np.arange(9) == 8)
+    with made("memory", left) as memory:
+        memory.extend(block("parquet", 100, 2), ends=np.arange(2) == 1)
+
+        def killed() -> None:
+            os.replace = lambda *names: os.kill(os.getpid(), signal.SIGKILL)
+            memory.dumps(left)
+
+        assert not may_die(Fault(0, "kill", False), killed)
+
+        def write() -> None:
+            monkeypatch.setitem(sys.modules, "PIL.Image", None)
+            if by == "dumps":
+                memory.dumps(path)
+            else:
+                kind = "memmap" if "memmap" in by else "hdf5"
+                with rc.ReplayBuffer.create(kind, ROWS, capacity=4, cache_path=path, overwrite=True) as new:
+                    new.extend(block("parquet", 100, 2))
+
+        def found() -> list[int]:
+            monkeypatch.undo()
+            with rc.ReplayBuffer.load_from(path) as got:
+                rows = got[...]
+                return ids("parquet" if isinstance(rows, dict) else "image", rows)
+
+        def attempt(fault: Fault) -> None:
+            shutil.copytree(left, path)
+            may_die(fault, lambda: fault.during(write))
+            assert found() in (OLD, [], [100, 101])
+            write()
+            assert found() == [100, 101]
+            shutil.rmtree(path)
+
+        n = check_steps(fault, lasts, attempt, most(request))
+    request.node.user_properties.append(("steps", n))
+
+
+@pytest.mark.parametrize(
+    ("fault", "lasts"), ways([("EIO", False), ("EMFILE", True), ("interrupt", False), ("kill", False)])
+)
 @pytest.mark.parametrize("power_safe", [True, pytest.param(False, marks=SOAK)])
 def test_a_manager_whose_log_or_dump_fails_at_any_step(
     power_safe: bool, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
@@ -239,7 +294,7 @@ def test_a_learner_whose_checkpoint_fails_at_any_step(
     request.node.user_properties.append(("steps", n))
 
 
-@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False)]))
+@pytest.mark.parametrize(("fault", "lasts"), ways([("EIO", False), ("interrupt", True)]))
 @pytest.mark.parametrize("kind", ["jsonl", pytest.param("parquet", marks=SOAK)])
 def test_a_file_sink_whose_write_fails_at_any_step(
     kind: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
@@ -271,7 +326,7 @@ def test_a_file_sink_whose_write_fails_at_any_step(
 def test_a_conversion_that_fails_at_any_step(
     target: str, fault: str, lasts: bool, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    """The same call goes on where it was; nothing is at its place before it is whole."""
+    """The same call goes on where it was; nothing is at its place before it is whole, and no row is left beside it."""
     path = tmp_path / "made" / "data"
     options: Any = {"fps": 10.0, "commit_rows": 3} if target == "lerobot" else {}
     with rc.ReplayBuffer.create("memory", ROWS, capacity=20, maintain_segment_metadata=True) as source:
@@ -287,6 +342,11 @@ def test_a_conversion_that_fails_at_any_step(
             with open_dataset(path) as got:  # type: ignore[attr-defined]
                 assert got[:]["id"].reshape(-1).tolist() == OLD
                 assert got.get_segments() == [(0, 3), (3, 6), (6, 9)]
+            stage = path.with_name("data.partial")
+            if stage.exists():  # the fault came after the rename of the copy: the next one takes it
+                assert {p.name for p in stage.iterdir()} <= {"convert.json", ".recollect-writer"}
+                shutil.rmtree(path)
+                make()
             assert [p.name for p in path.parent.iterdir()] == [path.name]
             shutil.rmtree(path.parent)
 

@@ -34,7 +34,7 @@ def make(kind: str, tmp_path: Path, first: int, **kwargs: Any) -> rc.ReplayBuffe
         kind, SPACE, capacity=12, maintain_segment_metadata=True, **path, **kwargs
     )
     for start in range(first, first + 15, 5):
-        buffer.extend(block(start, 5), ends=np.arange(5) == 2)
+        buffer.extend(block(start, 5), ends=np.isin(np.arange(5), [2, 4]))
     return buffer
 
 

@@ -98,7 +98,7 @@ def check_tidy(kind: str, path: Path) -> None:
 def write_more(kind: str, path: Path) -> None:
     """Open for writing, add segments, end with `close()`; in rings some rows are overwritten."""
     with rc.ReplayBuffer.load_from(path, read_only=False) as buffer:
-        buffer.extend(block(kind, 100, 5), ends=np.arange(5) == 2)
+        buffer.extend(block(kind, 100, 5), ends=np.isin(np.arange(5), [2, 4]))
         for i in (105, 106):
             sample = block(kind, i, 1)
             buffer.append({k: v[0] for k, v in sample.items()} if isinstance(sample, dict) else sample[0])
@@ -122,7 +122,7 @@ def test_writer_killed_at_every_step(kind: str, tmp_path: Path) -> None:
     for step in steps():
         path = tmp_path / f"live-{step}"
         with create(kind, path) as buffer:
-            buffer.extend(block(kind, 0, 9), ends=np.arange(9) == 3)
+            buffer.extend(block(kind, 0, 9), ends=np.isin(np.arange(9), [3, 8]))
         killed = killed_at(step, lambda: write_more(kind, path))  # noqa: B023
         found, segments = state(kind, path)
         assert found in allowed, f"step {step}"
@@ -143,7 +143,7 @@ def test_writer_killed_at_every_step(kind: str, tmp_path: Path) -> None:
 def test_dump_killed_at_every_step(kind: str, over: str, tmp_path: Path) -> None:
     with create(kind, tmp_path / "old") as old, create(kind, tmp_path / "new") as new:
         old.extend(block(kind, 0, 6))
-        new.extend(block(kind, 60, 9), ends=np.arange(9) == 3)
+        new.extend(block(kind, 60, 9), ends=np.isin(np.arange(9), [3, 8]))
         will_be = [*range(60, 69)]
         new.storage.flush()
         for step in steps():

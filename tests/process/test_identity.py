@@ -24,12 +24,18 @@ from recollect.memory.ring import Ring
 pytestmark = pytest.mark.process
 SPACE = ((), "int64")
 NEW_PIDS = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child"]
-# How a process can be unable to look another up. The last one sees /proc of the namespace that it came from.
+OWN_BOOT = (  # as systemd-nspawn and LXC give their containers
+    'f=$(mktemp) && echo 01234567-89ab-4cde-8f01-23456789abcd > "$f" && '
+    'mount --bind "$f" /proc/sys/kernel/random/boot_id && rm "$f" && exec "$@"'
+)
+# How a process can be unable to look another up. One of them sees /proc of the namespace that it came from.
 BLIND = {
     "no descriptor": [],
     "other pids": NEW_PIDS,
     "no proc": ["unshare", "--mount", "sh", "-c", 'mount -t tmpfs none /proc && exec "$@"', "sh"],
     "other pids, proc of the first": ["unshare", "--pid", "--fork", "--kill-child"],
+    "a boot id of its own": ["unshare", "--mount", "sh", "-c", OWN_BOOT, "sh"],
+    "other pids and a boot id of its own": [*NEW_PIDS, "sh", "-c", OWN_BOOT, "sh"],
 }
 START = """
 import json, os, resource, sys
@@ -127,12 +133,15 @@ def test_the_error_says_that_the_owner_is_in_another_namespace(tmp_path: Path) -
             assert f"process {os.getpid()} of another pid namespace" in said and "close it there" in said
 
 
-def test_the_lane_of_a_writer_in_another_namespace_is_free_once_it_was_killed(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["other pids", "other pids and a boot id of its own"])
+def test_the_lane_of_a_writer_in_another_namespace_is_free_once_it_was_killed(
+    how: str, tmp_path: Path
+) -> None:
     """A container that is started again finds its file as the one before left it."""
     with make(tmp_path / "live") as buffer:
-        with program(APPEND, tmp_path / "live", "", how=NEW_PIDS) as other:
+        with program(APPEND, tmp_path / "live", "", how=BLIND[how]) as other:
             assert heard(other)["outcome"] == "None"
-            with pytest.raises(rc.errors.LaneBusyError, match="another pid namespace"):
+            with pytest.raises(rc.errors.LaneBusyError, match="container"):
                 buffer.append(1)
         until(lambda: not is_busy(buffer))  # the end of a namespace takes a moment
         assert [buffer[i] for i in range(len(buffer))] == [-1, 1]
@@ -155,7 +164,8 @@ sys.stdin.read()
 """
 
 
-def test_roles_in_rings_and_boxes_are_not_taken_from_who_cannot_be_looked_up() -> None:
+@pytest.mark.parametrize("how", ["no descriptor", "a boot id of its own"])
+def test_roles_in_rings_and_boxes_are_not_taken_from_who_cannot_be_looked_up(how: str) -> None:
     ring, box = Ring.create({"n": SPACE}, 2), Latest.create([8])
     ring.claim()["n"][...] = 1
     ring.commit(0)
@@ -163,7 +173,7 @@ def test_roles_in_rings_and_boxes_are_not_taken_from_who_cannot_be_looked_up() -
     ring.claim()
     box.publish([memoryview(bytes(8))])  # type: ignore[list-item]
     me = _core.own_word()
-    with program(LOOK, ring.name, box.name, me, "no descriptor", how=[]) as other:
+    with program(LOOK, ring.name, box.name, me, how, how=BLIND[how]) as other:
         said = heard(other)
     assert said["dead"] is False
     assert all(said[k].startswith("LaneBusyError") for k in ("ring", "writer", "box")), said

@@ -42,7 +42,7 @@ def shared(lanes: int = 2, capacity: int = 512) -> rc.ReplayBuffer:
                                   maintain_segment_metadata=True)  # fmt: skip
 
 
-def until(condition: Callable[[], Any], timeout_s: float = 30.0) -> None:
+def until(condition: Callable[[], Any], timeout_s: float = 200.0) -> None:
     """Come back when it holds."""
     end = time.monotonic() + timeout_s
     while not condition():

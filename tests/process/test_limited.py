@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import time
 from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.process.actor import Actor
 from tests.process.killing import killed_at, steps
 from tests.process.test_lanes import child, until
 from tests.timing import Stopwatch
@@ -136,6 +140,75 @@ def test_nothing_waits_for_ever() -> None:
             rc.StepSampler(buffer, 4).sample()
         assert 0.15 < time.monotonic() - start < 5
         assert limiter_of(buffer).stats().waiting == 0
+
+
+@pytest.mark.parametrize("kind", ["shared", "memmap"])
+@pytest.mark.parametrize("verb", ["append", "draw"])
+def test_cleanup_ends_a_buffer_for_every_process(
+    kind: str, verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("recollect.replay.limiter._QUIET_S", 600.0)  # nobody looks by himself
+    limiter = rc.RateLimiter(2, 4, 16, deadline=600)
+    path = tmp_path / "file" if kind == "memmap" else None
+    buffer = rc.ReplayBuffer.create(kind, ((), "int64"), capacity=64, num_lanes=2, cache_path=path,
+                                    multiprocessing=True, limiter=limiter)  # fmt: skip
+    buffer.on_lane(0)  # so that the collector gets the other lane
+    if verb == "append":
+        buffer.extend(np.arange(8))  # the upper edge of the band
+    theirs = pickle.loads(pickle.dumps(buffer))
+    collector = Actor(
+        append=lambda: theirs.append(1), draw=lambda: rc.StepSampler(theirs, 4).sample(), length=theirs.__len__,
+        on_lane=lambda: theirs.on_lane(1), cleanup=buffer.cleanup, close=theirs.close,
+    )  # fmt: skip
+    collector.do("cleanup")  # it did not make the buffer: this closes its own object and no more
+    collector.tell(verb)
+    until(lambda: limiter.stats().waiting)
+    buffer.cleanup()
+    with pytest.raises(rc.ClosedError, match="closed by its owner"):
+        collector.answer()
+    for later in ("append", "draw", "length", "on_lane"):
+        with pytest.raises(rc.ClosedError, match="closed by its owner"):
+            collector.do(later)
+    collector.do("close")
+    collector.kill()
+    theirs.close()
+    if path is not None:  # a file is there for the next run
+        with closing(rc.ReplayBuffer.load_from(path, read_only=False)) as again:
+            again.append(1) if verb == "draw" else rc.StepSampler(again, 4).sample()
+
+
+def test_cleanup_ends_a_buffer_without_a_limiter_too() -> None:
+    buffer = rc.ReplayBuffer.create(
+        "shared", ((), "int64"), capacity=64, multiprocessing=True, maintain_segment_metadata=True
+    )
+    collector = Actor(
+        append=lambda: buffer.append(1), length=buffer.__len__, attach=lambda x: len(pickle.loads(x))
+    )
+    collector.do("append")
+    handle = pickle.dumps(buffer)
+    assert len(buffer) == 1
+    buffer.cleanup()
+    buffer.cleanup()
+    for call in (("append",), ("length",)):
+        with pytest.raises(rc.ClosedError, match="closed by its owner"):
+            collector.do(*call)
+    with pytest.raises((rc.ClosedError, rc.AttachError)):
+        collector.do("attach", handle)
+    collector.kill()
+
+
+def test_cleanup_of_transitions_wakes_who_waits_for_their_limiter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("recollect.replay.limiter._QUIET_S", 600.0)
+    replay = rc.ipc.ReplayBuffer(64, 1, 1, "numpy")
+    limiter = rc.RateLimiter(2, 4, 16, deadline=600)
+    replay.attach_limiter(limiter)
+    collector = Actor(wait=lambda: limiter.drawing(4).__enter__())
+    collector.tell("wait")
+    until(lambda: limiter.stats().waiting)
+    replay.cleanup()
+    with pytest.raises(rc.ClosedError):
+        collector.answer()
+    collector.kill()
 
 
 def write_pairs(buffer: rc.ReplayBuffer) -> None:

@@ -52,6 +52,6 @@ def test_a_killed_process_leaves_no_name(tmp_path: Path) -> None:
         pytest.skip("needs the program unshare")
     if tried.returncode:
         pytest.skip("may not mount a /dev/shm of its own here")
-    done = subprocess.run([*alone, sys.executable, str(program)], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([*alone, sys.executable, str(program)], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout) == []

@@ -139,7 +139,7 @@ class TestHandles:
             "r.claim()['n'][...] = 5; r.commit(5); r.close()"
         )
         with Ring.create(SLOT, 2) as ring:
-            subprocess.run([sys.executable, "-c", script, ring.name], timeout=40, check=True)
+            subprocess.run([sys.executable, "-c", script, ring.name], timeout=200, check=True)
             assert int(ring.take(0.0).values["n"]) == 5
 
     def test_small_whatever_the_schema(self) -> None:

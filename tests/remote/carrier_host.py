@@ -174,7 +174,7 @@ class Proxy:
         number = next(self._numbers)
         _write(self._sock, (number, name, args), self._lock)
         with self._came:
-            assert self._came.wait_for(lambda: number in self._answers, 40), name
+            assert self._came.wait_for(lambda: number in self._answers, 200), name
             ok, value = self._answers.pop(number)
         if not ok:
             raise value

@@ -17,6 +17,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.interruption import apart, interrupted
 from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, paths, samples
 
 from recollect import _core
@@ -32,7 +33,7 @@ from recollect.errors import (
     SchemaError,
     ScoringError,
 )
-from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier, open_clients
 from recollect.remote import line as line_module
 from recollect.remote import requests as requests_module
 from recollect.remote.items import item_space
@@ -216,7 +217,7 @@ except MissingExtraError as error:
 def test_a_missing_package_is_named_with_its_remedy(kind: str, package: str) -> None:
     """In a process of its own: in this one another test may have made the one carrier of MPI."""
     program = MISSING.format(kind=kind, package=package)
-    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=200)
     assert done.returncode == 0, done.stderr
     assert re.search(rf'pip install "recollect\[{kind}\]".*"local"', done.stdout)
 
@@ -804,6 +805,20 @@ def test_a_draw_is_asked_for_every_retry_s_and_nothing_of_it_stays(monkeypatch: 
         line.until(lambda: None, "the end")
 
 
+def test_a_draw_that_is_answered_late_is_not_thrown_away(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Over a slow line each answer takes longer than `retry_s`: the first that is whole is the one."""
+    asked: list[int] = []
+
+    def answer(message: Sample) -> list[Any]:
+        asked.append(message.request)
+        return [drawn(asked[-2])] if len(asked) > 1 else []
+
+    line = Scripted(monkeypatch, answer).line()
+    line.session.is_ready, line._next_retry = True, 5.0
+    [(message, _)] = line.ask(draw)
+    assert message.request == asked[0] and len(asked) == 2 and not line.session.expected
+
+
 def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -1306,3 +1321,32 @@ def test_what_waits_for_a_full_container_is_dropped_with_the_rest() -> None:
     assert (replay.stats().kept, replay.stats().dropped, replay.stats().pending) == (3, 2, 0)
     assert_doors(replay.stats())
     carrier.close()
+
+
+@pytest.mark.parametrize("weak", [True, False])
+def test_a_carrier_with_the_id_of_one_that_is_gone_was_not_used(weak: bool) -> None:
+    class Used:
+        __slots__ = ("__weakref__",) if weak else ("rank",)
+
+    client: Any = SimpleNamespace(manager_rank=7)
+    carrier: Any = Used()
+    address = id(carrier)
+    open_clients.enter(client, carrier)
+    open_clients.leave(client)
+    assert open_clients.was_used(carrier, 7) and not open_clients.was_used(carrier, 8)
+    del carrier
+    others: list[Any] = []
+    while len(others) < 100 and (not others or id(others[-1]) != address):
+        others.append(Used())
+    assert not any(open_clients.was_used(other, 7) for other in others)
+
+
+def test_a_client_that_was_interrupted_as_it_opened_gives_its_place_back(
+    ends: list[LocalCarrier], manager: ReplayBufferManager
+) -> None:
+    for n in range(60):
+        cut = client(ends[0])
+        interrupted(cut.metadata, n, "line")
+        apart(cut.close)
+        with client(ends[0]) as replay:
+            assert apart(replay.metadata)

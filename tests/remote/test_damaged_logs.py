@@ -75,15 +75,30 @@ def changed(pieces: list[Piece], chance: random.Random) -> list[Piece]:
     return pieces
 
 
+def found_in(data: bytes, first: list[Piece]) -> list[int | None]:
+    """The records that are whole in a log, in order, with None for what lies between."""
+    found: list[int | None] = []
+    at = 0
+    while at < len(data):
+        begins = [
+            (where, i) for record, i in first if i is not None and (where := data.find(record, at)) >= 0
+        ]
+        where, number = min(begins, default=(len(data), None))
+        if where > at:
+            found.append(None)
+        if number is not None:
+            found.append(number)
+        at = where + (0 if number is None else len(first[number][0]))
+    return found
+
+
 def check_damage(seed: int, first: list[Piece], template: Path, path: Path) -> None:
     chance = random.Random(seed)
     pieces = first
     for _ in range(chance.choice([1, 1, 1, 2, 4])):
         pieces = changed(pieces, chance)
     data = b"".join(piece for piece, _ in pieces)
-    # Two changes may undo each other: what counts is what the bytes are.
-    known = dict(first)
-    found = [known.get(piece) for piece, _ in pieces if piece]
+    found = found_in(data, first)  # not of the pieces: two changes may undo each other
     whole = [i for i in found if i is not None]
     kept = list(dict.fromkeys(whole))
     shutil.copytree(template, path)

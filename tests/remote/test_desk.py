@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import secrets
+import tracemalloc
 import warnings
 from datetime import UTC, datetime
 from pathlib import Path
@@ -433,6 +435,23 @@ def test_exit_counts_a_rank_once_and_what_it_could_not_deliver() -> None:
     assert m.exit_counter == 0 and m.stats().senders[0].state == "present"
 
 
+def test_what_peers_could_not_deliver_is_never_more_than_a_dump_can_hold(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Five Exits with the largest number that a message takes, of one rank and of many that are forgotten."""
+    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
+    m = made(checkpoint=Checkpoint(tmp_path / "m"))
+    for rank in (1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8):
+        peer = Peer(m, rank, secrets.token_bytes(16))
+        peer.hello()
+        assert [type(a) for _, a in peer.say(Exit(3, peer.writer, 2**62, ""))] == [Goodbye]
+    m._desk.saving.dump()
+    m.close()
+    m = made(checkpoint=Checkpoint(tmp_path / "m", resume=True))
+    assert {sender.undelivered for sender in m.stats().senders.values()} == {2**62}
+    m.close()
+
+
 def test_who_has_left_stays_away_over_a_restart_and_its_answers_are_kept(tmp_path: Path) -> None:
     first = made(checkpoint=Checkpoint(tmp_path))
     peer = Peer(first)
@@ -697,6 +716,19 @@ def test_drawing_what_is_not_there_is_an_answer() -> None:
     assert by.error == "ValueError"
     ((_, many),) = peer.say(Sample(4, 2**50, "uniform", True))
     assert many.error == "BudgetError" and many.request == 4
+
+
+def test_a_short_message_draws_no_gigabytes() -> None:
+    """A `Sample` of 49 bytes asks for 20 million rows. It is refused before they are drawn."""
+    m = made()
+    m.add(samples([1, 2]))
+    tracemalloc.start()
+    try:
+        ((_, many),) = Peer(m).say(Sample(4, 20_000_000, "uniform", True))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert many.error == "BudgetError" and peak < 1 << 20
 
 
 def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_end() -> None:

@@ -679,6 +679,32 @@ def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
     ends[1].close()
 
 
+@pytest.mark.parametrize("how", ["before run", "while it runs", "carrier"])
+def test_is_running_set_to_false_ends_it_like_stop(how: str) -> None:
+    ends = LocalCarrier.group(2)
+    m = manager(communication_backend=ends[1])
+
+    def end(*_: object) -> bool:
+        if how == "carrier":
+            ends[1].close()
+        else:
+            m.is_running = False
+        return False
+
+    if how == "before run":
+        end()
+    else:
+        m._book.tick = end  # type: ignore[method-assign]
+    assert m.run().offered == 0 and not m.is_running
+    if how == "before run":
+        m.is_running = True  # and it may serve again
+        ReplayBufferManager.send_termination_signal(1, ends[0])
+        assert m.run().exit_counter == 1
+    m.close()
+    for carrier in ends:
+        carrier.close()
+
+
 def test_it_runs_once_at_a_time_and_close_tells_how_it_ended(rig: Any) -> None:
     r = rig(limits=Limits(join_s=60.0), n=1)
     with pytest.raises(RuntimeError, match="already running"):

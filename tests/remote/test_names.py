@@ -94,5 +94,5 @@ def test_no_name_loads_an_optional_package() -> None:
         for name in {PUBLIC!r}:
             getattr(remote, name)
         print(sorted({{"mpi4py", "torch", "ray"}} & set(sys.modules)))"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=100)
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
     assert done.stdout.strip() == "[]", done.stderr

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.remote.make import SAMPLE
+from tests.remote.make import PLAIN, SAMPLE, samples
 
 from recollect.errors import (
     ClosedError,
@@ -15,13 +16,14 @@ from recollect.errors import (
     PeerDiedError,
 )
 from recollect.remote import (
+    Checkpoint,
     Limits,
     ReplayBufferManager,
     Shards,
 )
 from recollect.remote.desk import Reply
-from recollect.remote.messages import Exit, Goodbye
-from recollect.remote.wire import encode
+from recollect.remote.messages import Exit, Goodbye, Items, Sample
+from recollect.remote.wire import decode, encode
 
 INF = float("inf")
 
@@ -283,3 +285,47 @@ def test_answers_that_a_worker_does_not_take_are_bounded_and_others_are_not_held
     assert len(m._pending_sends) == 5 and m._serving.unsent == 15
     m._serving._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
     assert len(m._pending_sends) == 6
+
+
+@pytest.mark.parametrize("power_safe", [False, True])
+def test_who_does_not_take_its_items_is_given_no_more_and_others_are_served(
+    tmp_path: Path, power_safe: bool
+) -> None:
+    """Each draw would cost its memory and the time of all; also if one sync of the log serves all at hand."""
+    carrier = Lazy()
+    checkpoint = Checkpoint(tmp_path, power_safe=power_safe)
+    with manager(PLAIN, None, communication_backend=carrier, checkpoint=checkpoint) as m:
+        m.add(samples([1]))
+        many, few = (
+            memoryview(b"".join(encode(Sample(1, n, "uniform", True)))) for n in (carrier.max_frame // 4, 2)
+        )
+        carrier.frames = [(0, 0, many)] * 5 + [(5, 0, few)]
+        while carrier.frames:
+            m._serving._serve(True)
+        n_parts = 3  # of an answer that is twice as large as a frame
+        assert carrier.sent == [("isend", 0)] * n_parts + [("isend", 5)] and m.stats().unsent == 4
+        for handle in carrier.handles:
+            handle.is_done = True
+        carrier.frames = [(0, 0, many)]
+        m._serving._serve(True)
+        assert len(carrier.sent) == 2 * n_parts + 1
+
+
+def test_a_draw_is_sent_whole_however_many_parts_it_has() -> None:
+    """Of one that lacks a part nothing could be used, and the next answer would lack it too."""
+    carrier, drawn = Lazy(), []
+
+    def isend(dest: int, tag: int, parts: Any) -> Handle:
+        drawn.append(decode(b"".join(parts))[0])
+        return Handle()
+
+    carrier.max_frame, carrier.isend = 1 << 14, isend  # type: ignore[method-assign]
+    with manager(PLAIN, None, communication_backend=carrier, limits=Limits(max_window=4, drain_s=0.0)) as m:
+        m.add(samples([1]))
+        sample, leave = Sample(1, 100_000, "uniform", True), Exit(2, bytes(16), 0, "")
+        carrier.frames = [(0, 0, memoryview(b"".join(encode(message)))) for message in (sample, leave)]
+        while carrier.frames:
+            m._serving._serve(True)
+        *items, goodbye = drawn
+        assert sum(message.n for message in items if isinstance(message, Items)) == 100_000
+        assert isinstance(goodbye, Goodbye) and len(items) > 40 and m.stats().unsent == 0

@@ -12,11 +12,11 @@ from recollect.errors import FormatError, LaneBusyError
 from recollect.remote import Checkpoint
 
 
-def test_a_second_manager_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_manager_is_refused(tmp_path: Path, resume: bool) -> None:
     first = manager(checkpoint=Checkpoint(tmp_path))
-    for resume in (False, True):
-        with pytest.raises(LaneBusyError, match=f"process {os.getpid()}"):
-            manager(checkpoint=Checkpoint(tmp_path, resume=resume))
+    with pytest.raises(LaneBusyError, match=f"process {os.getpid()}"):
+        manager(checkpoint=Checkpoint(tmp_path, resume=resume))
     first.add(samples([1], [0.0]))
     first.close()
     with manager(checkpoint=Checkpoint(tmp_path, resume=True)) as second:

@@ -52,8 +52,9 @@ class Model:
             self.starts[k] = (self.starts[k] + 1) % self.run
 
     def extend(self, k: int, values: list[int], ends: list[bool] | None = None) -> None:
+        """Without `ends` a whole segment; with them the block goes on with the open one and may leave one open."""
         for i, value in enumerate(values):
-            self.add(k, value, i == len(values) - 1 or (ends is not None and ends[i]))
+            self.add(k, value, i == len(values) - 1 if ends is None else ends[i])
         if self.run is not None and len(values) >= self.run:
             self.starts[k] = 0
 

@@ -364,7 +364,7 @@ def test_state_of_another_configuration_is_refused() -> None:
 def test_a_damaged_limiter_in_a_manifest_is_said(tmp_path: Path) -> None:
     from recollect.replay import snapshot
 
-    with pytest.raises(rc.FormatError, match="limiter: lacks or garbles"):
+    with pytest.raises(rc.FormatError, match="limiter: cannot be read"):
         snapshot._stored_limiter(tmp_path, {"limiter": {"band": 3}}, False)
 
 

@@ -123,11 +123,11 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: self.tracked)
     @rule(data=st.data(), ends=st.lists(st.booleans(), max_size=24))
     def extend_with_ends(self, data: Any, ends: list[bool]) -> None:
-        k, writer = self.lane(data)
-        if self.may_extend(writer, k, len(ends)):
-            values = self.fresh(len(ends))
-            writer.extend(self.many(values), ends=np.array(ends, bool))
-            self.model.extend(k, values, ends)
+        (k, writer), values = self.lane(data), self.fresh(len(ends))
+        writer.extend(self.many(values), ends=np.array(ends, bool))
+        if ends:
+            self.claimed(writer, k)
+        self.model.extend(k, values, ends)
 
     @precondition(lambda self: self.model.run is not None)
     @rule(data=st.data(), more=st.integers(0, 12))

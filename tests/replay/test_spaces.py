@@ -88,7 +88,7 @@ def test_text_and_sequences_end_to_end(kind: str, tmp_path: Path) -> None:
             buffer.append(words(i))
         buffer.mark_segment_end()
         buffer.extend(
-            stack(space, [words(i) for i in range(3, 9)]), ends=[False, True, False, False, True, False]
+            stack(space, [words(i) for i in range(3, 9)]), ends=[False, True, False, False, True, True]
         )
         expected = [words(i) for i in range(3, 9)]
         check(buffer, expected)

@@ -12,7 +12,7 @@ from recollect.rollout.experience import Experiences
 from recollect.testing import FakeClock
 
 
-def run(main: Coroutine[Any, Any, Any], seconds: float = 30.0) -> Any:
+def run(main: Coroutine[Any, Any, Any], seconds: float = 200.0) -> Any:
     """Run a test's coroutine; what hangs fails."""
 
     async def limited() -> Any:

@@ -77,6 +77,8 @@ def test_no_move_but_those_of_the_table(start: Any, to: Any) -> None:
         ({"batch_id": True}, TypeError),
         ({"batch_id": 1.5}, TypeError),
         ({"batch_id": ""}, ValueError),
+        ({"batch_id": "cut \ud83d"}, ValueError),
+        ({"tasks": [rr.Task(good, task_id="cut \ud83d")]}, ValueError),
         ({"tasks": (rr.Task(good),)}, TypeError),
         ({"tasks": ["x"]}, TypeError),
         ({"tasks": [rr.Task("no such workflow")]}, ValueError),

@@ -8,6 +8,7 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given
@@ -606,6 +607,8 @@ def framed_by(change: Any) -> bytes:
         ("n", -1, "metrics and info must be of n rows"),
         ("info", [{}, {}], "metrics and info must be of n rows"),
         ("run_ids", "x", "head must be that of an experience"),
+        ("info", [{"a": msgspec.Raw(b"\xa1\xff")}], "head must be that of an experience"),  # no UTF-8
+        ("info", [{"a": msgspec.Raw(b"\x91" * 2000 + b"\x90")}], "head must be that of an experience"),
     ],
 )
 def test_a_head_that_lies_is_refused_though_the_checksums_hold(name: str, value: Any, said: str) -> None:

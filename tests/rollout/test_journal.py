@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import enum
 import json
 import os
 import shutil
@@ -15,6 +16,7 @@ import traceback
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from tests.rollout.make import ListSink, check_doors, config, experience, run
 
@@ -210,12 +212,16 @@ def test_a_held_journal_is_refused(tmp_path: Path) -> None:
     run(main())
 
 
-@pytest.mark.parametrize("how", ["newer", "other space", "no database"])
+@pytest.mark.parametrize("how", ["newer", "other space", "no database", "damaged name"])
 def test_a_foreign_journal_is_refused(tmp_path: Path, how: str) -> None:
     async def main() -> None:
         path = tmp_path / "j.sqlite"
         if how == "no database":
             path.write_bytes(b"not a database, at all" * 100)
+        elif how == "damaged name":
+            async with made(tmp_path):
+                pass
+            path.write_bytes(path.read_bytes().replace(b"tablerunsruns", b"tabler\xa0nsruns"))
         else:
             async with made(tmp_path):
                 pass
@@ -725,8 +731,57 @@ async def _gone_on(path: Path) -> None:
 def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
     command = [sys.executable, "-c", DRIVER, str(tmp_path), *WHERE]
-    done = subprocess.run(command, env=env, timeout=100, capture_output=True, text=True)
+    done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for where, (code, n, found) in json.loads(done.stdout).items():
         assert code == -signal.SIGKILL, where
         assert n == 16 == len({tuple(uid) for uid in found}), where
+
+
+class Level(enum.IntEnum):
+    LOW = 2
+
+
+def test_what_a_journal_takes_it_reads_again(tmp_path: Path) -> None:
+    """Values of classes like numpy's become plain ones; what no record holds is refused before anything changes."""
+    odd: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
+        (np.str_("a"), {"task_id": np.str_("t"), "timeout_s": np.float64(5)}, {"priority": Level.LOW}),
+        (Level.LOW, {"max_retries": np.int64(1), "repeat_times": np.int32(2)}, {"min_wait_num": 1}),
+        ("late", {"max_retries": 2.0}, {}),
+        ("yes", {"max_retries": True}, {}),
+        ("long", {"timeout_s": 10**400}, {}),
+        ("task", {"task_id": 2**64}, {}),
+        (-(2**63) - 1, {}, {}),
+        ("first", {}, {"priority": 2**64}),
+        ("many", {"repeat_times": 2**22 + 1}, {}),
+    ]
+
+    async def main() -> None:
+        HOLD.update({0, "t"})
+        async with made(tmp_path) as c:
+            for ident, of_task, of_batch in odd:
+                with contextlib.nullcontext() if len(c.batches()) < 2 else pytest.raises(ValueError):
+                    tasks = [rr.Task("tests.journal.held", **of_task)]
+                    await c.submit_batch(batch_id=ident, tasks=tasks, batch_type="train", **of_batch)
+            assert c.batches() == ["a", 2]
+            check_doors(c)
+        HOLD.clear()
+        async with made(tmp_path) as c:
+            assert c.batches() == ["a", 2] and [type(ident) for ident in c.batches()] == [str, int]
+            for ident, n_rows in (("a", 1), (2, 2)):
+                result = await c.finalize_train_batch(ident, timeout=20)
+                assert result["experience_count"] == n_rows
+
+    run(main())
+
+
+def test_a_batch_with_a_long_id_reaches_its_file_once(tmp_path: Path) -> None:
+    async def main() -> None:
+        async with made(tmp_path) as c:
+            for ident in ("é" * 10_000, "é" * 9_999 + "e"):
+                tasks = [rr.Task("tests.journal.held")]
+                await c.submit_batch(batch_id=ident, tasks=tasks, batch_type="train")
+                await c.finalize_train_batch(ident, timeout=20)
+        assert len(rows(tmp_path)) == 2
+
+    run(main())

@@ -129,7 +129,7 @@ class Machine(RuleBasedStateMachine):
 
     def do(self, work: Any) -> Any:
         async def then_settle() -> Any:
-            result = await asyncio.wait_for(work, 10)
+            result = await asyncio.wait_for(work, 200)
             if self.c._desk.is_open:
                 await settle(self.c)
             return result

@@ -11,7 +11,7 @@ import pytest
 from tests.rollout.make import check_doors, coordinator, experience, run, settle
 
 import recollect.rollout as rr
-from recollect.errors import ClosedError, DeadlineError, PipelineError, WorkerDiedError
+from recollect.errors import BatchAborted, ClosedError, DeadlineError, PipelineError, WorkerDiedError
 from recollect.rollout.clock import Deadlines
 from recollect.rollout.execute import Outcome
 from recollect.rollout.scheduler import LAST_RUNS
@@ -913,3 +913,74 @@ def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it(
     run(main())
     gc.collect()
     assert heard == ["no space left"]
+
+
+@pytest.mark.parametrize("leaves", ["cancelled", "refused", "aborted"])
+def test_a_submission_that_waits_no_longer_holds_up_nobody_behind_it(leaves: str) -> None:
+    async def main() -> None:
+        async with coordinator(runners=1, max_queued_runs=4, submit_timeout_s=10.0) as c:
+            await c.submit_batch(batch_id=1, tasks=tasks(c, 1, repeat_times=3), batch_type="train")
+            large = asyncio.ensure_future(
+                c.submit_batch(batch_id=2, tasks=tasks(c, 1, repeat_times=4), batch_type="train")
+            )
+            await settle(c)
+            c.clock.advance(5.0)
+            small = asyncio.ensure_future(c.submit_batch(batch_id=3, tasks=tasks(c, 1), batch_type="train"))
+            await settle(c)
+            assert not small.done() and not large.done()
+            if leaves == "cancelled":
+                large.cancel()
+            elif leaves == "refused":
+                c.clock.advance(5.0)
+            else:
+                await c.abort_batch(2, reason="not wanted")
+            await settle(c)
+            assert small.done() and c.batches() == [1, 3]
+            await asyncio.gather(large, return_exceptions=True)
+            check_doors(c)
+
+    run(main())
+
+
+def test_an_abort_does_not_let_in_the_batch_that_it_ends() -> None:
+    """The one that held it up is cancelled in the same turn, so that nothing but the abort keeps it out."""
+
+    async def main() -> None:
+        async with coordinator(runners=1, max_queued_runs=4) as c:
+            await c.submit_batch(batch_id=1, tasks=tasks(c, 1, repeat_times=3), batch_type="train")
+            large, small = (
+                asyncio.ensure_future(
+                    c.submit_batch(batch_id=n, tasks=tasks(c, 1, repeat_times=runs), batch_type="train")
+                )
+                for n, runs in ((2, 4), (3, 1))
+            )
+            await settle(c)
+            large.cancel()
+            await c.abort_batch(3, reason="not wanted")
+            found = await asyncio.gather(large, small, return_exceptions=True)
+            assert [type(error) for error in found] == [asyncio.CancelledError, BatchAborted]
+            assert c.batches() == [1] and c.batch_state(3).state is S.ABORTED
+            check_doors(c)
+
+    run(main())
+
+
+def test_what_a_cut_takes_back_makes_room_though_its_pass_fails() -> None:
+    async def main() -> None:
+        async with coordinator(runners=1, max_queued_runs=3) as c:
+            await c.submit_batch(batch_id=1, tasks=tasks(c, 4), batch_type="train", min_wait_num=1)
+            await settle(c)
+            await end(c, (1, 0, 0))
+            next_one = asyncio.ensure_future(
+                c.submit_batch(batch_id=2, tasks=tasks(c, 2), batch_type="train")
+            )
+            await settle(c)
+            assert not next_one.done()
+            c.list_sink.fail = "before"
+            with pytest.raises(PipelineError):
+                await c.finalize_train_batch(1, timeout=0)
+            await settle(c)
+            assert next_one.done() and c.batches() == [1, 2]
+            check_doors(c)
+
+    run(main())

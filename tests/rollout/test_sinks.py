@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.process.killing import killed_at
+from tests.process.killing import killed_at, steps
 from tests.rollout.make import config, coordinator, experience, run
 from tests.rollout.test_experience import batch
 
 import recollect.rollout as rr
 from recollect.errors import ClosedError, DeadlineError
+from recollect.replay import ReplayBuffer
 from recollect.rollout.schema import plan_of
 from recollect.rollout.sinks import make_sink
 
@@ -128,6 +129,25 @@ def test_two_sinks_in_one_directory_do_not_overwrite_each_other(tmp_path: Path) 
     second.write(rows[1], "run-b-g1-1")
     assert file.read_bytes() == before and len(list(tmp_path.iterdir())) == 2
     assert rr.FileSink(tmp_path, "jsonl").holds("run-b-g0-0")  # as after a restart
+
+
+def test_a_sink_leaves_the_files_of_a_killed_dump_alone(tmp_path: Path) -> None:
+    """A dump lists the files that it is about to replace; the sink cannot tell which of them a manifest names."""
+    sink, x = rr.FileSink(tmp_path, "jsonl"), batch((1.0, 2.0))
+    with rr.experience_buffer("memory", capacity=3, max_tokens=8) as buffer:
+        buffer.extend(x.get_at(slice(None)))
+        buffer.dumps(tmp_path)
+        for step in steps():
+            if not killed_at(step, lambda: buffer.dumps(tmp_path)):
+                break
+            sink.write(x, f"c-{step}")
+            with ReplayBuffer.load_from(tmp_path) as found:
+                assert len(found) == 2
+        assert {p.name for p in tmp_path.iterdir()} == {
+            "manifest.json",
+            "storage",
+            *(f"c-{n}.jsonl" for n in range(step)),
+        }
 
 
 def test_what_a_killed_sink_left_is_removed_and_nothing_else(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import gc
 import threading
 from pathlib import Path
@@ -996,6 +997,35 @@ def test_a_handle_is_awaited_without_holding_up_its_caller_and_closed_once() -> 
     h.close()
     h.close()
     assert not h._thread.is_alive() and h._loop.is_closed() and not h._coordinator._desk.is_open
+
+
+def test_a_handle_whose_prepare_fails_is_closed() -> None:
+    h = rr.RolloutCoordinator.get_local(config(sink="queue"), [])
+
+    async def prepare() -> None:
+        raise OSError("no models here")
+
+    h._coordinator.prepare = prepare
+    with pytest.raises(OSError, match="no models here"), h:
+        raise AssertionError("it was entered")
+    assert not h._thread.is_alive() and h._loop.is_closed()
+    with pytest.raises(ClosedError):
+        h.stats()
+
+
+def test_a_call_that_outlives_its_coordinator_is_cancelled() -> None:
+    h = rr.RolloutCoordinator.get_local(config(sink="queue"), [])
+    h.prepare()
+
+    async def waits() -> None:
+        await asyncio.Event().wait()
+
+    h._coordinator.finalize_train_batch = waits
+    left = h.finalize_train_batch.remote()
+    h.close()
+    with pytest.raises(concurrent.futures.CancelledError):
+        left.result(20.0)
+    assert not h._thread.is_alive() and h._loop.is_closed()
 
 
 def test_a_handle_that_cannot_be_made_leaves_no_loop(recwarn: pytest.WarningsRecorder) -> None:

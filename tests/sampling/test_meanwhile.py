@@ -190,14 +190,23 @@ class Work:
     is_all: bool = False
 
 
-def sequences(length: int, burn_in: int = 0, pad: bool = False, epoch: bool = False, n: int = 3) -> Work:
+def sequences(
+    length: int,
+    burn_in: int = 0,
+    pad: bool = False,
+    epoch: bool = False,
+    n: int = 3,
+    prioritized: bool = False,
+) -> Work:
     def frames(found: Any) -> list[Window]:
         batch, meta = found
         assert (meta["valid_mask"] == (batch["x"] > 0)).all()
         return columns(xs(batch), meta["segment"], meta["step"])
 
     def do(buffer: rc.ReplayBuffer) -> list[Window]:
-        sampler = rc.SequenceSampler(buffer, n, length, burn_in, pad, seed=3)
+        sampler: rc.BatchSampler = rc.SequenceSampler(buffer, n, length, burn_in, pad, seed=3)
+        if prioritized:
+            sampler = rc.PrioritizedSampler(sampler, n, seed=3)
         if not epoch:
             return frames(sampler.sample_with_metadata())
         return [w for found in sampler.epoch_iter_with_metadata() for w in frames(found)]
@@ -265,6 +274,9 @@ WORKS = {
     "padded sequences": sequences(3, 2, True),
     "an epoch of sequences": sequences(2, epoch=True),
     "an epoch of padded sequences": sequences(3, 2, True, True),
+    "prioritized sequences": sequences(2, n=6, prioritized=True),
+    "padded prioritized sequences": sequences(3, 2, True, n=6, prioritized=True),
+    "an epoch of prioritized sequences": sequences(3, 2, True, True, prioritized=True),
     "stacks": Work(drawn_stacks, Held.stacks),
     "an epoch of stacks": Work(epoch_of_stacks, Held.stacks, True),
     "a read of stacks": Work(

@@ -47,6 +47,7 @@ MAKERS: dict[str, Callable[[Any], rc.BatchSampler]] = {
     "without replacement": lambda data: rc.StepSampler(data, 8, seed=0, replace=False),
     "prioritized": lambda data: rc.PrioritizedSampler(data, 8, seed=0),
     "sequence": lambda data: rc.SequenceSampler(data, 8, 4, seed=0),
+    "prioritized sequence": lambda data: rc.PrioritizedSampler(rc.SequenceSampler(data, 1, 4), 8, seed=0),
     "hindsight": lambda data: rc.HindsightSampler(data, 8, reached, seed=0),
 }
 

@@ -62,6 +62,12 @@ def test_a_charset_is_ranges_of_code_points_in_any_hash_order() -> None:
     assert obj["charset"] == [[57, 57], [97, 99], [233, 233]]
     assert space_to_json(spaces.Text(3, charset="éa9cb")) == obj
     assert space_to_json(spaces.Text(0, min_length=0, charset=""))["charset"] == []
+    every = {chr(code) for code in range(0x110000)}
+    for missing, ranges in (
+        ("", [[0, 0x10FFFF]]),
+        ("\0\ud800\U0010ffff", [[1, 0xD7FF], [0xD801, 0x10FFFE]]),
+    ):
+        assert space_to_json(spaces.Text(3, charset=frozenset(every - {*missing})))["charset"] == ranges
 
 
 def test_canonical_text_is_sorted_and_tight() -> None:

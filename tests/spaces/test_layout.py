@@ -277,3 +277,10 @@ def test_importing_spaces_loads_no_optional_package() -> None:
     subprocess.run(
         [sys.executable, "-c", code], env={"PYTHONPATH": ":".join(sys.path)}, check=True, timeout=50
     )
+
+
+def test_a_space_of_the_program_may_have_any_size() -> None:
+    large = compile_layout({"t": spaces.Text(1 << 28, charset="ab")})
+    assert large.row_nbytes == (1 << 28) + 8
+    with pytest.raises(FormatError, match="space: a sample must have at most"):
+        Layout.from_json(large.to_json())

@@ -100,7 +100,7 @@ def test_torch_dtypes_and_tensors() -> None:
         ({1: ((), "int64")}, "^1: key must be a str"),
         ({"a": {2: 0}}, "^a/2: key must be a str"),
         (spaces.Dict({1: spaces.Discrete(2)}), "^1: key of a Dict must be a str"),
-        ("float32", "^value: dtype must be"),
+        ("float32", "^value: must have a shape beside its dtype"),
     ],
 )
 def test_what_cannot_be_stored_is_a_type_error_naming_the_leaf(spec: Any, match: str) -> None:
@@ -117,7 +117,7 @@ def test_a_custom_space_is_refused() -> None:
 
 
 def test_negative_shapes_are_examples_not_leaves() -> None:
-    with pytest.raises(TypeError, match="^1: dtype must be"):
+    with pytest.raises(TypeError, match="^1: must have a shape beside its dtype"):
         as_space(((-1,), "float32"))
 
 

@@ -82,6 +82,12 @@ def test_the_first_difference_is_named(a: Any, b: Any, difference: str) -> None:
 def test_long_differences_are_cut() -> None:
     a, b = (spaces.Box(np.zeros(100), high, dtype=np.float64) for high in (np.arange(100.0), np.ones(100)))
     assert len(first_difference(a, b) or "") < 160
+    every = {chr(code) for code in range(0x110000)}
+    c, d = (spaces.Text(3, charset=frozenset(every - {char})) for char in "!#")
+    found = first_difference(c, d) or ""
+    assert found.startswith("value: character_set ") and len(found) < 160
+    ours, theirs = found.split(" != ")
+    assert '"#$' in ours and '!"$' in theirs and ours.endswith("...") and theirs.endswith("...")
 
 
 def test_batching_keeps_the_key_order_with_ours_and_with_gymnasiums() -> None:

@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,17 @@ def test_mapping_without_descriptor_is_seen() -> None:
         mapped = mmap.mmap(fd, 4096)
         os.close(fd)
     mapped.close()
+
+
+@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="needs /dev/shm")
+def test_names_that_other_programs_make_are_none_of_ours() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        name = Path(f"{folder}-of-another")
+        try:
+            with leaves_nothing():
+                subprocess.run(["touch", name], check=True)
+        finally:
+            name.unlink()
 
 
 def test_process_marker_applies_the_check(pytester: pytest.Pytester) -> None:

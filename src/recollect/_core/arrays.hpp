@@ -15,6 +15,8 @@
 #include <type_traits>
 #include <vector>
 
+#include "stable.hpp"
+
 namespace nb = nanobind;
 
 namespace recollect::arrays {
@@ -76,6 +78,16 @@ template <typename T> View<T> view(nb::handle h, const char* what) {
     return {static_cast<T*>(PyArray_DATA(a)), static_cast<size_t>(PyArray_DIM(a, 0))};
 }
 
+// Memory that an object lends until this is gone.
+struct Buffer {
+    Buffer(PyObject* of, int flags) {
+        if (PyObject_GetBuffer(of, &view, flags) != 0) throw nb::python_error();
+    }
+    Buffer(const Buffer&) = delete;
+    ~Buffer() { PyBuffer_Release(&view); }
+    Py_buffer view;
+};
+
 // Arrays whose memory a call reads or fills. They are held from the moment on in which they are found: another thread may
 // take them out of what named them, and looking for the next may run Python. Before the memory is used, `keep` says that
 // each is still where it was found and as large.
@@ -91,13 +103,15 @@ class Held {
     void add(PyObject* array) {
         auto* a = reinterpret_cast<PyArrayObject*>(array);
         Py_INCREF(array);
-        const Entry entry{array, PyArray_DATA(a), PyArray_NBYTES(a)};
+        const Entry entry{array, PyArray_DATA(a), PyArray_DESCR(a), n_items(a)};
         if (n_ < kFew) few_[n_] = entry;
-        else many_.push_back(entry);
+        else add_to_many(entry);
         ++n_;
     }
-    // Anything else that lends its memory keeps it in place by itself.
+    // Anything else that lends its memory keeps it in place by itself, but for a memoryview of an array.
     void add_if_array(PyObject* x) {
+        while (PyMemoryView_Check(x))
+            if (PyObject* shown = shown_by(x)) x = shown; else break;
         if (PyArray_Check(x)) add(x);
     }
 
@@ -106,23 +120,49 @@ class Held {
         for (size_t i = 0; i < n_; ++i) {
             const Entry& e = at(i);
             auto* a = reinterpret_cast<PyArrayObject*>(e.array);
-            if (PyArray_DATA(a) != e.data || PyArray_NBYTES(a) != e.nbytes)
+            if (PyArray_DATA(a) != e.data || PyArray_DESCR(a) != e.descr || n_items(a) != e.n_items ||
+                (PyArray_BASE(a) && !is_in_owner(a, e.n_items)))
                 throw nb::value_error("arrays: must keep their memory during a call, got one that was resized; resize it before or after");
             if (unlocks) pin(a);
         }
     }
 
   private:
-    // numpy resizes no array in place that a weak reference speaks of, not even with refcheck=False.
+    // What lends x the memory that it shows, or null.
+    static PyObject* lender(PyObject* x) {
+        if (PyArray_Check(x)) return PyArray_BASE(reinterpret_cast<PyArrayObject*>(x));
+        return PyMemoryView_Check(x) ? shown_by(x) : nullptr;
+    }
+    // Whether a view shows memory that its array still has: that may have been resized before we were given the view.
+    static bool is_in_owner(PyArrayObject* a, npy_intp n) {
+        PyObject* last = PyArray_BASE(a);
+        while (PyObject* next = lender(last)) last = next;
+        auto* owner = reinterpret_cast<PyArrayObject*>(last);
+        if (!PyArray_Check(last) || !PyArray_CHKFLAGS(owner, NPY_ARRAY_OWNDATA) || PyArray_CHKFLAGS(a, NPY_ARRAY_WRITEBACKIFCOPY)) return true;
+        const auto at = reinterpret_cast<uintptr_t>(PyArray_DATA(a)) - reinterpret_cast<uintptr_t>(PyArray_DATA(owner));
+        const auto room = uintptr_t(n_items(owner) * PyArray_ITEMSIZE(owner)), nbytes = uintptr_t(n * PyArray_ITEMSIZE(a));
+        return nbytes == 0 || (at <= room && nbytes <= room - at);
+    }
+    // numpy resizes no array in place that a weak reference speaks of, not even with refcheck=False. The memory may be that of
+    // an array below others, or below what a memoryview shows.
     void pin(PyArrayObject* a) {
-        for (PyObject* x = reinterpret_cast<PyObject*>(a); x && PyArray_Check(x); x = PyArray_BASE(reinterpret_cast<PyArrayObject*>(x))) {
+        for (PyObject* x = reinterpret_cast<PyObject*>(a); x; x = lender(x)) {
+            if (!PyArray_Check(x)) continue;
+            pins_.reserve(pins_.size() + 1);
             PyObject* pin = PyWeakref_NewRef(x, nullptr);
             if (!pin) throw nb::python_error();
             pins_.push_back(pin);
         }
     }
 
-    struct Entry { PyObject* array; const void* data; npy_intp nbytes; };
+    struct Entry { PyObject* array; const void* data; const PyArray_Descr* descr; npy_intp n_items; };
+    [[gnu::noinline]] void add_to_many(const Entry& entry) { many_.push_back(entry); }
+    // Counted here: numpy's own count is a call through its table, and one sample asks for it twice per array (10 ns each).
+    static npy_intp n_items(PyArrayObject* a) {
+        npy_intp n = 1;
+        for (int i = 0; i < PyArray_NDIM(a); ++i) n *= PyArray_DIM(a, i);
+        return n;
+    }
     const Entry& at(size_t i) const { return i < kFew ? few_[i] : many_[i - kFew]; }
 
     static constexpr size_t kFew = 16;

@@ -15,28 +15,19 @@ namespace {
 
 constexpr size_t kPiece = size_t(1) << 18;
 
-struct Buffer {
-    Buffer(PyObject* of, int flags) {
-        if (PyObject_GetBuffer(of, &view, flags) != 0) throw nb::python_error();
-    }
-    Buffer(const Buffer&) = delete;
-    ~Buffer() { PyBuffer_Release(&view); }
-    Py_buffer view;
-};
-
 struct Piece { byte* to; const byte* from; size_t nbytes; };
 
 void copy_arrays(nb::list targets, nb::list sources) {
     if (nb::len(targets) != nb::len(sources)) throw nb::value_error("targets: must be as many as the sources");
-    std::vector<std::unique_ptr<Buffer>> held;
+    std::vector<std::unique_ptr<arrays::Buffer>> held;
     std::vector<Piece> pieces;
     size_t total = 0;
     arrays::Held in_place;
     for (size_t i = 0; i < nb::len(targets); ++i) {
         const nb::object target = arrays::item(targets, i), source = arrays::item(sources, i);
-        auto to = std::make_unique<Buffer>(target.ptr(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
+        auto to = std::make_unique<arrays::Buffer>(target.ptr(), PyBUF_WRITABLE | PyBUF_C_CONTIGUOUS);
         in_place.add_if_array(target.ptr());
-        auto from = std::make_unique<Buffer>(source.ptr(), PyBUF_C_CONTIGUOUS);
+        auto from = std::make_unique<arrays::Buffer>(source.ptr(), PyBUF_C_CONTIGUOUS);
         in_place.add_if_array(source.ptr());
         if (to->view.len != from->view.len) throw nb::value_error("targets: must have the bytes of their sources");
         const size_t n = size_t(to->view.len);

@@ -72,7 +72,6 @@ std::shared_ptr<Memory> writable_memory(nb::handle rows, const ItemPlan& plan) {
     m->check_fork();
     if (m->row_nbytes != plan.row_nbytes || !m->capacity || m->n_lanes != 1)
         throw nb::value_error("plan: must be made for these rows, of one lane and a capacity");
-    m->default_lane();
     return m;
 }
 
@@ -84,7 +83,7 @@ nb::object newest(const ItemPlan& plan, nb::handle rows, nb::handle steps, nb::h
     const PackedItems items = items_of(plan, steps, lengths, fields, at.data, at.n, held);
     int64_t* out;
     nb::object found = arrays::make<int64_t>(at.n, out);
-    Locked lock(m->lock(0));
+    const OwnLane own(*m, -1);
     const bool unlocks = at.n * m->row_nbytes > kHoldGil;
     held.keep(unlocks);
     Unlocked unlocked(unlocks);
@@ -108,6 +107,7 @@ nb::tuple lowest(const ItemPlan& plan, nb::handle rows, Tree<Min>& tree, nb::han
     nb::object found = arrays::make<int64_t>(at.n, out);
     Placed placed;
     {
+        m->default_lane();
         Hold hold(*m);
         hold.take(0);
         const bool unlocks = at.n * m->row_nbytes > kHoldGil;
@@ -132,7 +132,7 @@ int64_t mirror(Tree<Min>& tree, nb::handle values, nb::handle rows, nb::handle k
 // New rows (n, row_nbytes), from the pool if they are large, and their crc32c.
 nb::tuple packed(const Codec& codec, const byte* const* leaves, size_t n, arrays::Held& held) {
     npy_intp dims[2] = {npy_intp(n), npy_intp(codec.row_nbytes())};
-    const size_t nbytes = n * codec.row_nbytes();
+    const size_t nbytes = checked_product(n, codec.row_nbytes());
     nb::object rows;
     if (nbytes >= Pool::kSmallest) {
         void* block = pool().take(nbytes);

@@ -77,7 +77,7 @@ class Pieces {
 PyObject* word(const char* text) { return PyUnicode_InternFromString(text); }
 bool same(PyObject* a, PyObject* b) { return PyObject_RichCompareBool(a, b, Py_EQ) == 1; }
 nb::object attribute(PyObject* x, PyObject* name) { return nb::steal(PyObject_GetAttr(x, name)); }
-nb::object called(PyObject* x, PyObject* method) { return nb::steal(PyObject_CallMethodNoArgs(x, method)); }
+nb::object called(PyObject* x, PyObject* method) { return nb::steal(PyObject_VectorcallMethod(method, &x, 1, nullptr)); }
 
 // Asks values what and where they are; neighbours are mostly of one type.
 class Asking {

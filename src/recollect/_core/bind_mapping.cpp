@@ -41,7 +41,9 @@ void arm_moment(int64_t n, nb::object meanwhile) {
     kept = meanwhile.release().ptr();
     Py_XDECREF(before);
     at_moment = [] {
+        struct Again { const bool had = has_gil; ~Again() { has_gil = had; } } again;
         nb::gil_scoped_acquire locked;
+        has_gil = true;
         nb::borrow(kept)();
     };
     moment_countdown = n;
@@ -62,20 +64,15 @@ void bind_mapping(nb::module_& m) {
     m.def("fault_countdown", [] { return fault_countdown; });
     m.def("arm_moment", &arm_moment, nb::arg("n"), nb::arg("meanwhile").none());
     m.def("crc32c", [](nb::handle data, uint32_t seed) {
-        Py_buffer view;
-        if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE)) throw nb::python_error();
-        uint32_t crc;
+        const arrays::Buffer buffer(data.ptr(), PyBUF_SIMPLE);
+        const auto n = size_t(buffer.view.len);
         arrays::Held held;
         held.add_if_array(data.ptr());
-        {
-            held.keep(size_t(view.len) > kHoldGil);
-            Unlocked unlocked(size_t(view.len) > kHoldGil);
-            crc = sum_parts(size_t(view.len), 1, [seed, bytes = static_cast<const byte*>(view.buf)](size_t first, size_t last) {
-                return crc32c(first ? 0 : seed, bytes + first, last - first);
-            });
-        }
-        PyBuffer_Release(&view);
-        return crc;
+        held.keep(n > kHoldGil);
+        Unlocked unlocked(n > kHoldGil);
+        return sum_parts(n, 1, [seed, bytes = static_cast<const byte*>(buffer.view.buf)](size_t first, size_t last) {
+            return crc32c(first ? 0 : seed, bytes + first, last - first);
+        });
     }, nb::arg("data"), nb::arg("seed") = 0);
     m.def("crc32c_portable", [](nb::bytes data) {
         return ~crc32c_table(~0u, reinterpret_cast<const byte*>(data.c_str()), data.size());

@@ -19,7 +19,7 @@ void make_plan(PayloadPlan* self, nb::list fixed, nb::list ragged, size_t row_nb
     for (size_t i = 0; i < nb::len(fixed); ++i) {
         nb::tuple t = tuple_of(arrays::item(fixed, i), 3, "fixed");
         auto* type = reinterpret_cast<PyArray_Descr*>(nb::handle(t[1]).ptr());
-        if (!PyArray_DescrCheck(type)) throw nb::type_error("fixed: must have dtypes");
+        if (!PyArray_DescrCheck(reinterpret_cast<PyObject*>(type))) throw nb::type_error("fixed: must have dtypes");
         const size_t offset = nb::cast<size_t>(t[2]), nbytes = size_t(PyDataType_ELSIZE(type));
         if (nbytes > row_nbytes || offset > row_nbytes - nbytes) throw nb::value_error("fixed: one reaches past its row");
         self->fixed.push_back({t[0], offset, PyArray_ISNBO(type->byteorder) ? put_of(type->type_num) : nullptr});
@@ -108,7 +108,7 @@ nb::object body_of(const PayloadPlan& plan, nb::list given, nb::dict base, nb::d
     std::vector<size_t> used(n);
     std::vector<npy_intp> responses(n);
     byte* to;
-    nb::object packed = new_bytes(n * plan.row_nbytes, to);
+    nb::object packed = new_bytes(checked_product(n, plan.row_nbytes), to);
     std::memset(to, 0, n * plan.row_nbytes);
     for (size_t i = 0; i < n; ++i) {
         PyObject* leaves = nb::handle(rows[i]).ptr();
@@ -117,7 +117,7 @@ nb::object body_of(const PayloadPlan& plan, nb::list given, nb::dict base, nb::d
         if (plan.is_token && (responses[i] = response_of(plan, leaves)) < 0) return nb::none();
     }
     byte* sizes;
-    nb::object lengths = new_bytes(n * plan.ragged.size() * sizeof(int32_t), sizes);
+    nb::object lengths = new_bytes(checked_product(n, plan.ragged.size() * sizeof(int32_t)), sizes);
     Body body(plan.alignment);
     body.add(packed, n * plan.row_nbytes), body.close_block();
     body.add(lengths, n * plan.ragged.size() * sizeof(int32_t)), body.close_block();

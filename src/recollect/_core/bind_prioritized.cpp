@@ -32,7 +32,7 @@ nb::object draw(Priorities& self, nb::handle codec_or_none, uint64_t key, uint64
     if (codec && codec->row_nbytes() != m->row_nbytes) throw nb::value_error("codec: must be made for these rows");
     PerLeaf<nb::object> leaf_arrays(codec ? codec->size() : 0);
     PerLeaf<byte*> leaves(codec ? codec->size() : 0);
-    if (codec) codec->make_arrays(npy_intp(n), leaf_arrays, leaves);
+    if (codec) codec->make_arrays(npy_intp(checked_size(n)), leaf_arrays, leaves);
     Drawn out{};
     nb::object row = arrays::make<int64_t>(n, out.row), generation = nb::none(), probability = nb::none(), weight = nb::none();
     if (labels) {
@@ -64,7 +64,7 @@ class PriorityDrawer {
     nb::object next(Stream& stream, size_t n, double beta) {
         auto m = of_.lock();
         PerLeaf<byte*> leaves(by_.size()), label(4);
-        nb::object batch = batches_.take(npy_intp(n), leaves), labels = labels_.take(npy_intp(n), label);
+        nb::object batch = batches_.take(npy_intp(checked_size(n)), leaves), labels = labels_.take(npy_intp(n), label);
         Drawn out{reinterpret_cast<int64_t*>(label[0]), reinterpret_cast<int64_t*>(label[1]),
                   reinterpret_cast<float*>(label[2]), reinterpret_cast<float*>(label[3])};
         bool found;
@@ -146,9 +146,9 @@ void bind_prioritized(nb::module_& m) {
         .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("priorities"), nb::arg("codec"), nb::arg("labels"))
         .def("next", &PriorityDrawer::next, nb::arg("stream"), nb::arg("n"), nb::arg("beta"));
     nb::class_<Priorities>(m, "Priorities")
-        .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps) {
-            new (self) Priorities(*static_cast<std::weak_ptr<Memory>*>(rows.data()), alpha, eps);
-        }, nb::arg("rows"), nb::arg("alpha"), nb::arg("eps"))
+        .def("__init__", [](Priorities* self, nb::capsule rows, double alpha, double eps, uint64_t length, bool pad) {
+            new (self) Priorities(*static_cast<std::weak_ptr<Memory>*>(rows.data()), alpha, eps, Wanted{length, pad});
+        }, nb::arg("rows"), nb::arg("alpha"), nb::arg("eps"), nb::arg("length") = 0, nb::arg("pad") = false)
         .def_prop_ro("top", [](Priorities& self) { Locked turn(self.turn()); return self.top(); })
         .def_prop_ro("least", [](Priorities& self) { Locked turn(self.turn()); return self.least(); })
         .def("total", &Priorities::total)

@@ -65,10 +65,11 @@ nb::object read(const Rows& self, const Codec& codec, nb::handle index, bool sin
     prepare(codec, single ? -1 : npy_intp(n), out, arrays, leaves, held);
     {
         const bool unlocks = n * m->row_nbytes > kHoldGil;
-        held.keep(unlocks);
+        if (unlocks) held.keep(true);
         Unlocked unlocked(unlocks);
         Reader reader(*m);
         reader.run([&] {
+            if (!unlocks) held.keep(false);  // each time: the wait for a change may have let other threads run
             const Snapshot& s = reader.snapshot();
             check_count(s, counted);
             for (size_t i = 0; i < n; ++i) check_index(places.data[i], s.total());
@@ -86,10 +87,11 @@ bool draw_into(Memory& m, const Codec& codec, Stream& stream, size_t n, PerLeaf<
     bool empty = false;
     {
         const bool unlocks = n * m.row_nbytes > kHoldGil;
-        if (held) held->keep(unlocks);
+        if (held && unlocks) held->keep(true);
         Unlocked unlocked(unlocks);
         Reader reader(m);
         reader.run([&, key = key, counter = counter] {
+            if (held && !unlocks) held->keep(false);
             empty = reader.snapshot().total() == 0;
             return empty || Draw(m, reader.snapshot(), key, counter, counter + n, n).run(codec, leaves.data());
         });
@@ -104,7 +106,7 @@ nb::object draw(const Rows& self, const Codec& codec, Stream& stream, size_t n, 
     PerLeaf<nb::object> arrays(codec.size());
     PerLeaf<byte*> leaves(codec.size());
     arrays::Held held;
-    prepare(codec, npy_intp(n), out, arrays, leaves, held);
+    prepare(codec, npy_intp(checked_size(n)), out, arrays, leaves, held);
     nb::object batch = out.is_none() ? codec.build(arrays, false) : out;
     return draw_into(*m, codec, stream, n, leaves, &held) ? batch : nb::none();
 }
@@ -124,7 +126,7 @@ class Drawer {
         struct Leave { Turn& turn; ~Leave() { turn.leave(); } } leave{at_};
         auto m = of_.memory(by_);
         PerLeaf<byte*> leaves(by_.size());
-        nb::object batch = recycled_.take(npy_intp(n), leaves);
+        nb::object batch = recycled_.take(npy_intp(checked_size(n)), leaves);
         if (!draw_into(*m, by_, stream, n, leaves)) return nb::none();
         ++at_.batches;
         return batch;

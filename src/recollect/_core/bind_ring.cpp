@@ -51,7 +51,7 @@ class BoundRing {
         : slot_nbytes_(slot_nbytes) {
         size_t total;
         if (lanes == 0 || slots < 2 || policy < 0 || policy > 2 || wake_free > slots) throw nb::value_error("ring: sizes are wrong");
-        if (lanes > 1 << 16 || slots > 1 << 20 || control_at % 64 || closed_at % 8 || closed_at + 8 > control_at ||
+        if (lanes > 1 << 16 || slots > 1 << 20 || control_at > slots_at || control_at % 64 || closed_at % 8 || closed_at + 8 > control_at ||
              control_at + Ring::control_nbytes(lanes, slots) > slots_at ||
             __builtin_mul_overflow(lanes * slots, slot_nbytes, &total) || slots_at > mapping->nbytes() || total > mapping->nbytes() - slots_at)
             throw nb::value_error("ring: reaches past its mapping");

@@ -153,9 +153,10 @@ void bind_rows(nb::module_& m) {
     }, nb::arg("key"), nb::arg("counter"), nb::arg("bound"), nb::arg("n"));
 
     nb::class_<Rows> rows(m, "Rows");
-    rows.def(nb::init<MappingPtr, size_t, size_t, size_t, bool, bool, bool, int, nb::object, bool>(), nb::arg("header"),
+    rows.def(nb::init<MappingPtr, size_t, size_t, size_t, bool, bool, bool, int, nb::object, bool, uint32_t>(), nb::arg("header"),
              nb::arg("capacity"), nb::arg("n_lanes"), nb::arg("row_nbytes"), nb::arg("tagged"), nb::arg("writable"),
-             nb::arg("is_private"), nb::arg("fd"), nb::arg("sections").none(), nb::arg("is_file") = false)
+             nb::arg("is_private"), nb::arg("fd"), nb::arg("sections").none(), nb::arg("is_file") = false,
+             nb::arg("n_closed") = 0)
         .def("close", &Rows::close)
         .def_prop_ro("is_closed", &Rows::is_closed)
         .def("memory", [](const Rows& self) { return self.memory(); })

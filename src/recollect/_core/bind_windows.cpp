@@ -14,7 +14,7 @@ struct Leaves {
     PerLeaf<nb::object> arrays;
     PerLeaf<byte*> data;
 
-    Leaves(const Codec& codec, size_t n) : arrays(codec.size()), data(codec.size()) { codec.make_arrays(npy_intp(n), arrays, data); }
+    Leaves(const Codec& codec, size_t n) : arrays(codec.size()), data(codec.size()) { codec.make_arrays(npy_intp(checked_size(n)), arrays, data); }
     nb::object build(const Codec& codec) { return codec.build(arrays, false); }
 };
 
@@ -59,7 +59,7 @@ nb::object read_frames(nb::handle rows, const Codec& codec, nb::handle at, nb::o
     int64_t *segment, *step;
     nb::object mask = arrays::make<bool>({npy_intp(anchors.n), npy_intp(offsets.n)}, valid);
     nb::object segments = arrays::make<int64_t>(anchors.n, segment), steps = arrays::make<int64_t>(anchors.n, step);
-    Leaves leaves(codec, anchors.n * offsets.n);
+    Leaves leaves(codec, checked_product(anchors.n, offsets.n));
     bool gone = false;
     {
         Unlocked unlocked(anchors.n * offsets.n * m->row_nbytes > kHoldGil);
@@ -112,7 +112,7 @@ nb::object draw_frames(nb::handle rows, const Codec* codec, uint64_t key, uint64
     std::optional<Located> located;
     if (codec) {
         check_codec(*m, *codec);
-        leaves.emplace(*codec, n * offsets.n);
+        leaves.emplace(*codec, checked_product(n, offsets.n));
         if (labelled) segments = arrays::make<int64_t>(n, segment), steps = arrays::make<int64_t>(n, step);
         else segments = steps = nb::none();
     } else {

@@ -28,12 +28,11 @@ void write_leaves(Memory& m, const Codec& codec, const byte* const* leaves, arra
                   nb::object ends, bool keep_open, const Patches* patches = nullptr) {
     const Flags flags(ends, n);
     if (n == 0) return;
-    const size_t k = lane_for(m, lane);
-    Locked lock(m.lock(k));
+    const OwnLane own(m, checked_lane(m, lane));
     const bool unlocks = n * m.row_nbytes > kHoldGil;
     held.keep(unlocks);
     Unlocked unlocked(unlocks);
-    Writer(m, k, patches).write(leaves, n, codec, {flags.data(), keep_open});
+    Writer(m, own.k, patches).write(leaves, n, codec, {flags.data(), keep_open});
 }
 
 // Which samples of a batch of `size`.
@@ -60,10 +59,9 @@ bool append(const Rows& self, const Codec& codec, nb::handle sample, int64_t lan
     if (codec.size() > 32) { heap.resize(codec.size()); sources = heap.data(); }
     arrays::Held held;
     if (!codec.take_one(sample.ptr(), sources, held)) return false;
-    const size_t k = lane_for(*m, lane);
-    Locked lock(m->lock(k));
+    const OwnLane own(*m, checked_lane(*m, lane));
     held.keep(false);
-    Writer(*m, k).append(sources, codec);
+    Writer(*m, own.k).append(sources, codec);
     return true;
 }
 
@@ -153,9 +151,8 @@ bool extend_chosen(const Rows& self, const Codec& codec, nb::handle batch, nb::o
 void end_segment(const Rows& self, int64_t lane) {
     auto m = self.writable();
     if (!m->tagged) return;
-    const size_t k = lane_for(*m, lane);
-    Locked lock(m->lock(k));
-    m->lane(k).open_segment.store(0, std::memory_order_release);
+    const OwnLane own(*m, checked_lane(*m, lane));
+    m->lane(own.k).open_segment.store(0, std::memory_order_release);
 }
 
 void overwrite_at(const Rows& self, const Codec& codec, nb::handle index, nb::list arrays) {

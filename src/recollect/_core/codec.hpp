@@ -19,6 +19,7 @@
 #include "arrays.hpp"
 #include "copy.hpp"
 #include "pool.hpp"
+#include "sizes.hpp"
 
 namespace nb = nanobind;
 
@@ -137,7 +138,7 @@ class Codec {
     // New arrays for n samples (n < 0: one sample, no batch axis); large ones share one block of the pool.
     void make_arrays(npy_intp n, PerLeaf<nb::object>& arrays, PerLeaf<byte*>& leaves) const {
         size_t total = 0;
-        for (const Span& span : spans_) total += aligned(span.nbytes * size_t(std::max<npy_intp>(n, 1)));
+        for (const Span& span : spans_) total = checked_size(total + aligned(checked_product(span.nbytes, size_t(std::max<npy_intp>(n, 1)))));
         nb::object owner;
         byte* at = nullptr;
         if (total >= Pool::kSmallest) {
@@ -173,7 +174,7 @@ class Codec {
         int ndim = 0;
         if (n >= 0) dims[ndim++] = n;
         for (npy_intp d : f.shape) dims[ndim++] = d;
-        Py_INCREF(f.descr);  // the new array takes a reference
+        Py_INCREF(reinterpret_cast<PyObject*>(f.descr));  // the new array takes a reference
         PyObject* made = at ? PyArray_NewFromDescr(&PyArray_Type, f.descr, ndim, dims, nullptr, at, NPY_ARRAY_CARRAY, nullptr)
                             : PyArray_Empty(ndim, dims, f.descr, 0);
         if (!made) throw nb::python_error();
@@ -335,7 +336,7 @@ class Codec {
         if (PyArray_IsScalar(value, Generic) && !PyTypeNum_ISEXTENDED(f.type_num) && f.item_nbytes <= sizeof(Source::number)) {
             PyArray_Descr* descr = PyArray_DescrFromScalar(value);
             const bool same = descr && (descr == f.descr || PyArray_EquivTypes(descr, f.descr));
-            Py_XDECREF(descr);
+            Py_XDECREF(reinterpret_cast<PyObject*>(descr));
             if (same) PyArray_ScalarAsCtype(value, into);
             return same;
         }

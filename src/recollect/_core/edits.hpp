@@ -2,6 +2,7 @@
 #pragma once
 
 #include <map>
+#include <set>
 
 #include "rows.hpp"
 
@@ -18,21 +19,54 @@ class Hold {
         for (auto& lock : locks_) lock.second.reset();
         for (size_t k : borrowed_) memory_.release(k, true);
     }
-    bool has(size_t k) const { return locks_.count(k); }
+    bool has(size_t k) const {
+        const auto found = locks_.find(k);
+        return found != locks_.end() && found->second;
+    }
     void take(size_t k) {
         if (has(k)) return;
-        memory_.check_fork();
-        const bool ours = memory_.lane(k).owner.load() == own_word();
-        memory_.claim(k);
-        if (!ours) borrowed_.push_back(k);
-        locks_[k] = std::make_unique<Locked>(memory_.lock(k));
+        std::optional<Locked>& lock = locks_[k];
+        borrowed_.reserve(borrowed_.size() + 1);
+        for (;;) {
+            const bool fresh = memory_.claim(k);
+            lock.emplace(memory_.lock(k));
+            if (fresh) borrowed_.push_back(k);
+            if (memory_.is_ours(k)) return;
+            lock.reset();  // another thread has released it meanwhile
+            if (fresh) borrowed_.pop_back();
+        }
     }
 
   private:
     Memory& memory_;
     Locked one_at_a_time_;  // two edits could otherwise take their lanes in opposite orders
-    std::map<size_t, std::unique_ptr<Locked>> locks_;
+    std::map<size_t, std::optional<Locked>> locks_;
     std::vector<size_t> borrowed_;
+};
+
+// A change in place of lane k, which the caller holds. One that an exception cuts short is taken back or finished at once, as
+// that of a killed process would be by whoever comes next: while this process lives nobody else would.
+class Change {
+  public:
+    Change(Memory& m, size_t k, uint64_t op) : memory_(m), k_(k) {
+        m.open_epoch(m.lane(k));
+        m.set_op(m.lane(k), op);
+    }
+    Change(const Change&) = delete;
+    ~Change() {
+        if (ended_) return;
+        try { memory_.repair(k_); }
+        catch (const std::exception&) {}  // the first one is on its way
+    }
+    void end() {
+        memory_.close_epoch(memory_.lane(k_));
+        ended_ = true;
+    }
+
+  private:
+    Memory& memory_;
+    const size_t k_;
+    bool ended_ = false;
 };
 
 using Places = std::vector<std::pair<size_t, uint64_t>>;  // (lane, position)
@@ -62,23 +96,14 @@ inline Places hold_places(Memory& m, Hold& hold, const int64_t* index, size_t n)
     }
 }
 
-// Overwrite the rows given as (lane, row), one after the other, so that of duplicates the last wins: number i by
-// `fill(its memory, i)`.
-template <typename Fill>
-void overwrite_by(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, Fill fill) {
-    std::map<size_t, bool> lanes;
-    for (auto& [k, r] : rows) lanes[k] = true;
-    for (auto& [k, _] : lanes) { m.open_epoch(m.lane(k)); m.set_op(m.lane(k), kOverwrite); }
-    for (size_t i = 0; i < rows.size(); ++i) {
-        const size_t r = rows[i].second;
-        m.begin_row(r);
-        std::atomic_thread_fence(std::memory_order_release);
-        fill(m.row(r), i);
-        fault_point();
-        m.end_row(r);
-        fault_point();
-    }
-    for (auto& [k, _] : lanes) m.close_epoch(m.lane(k));
+// Overwrite row r by `fill(its memory)`; its lane is being changed.
+template <typename Fill> void overwrite_row(Memory& m, size_t r, Fill fill) {
+    m.begin_row(r);
+    std::atomic_thread_fence(std::memory_order_release);
+    fill(m.row(r));
+    fault_point();
+    m.end_row(r);
+    fault_point();
 }
 
 inline void copy_fields(byte* row, const Codec& codec, const byte* const* leaves, size_t i) {
@@ -88,9 +113,15 @@ inline void copy_fields(byte* row, const Codec& codec, const byte* const* leaves
     }
 }
 
+// Overwrite the rows given as (lane, row), one after the other, so that of duplicates the last wins.
 inline void overwrite(Memory& m, const std::vector<std::pair<size_t, size_t>>& rows, const byte* const* leaves,
                       const Codec& codec) {
-    overwrite_by(m, rows, [&](byte* row, size_t i) { copy_fields(row, codec, leaves, i); });
+    std::set<size_t> lanes;  // all memory is taken before the first lane is touched
+    for (auto& [k, r] : rows) lanes.insert(k);
+    for (size_t k : lanes) { m.open_epoch(m.lane(k)); m.set_op(m.lane(k), kOverwrite); }
+    for (size_t i = 0; i < rows.size(); ++i)
+        overwrite_row(m, rows[i].second, [&](byte* row) { copy_fields(row, codec, leaves, i); });
+    for (size_t k : lanes) m.close_epoch(m.lane(k));
 }
 
 inline void remove_from_lane(Memory& m, size_t k, const std::vector<uint64_t>& gone) {
@@ -99,16 +130,17 @@ inline void remove_from_lane(Memory& m, size_t k, const std::vector<uint64_t>& g
     const uint64_t n = gone.size(), first = gone.front(), last = gone.back();
     const uint64_t removed = w.removed.load() + n, skip = w.skip.load();
     const bool contiguous = last - first + 1 == n;
+    if (first < v.low || last >= v.cursor) m.damaged("a window from " + std::to_string(v.low) + " to " + std::to_string(v.cursor));
     if (contiguous && last + 1 == v.cursor)
         return m.install(k, w.tail.load(), first, w.reserved.load(), skip + n, removed);
     if (contiguous && first == v.low && m.run)
         return m.install(k, last + 1, v.cursor, w.reserved.load(), skip, removed);
-    m.open_epoch(w);
-    m.set_op(w, kMark);
+    Change change(m, k, kMark);
     for (uint64_t p : gone) { m.stamp(m.row_of(k, p)).fetch_or(kTomb); fault_point(); }
-    m.split_at_tombs(k, first, last);
-    m.compact(k, first, last, n, removed);
-    m.close_epoch(w);
+    moment();
+    m.split_at_tombs(k, v, first, last);
+    m.compact(k, v, first, last, n, removed);
+    change.end();
 }
 
 // `index` is sorted and without duplicates.

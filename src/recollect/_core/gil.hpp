@@ -9,11 +9,19 @@ namespace nb = nanobind;
 
 namespace recollect {
 
-// Releases the GIL for its lifetime, if asked to.
+// Whether this thread has the GIL: true from the call by Python on but for the lifetime of an Unlocked. (PyGILState_Check
+// is no part of the stable ABI.)
+constinit inline thread_local bool has_gil = true;
+
+// Releases the GIL for its lifetime, if asked to. A lock is waited for inside no other release of it.
 struct Unlocked {
-    explicit Unlocked(bool release) : state(release ? PyEval_SaveThread() : nullptr) {}
+    explicit Unlocked(bool release) : state(release ? PyEval_SaveThread() : nullptr) { if (state) has_gil = false; }
     Unlocked(const Unlocked&) = delete;
-    ~Unlocked() { if (state) PyEval_RestoreThread(state); }
+    ~Unlocked() {
+        if (!state) return;
+        PyEval_RestoreThread(state);
+        has_gil = true;
+    }
     PyThreadState* state;
 };
 
@@ -21,7 +29,7 @@ struct Locked {
     explicit Locked(std::mutex& m) : mutex(m) {
         if (mutex.try_lock()) return;
         waited = true;
-        Unlocked unlocked(PyGILState_Check());
+        Unlocked unlocked(has_gil);
         mutex.lock();
     }
     Locked(const Locked&) = delete;

@@ -21,6 +21,7 @@
 
 #include <array>
 #include <memory>
+#include <optional>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -40,7 +41,8 @@ constexpr uint64_t kTomb = uint64_t(1) << 63;  // on a stamp: to be removed by t
 constexpr size_t kFirstChunk = 1024;           // rows; each further chunk of an unbounded lane doubles the total
 
 struct Shared {
-    std::atomic<uint32_t> closed, waiters;
+    std::atomic<uint32_t> closed;   // how often it was closed for all processes: a file can be opened again
+    std::atomic<uint32_t> waiters;
     word rejected;  // refused before a lane was touched
 };
 
@@ -93,6 +95,7 @@ class Memory {
     const bool can_repair;  // the mapping is writable, whatever its user may do
     int fd;  // of a file, or of unbounded shared memory; else -1. Chunks of an unbounded lane are appended to it
     bool is_file = false;  // not memory alone
+    uint32_t n_closed = 0;  // how often it had been closed for all when it was opened
 
     Memory(std::shared_ptr<Mapping> header, size_t capacity_, size_t n_lanes_, size_t row_nbytes_, bool tagged_,
            bool writable_, bool is_private_, int fd_)
@@ -115,6 +118,7 @@ class Memory {
 
     Lane& lane(size_t k) const { return lanes_[k]; }
     Shared& shared() const { return *shared_; }
+    bool is_closed_for_all() const { return shared_->closed.load(std::memory_order_acquire) != n_closed; }
 
     // After a cursor has moved: wake who waits for it. See pack.hpp.
     void tell_waiters() const {
@@ -233,7 +237,7 @@ class Memory {
     // The lane this process writes to when it names none: a free one, else one it already holds.
     size_t default_lane() {
         check_fork();
-        if (default_lane_ >= 0) return static_cast<size_t>(default_lane_);
+        if (default_lane_ >= 0 && try_keep(size_t(default_lane_))) return static_cast<size_t>(default_lane_);
         uint64_t busy = 0;
         for (size_t k = 0; k < n_lanes; ++k) {
             const uint64_t owner = lane(k).owner.load(std::memory_order_acquire);
@@ -252,22 +256,24 @@ class Memory {
     int64_t held_lane() const { return fork_count.load(std::memory_order_relaxed) == forks_ ? default_lane_ : -1; }
 
     // Whether the owner of a lane lives. What /proc cannot tell, the lock that it took on this file may: the kernel
-    // gives that up with the process, in whatever container it was. Only where both are of one kernel; on a disk of
-    // this machine, whoever is of another boot was here before a restart.
+    // gives that up with the process, in whatever container it was. Only where both are of one kernel. On a disk of
+    // this machine they are, also where the boots differ: some containers have a boot id of their own, and who was
+    // here before a restart holds no lock.
     Life life(uint64_t owner) const {
         const Life found = life_of(owner);
         if (found != Life::kUnknown || fd < 0) return found;
-        if (is_of_other_boot(owner)) return is_on_own_disk() ? Life::kDead : found;
-        if (boot_of(owner) == 0 || boot_of(owner) == kNoDomain || boot_of(own_domain()) != boot_of(owner)) return found;
+        if (boot_of(owner) == 0 || boot_of(owner) == kNoDomain) return found;
+        if (boot_of(own_domain()) != boot_of(owner) && !(is_of_other_boot(owner) && is_on_own_disk())) return found;
         const int description = lock_fd_forks_.load(std::memory_order_acquire) == fork_count.load() ? lock_fd_ : -1;
         struct flock lock = lock_on(owner, F_WRLCK);
         if (description < 0 || ::fcntl(description, F_OFD_GETLK, &lock) != 0) return found;
         return lock.l_type == F_UNLCK ? Life::kDead : found;
     }
 
-    // Claim lane k if nobody who may live holds it; true when it is ours afterwards.
-    bool try_claim(size_t k) {
+    // Claim lane k if nobody who may live holds it; true when it is ours afterwards. `fresh`: it was not before.
+    bool try_claim(size_t k, bool* fresh = nullptr) {
         check_fork();
+        if (fresh) *fresh = false;
         Lane& w = lane(k);
         const uint64_t me = own_word();
         if (locked_.load(std::memory_order_acquire) != me) [[unlikely]] lock_own_word();
@@ -280,22 +286,27 @@ class Memory {
             if (!w.owner.compare_exchange_strong(owner, me, std::memory_order_acq_rel)) continue;
             w.open_segment.store(0, std::memory_order_relaxed);  // it ended at its last committed row
             try { repair(k); }
-            catch (const Damaged&) {  // for whoever comes next to find out too
+            catch (...) {  // it cannot be, or not with the memory there is: for whoever comes next to find out too
                 w.owner.store(0, std::memory_order_release);
                 throw;
             }
+            if (fresh) *fresh = true;
             return true;
         }
     }
-    void claim(size_t k) {
-        if (!try_claim(k)) throw Busy(lane(k).owner.load(), int(k));
+    bool claim(size_t k) {  // true if it was not ours before
+        bool fresh;
+        if (!try_claim(k, &fresh)) throw Busy(lane(k).owner.load(), int(k));
+        return fresh;
     }
+    bool is_ours(size_t k) const { return lane(k).owner.load(std::memory_order_acquire) == own_word(); }
+    bool is_kept(size_t k) const { return kept_[k].load(std::memory_order_acquire) && is_ours(k); }
     // Claim lane k until release(k); a lane that another thread only borrows for an edit stays ours after it.
     bool try_keep(size_t k) {
-        if (kept_[k].load(std::memory_order_acquire) && lane(k).owner.load(std::memory_order_acquire) == own_word()) return true;
+        if (is_kept(k)) return true;
         while (try_claim(k)) {
             Locked hold(lock(k));
-            if (lane(k).owner.load(std::memory_order_acquire) != own_word()) continue;
+            if (!is_ours(k)) continue;
             kept_[k].store(true, std::memory_order_release);
             return true;
         }
@@ -305,12 +316,14 @@ class Memory {
         check_fork();
         if (!try_keep(k)) throw Busy(lane(k).owner.load(), int(k));
     }
-    void release(size_t k, bool unless_kept = false) {
+    // Give up lane k if this object has kept it; `borrowed`: if it has it for one edit or repair, and did not keep it since.
+    // The owner's word is that of a process, and another object of ours may have the lane.
+    void release(size_t k, bool borrowed = false) {
         Lane& w = lane(k);
         const uint64_t me = used_word();
         if (!me || w.owner.load(std::memory_order_acquire) != me) return;
         Locked hold(lock(k));
-        if (unless_kept && kept_[k].load(std::memory_order_acquire)) return;
+        if (kept_[k].load(std::memory_order_acquire) == borrowed || w.owner.load(std::memory_order_acquire) != me) return;
         kept_[k].store(false, std::memory_order_release);
         w.open_segment.store(0, std::memory_order_relaxed);
         w.owner.store(0, std::memory_order_release);
@@ -374,12 +387,11 @@ class Memory {
         close_epoch(w);
     }
 
-    // Remove the positions whose rows are tombs, from `first` to `last`, moving the shorter side up or the newer down.
+    // Remove the positions of the window whose rows are tombs, from `first` to `last`, moving the shorter side up or the newer down.
     // `gone_after` is what the door they leave by (removed or, with kTorn, dropped) then counts. Down, positions are counted
     // from `first`; up, from the window's low, one above.
-    void compact(size_t k, uint64_t first, uint64_t last, uint64_t n_gone, uint64_t gone_after, uint64_t torn = 0) {
+    void compact(size_t k, const Window& v, uint64_t first, uint64_t last, uint64_t n_gone, uint64_t gone_after, uint64_t torn = 0) {
         Lane& w = lane(k);
-        const Window v = window(k);
         const uint64_t above = v.cursor - first, below = last + 1 - v.low;
         const bool down = !run || above <= below || below > kHalf;
         const uint64_t start = down ? 0 : below;
@@ -405,7 +417,7 @@ class Memory {
             case kInstall: finish_install(w); break;
             case kDown: finish_down(k); break;
             case kUp: finish_up(k); break;
-            case kMark: each_row(k, [&](uint64_t, word& s) { s.store(s.load() & ~kTomb); }); break;
+            case kMark: each_row(k, window(k), [&](uint64_t, word& s) { s.store(s.load() & ~kTomb); }); break;
             case kOverwrite: drop_torn(k); break;
             default: break;
         }
@@ -413,8 +425,7 @@ class Memory {
     }
 
   private:
-    template <typename F> void each_row(size_t k, F f) {
-        const Window v = window(k);
+    template <typename F> void each_row(size_t k, const Window& v, F f) {
         find_rows(v.cursor);
         for (uint64_t p = v.low; p < v.cursor; ++p) f(p, stamp(row_of(k, p)));
     }
@@ -444,8 +455,9 @@ class Memory {
 
     void drop_torn(size_t k) {
         Lane& w = lane(k);
+        const Window v = window(k);
         uint64_t n = 0, first = 0, last = 0;
-        each_row(k, [&](uint64_t p, word& s) {
+        each_row(k, v, [&](uint64_t p, word& s) {
             if (!(s.load() & (kTomb | 1))) return;  // a tomb: an earlier repair was killed too
             s.store(((s.load() + 1) & ~uint64_t(1)) | kTomb);
             fault_point();
@@ -453,8 +465,8 @@ class Memory {
             last = p;
         });
         if (n == 0) return;
-        split_at_tombs(k, first, last);
-        compact(k, first, last, n, w.dropped.load() + n, kTorn);
+        split_at_tombs(k, v, first, last);
+        compact(k, v, first, last, n, w.dropped.load() + n, kTorn);
     }
 
   public:
@@ -468,13 +480,13 @@ class Memory {
     // What follows a hole in a segment becomes a segment of its own, so that no window spans the hole. New ids are
     // written from the newest row back: killed half way this leaves one boundary too many, never one too few, and
     // never two stretches of one id.
-    void split_at_tombs(size_t k, uint64_t first, uint64_t last) {
+    void split_at_tombs(size_t k, const Window& v, uint64_t first, uint64_t last) {
         if (!tagged) return;
-        const Window v = window(k);
         find_rows(v.cursor);
         int64_t old = segment(row_of(k, first)), fresh = 0;
         bool survivors = first > v.low && segment(row_of(k, first - 1)) == old, hole = false;
-        std::vector<std::pair<size_t, int64_t>> renamed;
+        struct Renamed { uint64_t begin, end; int64_t segment; };
+        std::vector<Renamed> renamed;  // next to one another, but for gaps between segments
         for (uint64_t p = first; p < v.cursor; ++p) {
             const size_t r = row_of(k, p);
             if (segment(r) != old) {
@@ -483,20 +495,21 @@ class Memory {
             }
             if (is_tomb(r)) {
                 hole = true;
-                if (fresh) renamed.emplace_back(r, fresh);  // if the removal is taken back it must not be left behind
+                if (fresh) renamed.back().end = p + 1;  // if the removal is taken back it must not be left behind
                 continue;
             }
-            if (hole && survivors) fresh = new_segment(k);
+            if (hole && survivors) renamed.push_back({p, p, fresh = new_segment(k)});
             hole = false;
             survivors = true;
-            if (fresh) renamed.emplace_back(r, fresh);
+            if (fresh) renamed.back().end = p + 1;
             else if (p > last) break;
         }
-        for (size_t n = renamed.size(); n-- > 0;) {
-            auto [c, i] = find(renamed[n].first);
-            __atomic_store_n(c->segment + i, renamed[n].second, __ATOMIC_RELEASE);
-            fault_point();
-        }
+        for (; !renamed.empty(); renamed.pop_back())
+            for (uint64_t p = renamed.back().end; p-- > renamed.back().begin;) {
+                auto [c, i] = find(row_of(k, p));
+                __atomic_store_n(c->segment + i, renamed.back().segment, __ATOMIC_RELEASE);
+                fault_point();
+            }
     }
 
   private:
@@ -667,6 +680,32 @@ class Memory {
     size_t n_chunks_ = 0;
     std::atomic<size_t> ready_{0};
     std::vector<std::shared_ptr<Mapping>> keep_;
+};
+
+// A lane that this process writes to, and its lock. Until it has the lock another thread may release the lane.
+class OwnLane {
+  public:
+    OwnLane(Memory& m, int64_t lane) : k(keep(m, lane)) {
+        for (take(m); !m.is_kept(k); take(m)) {
+            lock_.reset();
+            k = keep(m, lane);
+            waited = true;
+        }
+    }
+    bool waited = false;  // then other threads have run
+    size_t k;
+
+  private:
+    size_t keep(Memory& m, int64_t lane) {
+        if (lane < 0) return m.default_lane();
+        if (!m.is_kept(size_t(lane))) waited = true, m.keep_lane(size_t(lane));
+        return size_t(lane);
+    }
+    void take(Memory& m) {
+        lock_.emplace(m.lock(k));
+        waited |= lock_->waited;
+    }
+    std::optional<Locked> lock_;
 };
 
 }  // namespace recollect

@@ -27,7 +27,7 @@ class Chosen {
   public:
     Chosen(const Codec& codec, const byte* const* leaves, const int64_t* rows, size_t n) : leaves_(codec.size()) {
         size_t total = 0;
-        for (size_t k = 0; k < codec.size(); ++k) total += aligned(n * codec.spans()[k].nbytes);
+        for (size_t k = 0; k < codec.size(); ++k) total = checked_size(total + aligned(checked_product(n, codec.spans()[k].nbytes)));
         block_.resize(total);
         byte* at = block_.data();
         for (size_t k = 0; k < codec.size(); ++k) {
@@ -63,11 +63,10 @@ void write_lanes(Memory& m, const Codec& codec, const byte* const* leaves, const
     for (size_t i = 0; i < n; ++i) {
         if (bounded && i + kLanesAhead < n) ask_for(m, size_t(lanes[i + kLanesAhead]));
         for (size_t j = 0; j < codec.size(); ++j) sources[j].data = leaves[j] + (rows ? size_t(rows[i]) : i) * codec.spans()[j].nbytes;
-        const size_t k = size_t(lanes[i]);
-        Locked lock(m.lock(k));
-        if (lock.waited) look();
-        Writer(m, k).append(sources.data(), codec);
-        if (ends && ends[i]) m.lane(k).open_segment.store(0, std::memory_order_release);
+        const OwnLane own(m, lanes[i]);
+        if (own.waited) look();
+        Writer(m, own.k).append(sources.data(), codec);
+        if (ends && ends[i]) m.lane(own.k).open_segment.store(0, std::memory_order_release);
     }
 }
 

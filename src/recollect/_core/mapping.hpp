@@ -10,6 +10,7 @@
 #include <system_error>
 
 #include "copy.hpp"
+#include "sizes.hpp"
 
 namespace recollect {
 
@@ -23,6 +24,7 @@ class Mapping {
     // gather then misses the TLB far less often.
     Mapping(int fd, size_t offset, size_t nbytes, bool writable)
         : nbytes_(page_up(nbytes ? nbytes : 1)), writable_(writable) {
+        if (nbytes > kMostNbytes) { errno = ENOMEM; fail("mmap"); }  // what is added below would overflow
         const int protection = PROT_READ | (writable ? PROT_WRITE : 0);
         const bool huge = nbytes_ >= kHugePage;
         const size_t span = nbytes_ + (huge ? kHugePage : 0);

@@ -29,8 +29,10 @@ void translate(const std::exception_ptr& p, void*) {
     catch (const Lapped& e) { PyErr_SetString(error_class("ContentionError"), e.what()); }
     catch (const std::out_of_range& e) { PyErr_SetString(PyExc_IndexError, e.what()); }
     catch (const std::logic_error& e) {
-        if (std::string(e.what()) != "closed") throw;
-        PyErr_SetString(error_class("ClosedError"), "this object was closed; open or create it again");
+        const std::string what = e.what();
+        if (what != "closed" && what != "closed for all") throw;
+        PyErr_SetString(error_class("ClosedError"), what == "closed" ? "this object was closed; open or create it again"
+                                                                     : "this object was closed by its owner; create it again");
     }
     catch (const std::system_error& e) {
         errno = e.code().value();

@@ -13,6 +13,7 @@
 #include <system_error>
 #include <thread>
 
+#include "gil.hpp"
 #include "process.hpp"
 
 namespace recollect {
@@ -87,10 +88,12 @@ template <typename Work> void in_parallel(size_t n, size_t nbytes, const Work& w
     const size_t threads = std::min(thread_count(nbytes, each_nbytes), std::max<size_t>(n, 1));
     if (threads <= 1) { work(size_t(0), n); return; }
     watch_forks();
-    auto board = std::make_shared<Board>(std::min(n, 4 * threads));  // outlives this call for those who come late
+    std::shared_ptr<Board> board;  // outlives this call for those who come late
+    try { board = std::make_shared<Board>(std::min(n, 4 * threads)); }
+    catch (const std::bad_alloc&) { work(size_t(0), n); return; }  // rows half written must not wait for memory
     for (size_t t = 1; t < threads && helpers.start(fork_count.load(std::memory_order_relaxed)); ++t) {
-        try { std::thread([board, &work, n] { helpers.began(); helpers.helped(board->take(&work, n)); }).detach(); }
-        catch (const std::system_error&) { helpers.began(); break; }  // no thread to be had
+        try { std::thread([board, &work, n] { has_gil = false; helpers.began(); helpers.helped(board->take(&work, n)); }).detach(); }
+        catch (const std::exception&) { helpers.began(); break; }  // no thread to be had
     }
     board->take(&work, n);
     board->wait();

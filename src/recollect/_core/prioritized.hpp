@@ -5,6 +5,10 @@
 // (overwrite, removal) shows as another epoch; then the generations of that lane's rows tell which samples are others
 // now, in one pass.
 //
+// Where windows are asked for (see windows.hpp), only the rows at which one begins have a mass, and a window is known
+// by that row and its generation. A new row can complete the window that begins `length - 1` rows before it, so keeping
+// up costs `length` rows more for each lane that was written to.
+//
 // The sums are a function of the leaves alone (see tree.hpp): whoever sets the same masses gets the same bits, however
 // the masses came about. A saved and restored sampler therefore draws as if it had never stopped.
 #pragma once
@@ -14,6 +18,7 @@
 #include "powers.hpp"
 #include "rows.hpp"
 #include "tree.hpp"
+#include "windows.hpp"
 
 namespace recollect {
 
@@ -99,8 +104,8 @@ struct Drawn {
 
 class Priorities {
   public:
-    Priorities(std::weak_ptr<Memory> memory, double alpha, double eps)
-        : memory_(std::move(memory)), alpha_(alpha), eps_(eps), masses_(1) {
+    Priorities(std::weak_ptr<Memory> memory, double alpha, double eps, Wanted wanted)
+        : memory_(std::move(memory)), alpha_(alpha), eps_(eps), wanted_(wanted), masses_(1) {
         auto m = lock();
         windows_.assign(m->n_lanes, Shown());
         reach(m->capacity);
@@ -183,6 +188,7 @@ class Priorities {
             for (size_t k = 0; k < windows_.size(); ++k)
                 for (uint64_t p = windows_[k].low; p < windows_[k].cursor; ++p) {
                     const size_t r = m.row_of(k, p);
+                    if (!seen_[r]) continue;  // no window begins here
                     moment();
                     const int64_t generation = int64_t(m.generation(r));
                     if (!is_lapped(m, r)) found.push_back({int64_t(r), generation, masses_.of(r)});
@@ -223,15 +229,23 @@ class Priorities {
         for (size_t k = 0; k < windows_.size(); ++k) {
             if (windows_[k].epoch == s[k].epoch && windows_[k].low == s[k].low && windows_[k].cursor == s[k].cursor) continue;
             const Shown before = windows_[k], now(m, k, s[k]);
-            before.epoch == now.epoch ? advance(m, k, before, now) : compare(m, k, before, now);
+            before.epoch == now.epoch ? advance(m, s, k, before, now) : compare(m, s, k, before, now);
             windows_[k] = now;
         }
         flush();
     }
 
-    void advance(Memory& m, size_t k, const Shown& before, const Shown& now) {
+    void advance(Memory& m, const Snapshot& s, size_t k, const Shown& before, const Shown& now) {
         leave(m, k, before.low, std::min(now.low, before.cursor), now);
-        for (uint64_t p = std::max(before.cursor, now.low); p < now.cursor; ++p) enter(m, m.row_of(k, p));
+        if (!wanted_.length) {
+            for (uint64_t p = std::max(before.cursor, now.low); p < now.cursor; ++p) enter(m, m.row_of(k, p));
+            return;
+        }
+        const Runs runs(m, s, true);
+        const uint64_t back = std::min(wanted_.length - 1, before.cursor);  // rows whose window was too short until now
+        const uint64_t from = std::max(before.cursor - back, now.low);
+        for (uint64_t p = from; p < now.cursor; ++p) look_at(m, runs, k, p);
+        if (now.low < from) look_at(m, runs, k, now.low);  // with `pad`, where the oldest segment begins by now
     }
 
     // Positions [from, to) are gone; a row that shows a newer sample will be entered anyway.
@@ -243,11 +257,19 @@ class Priorities {
     }
 
     // After a change in place: whatever has another generation than we know is another sample.
-    void compare(Memory& m, size_t k, const Shown& before, const Shown& now) {
+    void compare(Memory& m, const Snapshot& s, size_t k, const Shown& before, const Shown& now) {
         leave(m, k, before.low, before.cursor, now);
-        for (uint64_t p = now.low; p < now.cursor; ++p) {
-            const size_t r = m.row_of(k, p);
-            if (seen_[r] != tag(m, r)) enter(m, r);
+        const Runs runs(m, s, true);
+        for (uint64_t p = now.low; p < now.cursor; ++p) look_at(m, runs, k, p);
+    }
+
+    // Give the row of a position its mass if it is another sample than we know, and none if no window begins there.
+    void look_at(const Memory& m, const Runs& runs, size_t k, uint64_t p) {
+        const size_t r = m.row_of(k, p);
+        if (wanted_.length && !runs.starts(wanted_, {k, p})) {
+            if (seen_[r]) put(r, 0.0, 0);
+        } else if (seen_[r] != tag(m, r)) {
+            enter(m, r);
         }
     }
 
@@ -291,7 +313,8 @@ class Priorities {
 
     // Is (r, generation) a sample that we know of? (If it goes just now, keep_up() will find that its row is new.)
     bool is_same(const Memory& m, int64_t r, int64_t generation) const {
-        return is_row(r) && windows_[lane_of(m, size_t(r))].has(size_t(r)) && int64_t(m.generation(size_t(r))) == generation;
+        return is_row(r) && windows_[lane_of(m, size_t(r))].has(size_t(r)) && seen_[size_t(r)] &&
+               int64_t(m.generation(size_t(r))) == generation;
     }
 
     // --- draws ------------------------------------------------------------------------------------------------------
@@ -382,6 +405,7 @@ class Priorities {
     std::unique_ptr<std::mutex> turn_ = std::make_unique<std::mutex>();
     uint32_t forks_ = fork_count.load();
     double alpha_, eps_, top_ = 1.0, fresh_ = 1.0;
+    const Wanted wanted_;
     Masses masses_;
     std::vector<uint32_t, InPages<uint32_t>> seen_;  // a tag of the generation that each row's mass is for
     std::vector<Shown> windows_;

@@ -174,7 +174,8 @@ inline uint64_t own_word() {
 // The word of this process if it ever used it, else 0: what it never used it cannot have put anywhere.
 inline uint64_t used_word() { return known_own_word.load(std::memory_order_relaxed); }
 
-// Whether the process that a word names is of another machine, or of this one before it was restarted.
+// Whether the process that a word names is of another machine, of this one before it was restarted, or of a container
+// that has a boot id of its own.
 inline bool is_of_other_boot(uint64_t word) {
     const uint64_t boot = boot_of(word), own = boot_of(own_domain());
     return boot && boot < kNoBoot && own < kNoBoot && boot != own;
@@ -202,7 +203,7 @@ inline std::string describe_process(uint64_t word) {
     std::string text = "process " + std::to_string(pid_of(word));
     int error = 0;
     if (life_of(word, &error) != Life::kUnknown) return text;
-    if (is_of_other_boot(word)) return text + " of another machine, or of this one before it was restarted";
+    if (is_of_other_boot(word)) return text + " of another machine or container, or of this machine before it was restarted";
     if (boot_of(word) && boot_of(word) != kNoDomain && is_of_other_space(word)) return text + " of another pid namespace (container)";
     return text + ", which cannot be looked up" + (error ? std::string(" (") + std::strerror(error) + ")" : std::string());
 }

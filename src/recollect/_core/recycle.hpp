@@ -24,7 +24,7 @@ class Recycled {
         PerLeaf<nb::object> arrays(codec_.size());
         codec_.make_arrays(n, arrays, leaves);
         nb::object batch = codec_.build(arrays, false);
-        if (codec_.row_nbytes() * size_t(n) <= kLargest) keep(batch, n, arrays);
+        if (checked_product(codec_.row_nbytes(), size_t(n)) <= kLargest) keep(batch, n, arrays);
         return batch;
     }
 

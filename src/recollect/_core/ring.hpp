@@ -268,7 +268,7 @@ class Ring {
         Turn(Ring& ring, size_t i, double end) : mutex(ring.lock(i)) {
             taken = mutex.try_lock();
             if (taken) return;
-            Unlocked unlocked(PyGILState_Check());
+            Unlocked unlocked(has_gil);
             taken = mutex.try_lock_for(std::chrono::duration<double>(std::clamp(end - monotonic_s(), 0.0, 1e6)));
         }
         Turn(const Turn&) = delete;
@@ -515,11 +515,11 @@ class Ring {
             if (is_closed()) return kClosedNow;
             ::sched_yield();
         } while (monotonic_s() < spin_until);
-        const bool has_gil = PyGILState_Check();
+        const bool unlocks = has_gil;
         for (;;) {
             int64_t outcome = kNothing;
             {
-                Unlocked unlocked(has_gil);
+                Unlocked unlocked(unlocks);
                 const uint32_t seen = futex.load(std::memory_order_acquire);
                 moment();
                 waiting.store(mark, std::memory_order_relaxed);

@@ -320,7 +320,7 @@ class Writer {
                 after_row(done + i, ends, segment, step, false);
             });
             done += piece;
-            if (done == n && memory_.tagged && ends.keep_open) lane_.open_segment.store(segment, std::memory_order_relaxed);
+            if (memory_.tagged && ends.keep_open) lane_.open_segment.store(segment, std::memory_order_relaxed);
             if (first) {
                 const uint64_t offered = cursor + lane_.skip.load() + done;
                 memory_.install(k_, start, start + piece, lane_.reserved.load(), offered - (start + piece),

@@ -13,7 +13,7 @@ using MappingPtr = std::shared_ptr<Mapping>;
 class Rows {
   public:
     Rows(MappingPtr header, size_t capacity, size_t n_lanes, size_t row_nbytes, bool tagged, bool writable,
-         bool is_private, int fd, nb::object sections, bool is_file) {
+         bool is_private, int fd, nb::object sections, bool is_file, uint32_t n_closed) {
         size_t nbytes_of_rows;
         if (n_lanes == 0 || header->nbytes() < kHeaderNbytes || n_lanes > (header->nbytes() - kHeaderNbytes) / sizeof(Lane))
             throw nb::value_error("n_lanes: must be at least 1 and fit the header");
@@ -23,6 +23,7 @@ class Rows {
         if (fd >= 0 && own < 0) throw std::system_error(errno, std::generic_category(), "the descriptor of the rows");
         memory_ = std::make_shared<Memory>(header, capacity, n_lanes, row_nbytes, tagged, writable, is_private, own);
         memory_->is_file = is_file;
+        memory_->n_closed = n_closed;
         if (!capacity) return;
         nb::tuple t = tuple_of(sections, 4, "sections");  // (mapping, offset) of stamps, segments, steps, rows
         auto at = [&](size_t i, size_t nbytes) -> byte* {
@@ -51,6 +52,7 @@ class Rows {
 
     std::shared_ptr<Memory> memory() const {
         if (!memory_) throw std::logic_error("closed");
+        if (memory_->is_closed_for_all()) [[unlikely]] throw std::logic_error("closed for all");
         return memory_;
     }
     std::shared_ptr<Memory> writable() const {
@@ -89,11 +91,10 @@ inline void check_row(const Memory& m, int64_t r) {
         throw std::out_of_range("row " + std::to_string(r) + " is out of range for " + std::to_string(end) + " rows");
 }
 
-inline size_t lane_for(Memory& m, int64_t lane) {
-    if (lane < 0) return m.default_lane();
-    check_lane(m, size_t(lane));
-    m.keep_lane(size_t(lane));
-    return size_t(lane);
+// A lane to write to, < 0 for any.
+inline int64_t checked_lane(const Memory& m, int64_t lane) {
+    if (lane >= 0) check_lane(m, size_t(lane));
+    return lane;
 }
 
 }  // namespace recollect

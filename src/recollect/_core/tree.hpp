@@ -19,6 +19,7 @@
 #include <stdexcept>
 #include <vector>
 
+#include "sizes.hpp"
 #include "wide.hpp"
 
 namespace recollect {
@@ -88,7 +89,7 @@ template <typename Op> class Tree {
   public:
     using value = typename Op::value;
 
-    explicit Tree(size_t capacity) : capacity_(capacity) {
+    explicit Tree(size_t capacity) : capacity_(checked_size(capacity)) {
         if (capacity == 0) throw std::invalid_argument("capacity: must be at least 1, got 0");
         size_t n = capacity;
         do {
@@ -108,6 +109,9 @@ template <typename Op> class Tree {
     }
     value leaf(size_t row) const { return levels_[0][row]; }
     const value* leaves() const { return levels_[0].data(); }
+
+    // Room to set n leaves at a time without taking memory.
+    void reserve(size_t n) { touched_.reserve(n); }
 
     // Set many leaves (of duplicates the last wins), then mend each level once.
     RECOLLECT_WIDE void set(const int64_t* rows, const value* values, size_t n) {

@@ -198,7 +198,7 @@ class Chooser {
 class Frames {
   public:
     Frames(const Memory& m, const Runs& runs, size_t n, const int64_t* offsets, size_t n_offsets)
-        : memory_(m), runs_(runs), offsets_(offsets), t_(n_offsets), anchors_(n), lowest_(n), rows_(n * n_offsets),
+        : memory_(m), runs_(runs), offsets_(offsets), t_(n_offsets), anchors_(n), lowest_(n), rows_(checked_product(n, n_offsets)),
           anchor_(size_t(std::find(offsets, offsets + n_offsets, 0) - offsets)),
           gapless_(uint64_t(offsets[n_offsets - 1]) - uint64_t(offsets[0]) == n_offsets - 1) {}
 

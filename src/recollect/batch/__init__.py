@@ -11,6 +11,7 @@ from recollect.batch.subindex import SubIndexedBatch
 from recollect.batch.subitem import SubItemBatch
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
+from recollect.batch.transitions import TransitionBatch
 from recollect.spaces.transformation import (
     CastTransformation,
     DataTransformation,
@@ -34,6 +35,7 @@ __all__ = [
     "SubItemBatch",
     "ToBackendOrDeviceBatch",
     "TransformedBatch",
+    "TransitionBatch",
     "register_transformation",
     "transformation_from_json",
     "transformation_to_json",

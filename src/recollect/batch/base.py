@@ -32,6 +32,8 @@ from recollect.batch.structure import Key, Keys, as_batch, checked_batch, fill, 
 from recollect.errors import ContentionError, EmptyError, ReadOnlyError, SchemaError
 from recollect.indexing import is_single, normalize, positions
 from recollect.spaces import Layout, as_numpy, as_space, space_at
+from recollect.spaces.tree import brief
+from recollect.text import refuse_unknown
 
 if TYPE_CHECKING:
     from recollect.batch.subindex import SubIndexedBatch
@@ -146,9 +148,11 @@ class BatchBase(ABC):
     single_metadata_space: spaces.Dict | None
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
-        """Refuse a class that gives no getter, whatever its constructor does."""
+        """Refuse a class that gives no getter, whatever its constructor does, and a keyword that it does not have."""
         if not (_gives(cls, "get_at") or _gives(cls, "get_flattened_at")):
             raise TypeError(f"{cls.__name__}: must define get_at or get_flattened_at, got neither; add one")
+        if kwargs:
+            refuse_unknown(cls.__name__, kwargs, cls.__init__)
         return super().__new__(cls)
 
     if not TYPE_CHECKING:  # a type checker that saw them would take them for attributes
@@ -196,6 +200,17 @@ class BatchBase(ABC):
         """Return a frozen record of what this is and holds."""
         sources = tuple([source.stats() for source in self._sources()])
         return BatchStats(type(self).__name__, len(self), self.is_mutable, sources)
+
+    def _told_length(self) -> str:
+        """How much there is, for a person; a closed one can still be shown."""
+        try:
+            n = len(self)
+        except RuntimeError:
+            return "closed"
+        return f"{n:,} sample{'s' if n != 1 else ''}"
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self._told_length()}: {brief(self.single_space)})"
 
     def get_segments(self) -> Segments | None:
         """Return sorted, disjoint, half-open index pairs, or None when boundaries are unknown."""
@@ -511,9 +526,13 @@ class BatchBase(ABC):
         def draw(size: int) -> tuple[Any, dict[str, Any] | None]:
             if not size:
                 raise self._empty()
-            return self._read(stream.indices(size, n), keys, flat, metadata)
+            return self._read(self._pick(stream, size, n), keys, flat, metadata)
 
         return drawn(self, draw)
+
+    def _pick(self, stream: Draws, size: int, n: int) -> Ints:
+        """Draw the indices of `n` samples, uniform over those that exist among the first `size`."""
+        return stream.indices(size, n)
 
     def _empty(self) -> EmptyError:
         return EmptyError(

@@ -16,10 +16,10 @@ from recollect.batch.frames import stand_ins
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import Key, Keys, pick, unbatch
 from recollect.batch.view import Read, View, as_source
-from recollect.errors import class_name
+from recollect.errors import MissingLeafError, class_name
 from recollect.indexing import is_single
 from recollect.spaces import as_numpy, as_space, space_at
-from recollect.spaces.tree import as_keys, make_dict, path_name
+from recollect.spaces.tree import as_keys, leaf_paths, make_dict, path_name
 
 DISCOUNT = "discount"
 Array = np.ndarray[Any, Any]
@@ -60,9 +60,9 @@ class NStepBatch(View):
         check_known(as_source(batch), type(self).__name__)
         self.n, self.gamma = _checked_n(n), _checked_gamma(gamma)
         space = batch.single_space
-        self.reward, self.next_obs, self.terminated = (
-            _path(space, k) for k in (reward, next_obs, terminated)
-        )
+        self.reward = _part(space, "reward", reward)
+        self.next_obs = _part(space, "next_obs", next_obs)
+        self.terminated = _part(space, "terminated", terminated)
         self._dtype = _float_of(space_at(space, self.reward), self.reward)
         _check_flag(space_at(space, self.terminated), self.terminated)
         self._offsets: Ints = np.arange(self.n)
@@ -188,6 +188,17 @@ def _replaced(space: Space[Any], keys: Keys, leaf: Space[Any]) -> Any:
     return make_dict(
         [(k, _replaced(s, tuple(rest), leaf) if k == key else s) for k, s in space.spaces.items()]
     )
+
+
+def _part(space: Space[Any], name: str, key: Key | Sequence[Key]) -> Keys:
+    try:
+        return _path(space, key)
+    except KeyError as error:
+        there = [path_name(path) for path, _ in leaf_paths(space)]
+        raise MissingLeafError(
+            f"NStepBatch: {name} must name a part of a sample, got {key!r}, and there are {there}; "
+            f"pass {name}=... as yours is called, or record it (rc.transition_space(env) has it)"
+        ) from error
 
 
 def _path(space: Space[Any], key: Key | Sequence[Key]) -> Keys:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
@@ -14,6 +14,7 @@ from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_an
 from recollect.batch.episode_mask import EpisodeMask, span_of
 from recollect.batch.frames import fold, frame, no_end_between, same_id, show, split_keys, stand_ins
 from recollect.batch.location import Bools, Ints, Location
+from recollect.batch.offsets import Field, FieldMask, Fields, descend, fields_of, space_of, span_of_keys
 from recollect.batch.structure import Key, Keys, pick, select, unbatch
 from recollect.batch.view import Read, View, as_source
 from recollect.indexing import is_single, positions
@@ -22,6 +23,7 @@ from recollect.spaces.tree import as_keys, make_dict
 
 MASK = "slice_valid_mask"
 MaskFunction = Callable[["SliceStackedBatch", Any, Any, dict[str, Any]], Any]
+Reader = Callable[[Ints, Keys, bool], Read]
 
 
 class SliceStackedBatch(View):
@@ -34,6 +36,11 @@ class SliceStackedBatch(View):
     stands in outside the batch. `stack_metadata` stacks the source's metadata too (a filled frame brings its own
     along); else it is the anchor's. A stack of Text is a tuple of T, batched as gymnasium batches a tuple.
 
+    Offsets may also be given per key, `{"action": range(50), "obs": [-1, 0]}`, nested as the space is, in any order
+    and with or without 0. Then `action` is `(B, 50, ...)`, its mask arrives beside it as `action_valid_mask`, a field
+    that is not named is the anchor's alone, `(B, ...)`, and no field is read where it is not shown. `fixed_offset` is
+    all offsets from the first to the last, so that an episode's edge repeats also where offsets leave a gap.
+
     Ownership: owns nothing. Read-only; write to the batch it views.
     Concurrency: as the batch it views; a call sees one moment, mask and frames alike.
 
@@ -45,6 +52,14 @@ class SliceStackedBatch(View):
         >>> data, meta = rc.SliceStackedBatch(buf, [-2, 0, 1]).get_at_with_metadata([2, 4])
         >>> data.tolist(), meta["slice_valid_mask"].tolist()
         ([[0, 2, 2], [11, 11, 12]], [[True, True, False], [False, True, True]])
+
+        >>> buf = rc.ReplayBuffer.create(
+        ...     rc.MemoryStorage, {"obs": ((), "int64"), "action": ((), "int64")}, capacity=8,
+        ...     maintain_segment_metadata=True)
+        >>> buf.extend({"obs": np.arange(3), "action": np.arange(10, 13)})
+        >>> chunk = rc.SliceStackedBatch(buf, {"action": range(3)})[1]
+        >>> chunk["obs"].tolist(), chunk["action"].tolist(), chunk["action_valid_mask"].tolist()
+        (1, [11, 12, 12], [True, True, False])
     """
 
     def __init__(
@@ -55,8 +70,13 @@ class SliceStackedBatch(View):
         fill_invalid_data: bool = True,
         stack_metadata: bool = False,
     ) -> None:
-        """Stack the samples of `batch` at strictly increasing offsets, 0 among them."""
+        """Stack the samples of `batch` at strictly increasing offsets, 0 among them, or each key at its own."""
         self.batch = as_source(batch)
+        self._fields: Fields | None = None
+        if isinstance(fixed_offset, Mapping):
+            self._check_per_key(stack_metadata)
+            offsets, fixed_offset = fixed_offset, span_of_keys(fixed_offset)
+            self._fields = fields_of(batch.single_space, offsets, int(fixed_offset[0]))
         self.fixed_offset: Ints = _checked_offsets(fixed_offset)
         self.anchor = int(np.flatnonzero(self.fixed_offset == 0)[0])
         self.get_valid_mask_function = get_valid_mask_function
@@ -68,9 +88,18 @@ class SliceStackedBatch(View):
             get_valid_mask_function.check(batch)
             self._span = span_of(self.fixed_offset)
         self._columns = np.searchsorted(self._span, self.fixed_offset)
-        super().__init__(
-            batch, batch_space(batch.single_space, len(self.fixed_offset)), self._metadata_space()
-        )
+        fields, n = self._fields, len(self.fixed_offset)
+        space = batch_space(batch.single_space, n) if fields is None else space_of(batch.single_space, fields)
+        super().__init__(batch, space, self._metadata_space())
+
+    def _check_per_key(self, stack_metadata: bool) -> None:
+        if not isinstance(self.batch.single_space, spaces.Dict):
+            kind = type(self.batch.single_space).__name__
+            raise TypeError(f"fixed_offset: per key must be of a Dict, got a {kind}; give a list of offsets")
+        if stack_metadata:
+            raise ValueError(
+                "stack_metadata: must be False with offsets per key, got True; metadata are the anchor's"
+            )
 
     def _metadata_space(self) -> spaces.Dict:
         n = len(self.fixed_offset)
@@ -185,6 +214,7 @@ class SliceStackedBatch(View):
         """Whether boundaries alone decide what is shown: then the source may read stacks in one go."""
         return (
             self.fill_invalid_data
+            and self._fields is None
             and self.get_valid_mask_function is None
             and self.batch.single_metadata_space is None
             and type(self).get_valid_mask is SliceStackedBatch.get_valid_mask
@@ -217,6 +247,8 @@ class SliceStackedBatch(View):
         valid = self._mask_by_places(frames)
         # The stand-ins are known before anything is read, so filling costs no second copy.
         rows = self._shown(valid)
+        if self._fields is not None:
+            return self._show_fields(valid, rows, keys, flat, metadata, self._located_reader(frames))
         read, rest = split_keys(self.batch.single_space, keys)
         found = self.batch.get_located(frames.place.take(rows), read, flat, metadata)
         if found is None:
@@ -243,6 +275,9 @@ class SliceStackedBatch(View):
             raise Lapped
         data, meta = found
         valid = self._mask_by_data(frames, data, meta)
+        if self._fields is not None:
+            reader = self._selecting_reader(data, meta)
+            return self._show_fields(valid, self._shown(valid), keys, flat, metadata, reader)
         if self.fill_invalid_data:
             rows = self._shown(valid)
             data = select(source.single_space, data, rows)
@@ -255,6 +290,53 @@ class SliceStackedBatch(View):
         space = None if flat else space_at(source.single_space, read)
         data = pick(fold(space, data, *valid.shape), rest)
         return data, self._label(meta, valid) if metadata else None
+
+    def _located_reader(self, frames: Frames) -> Reader:
+        def read(rows: Ints, keys: Keys, metadata: bool) -> Read:
+            found = self.batch.get_located(frames.place.take(rows), keys, False, metadata)
+            if found is None:
+                raise Lapped
+            return found
+
+        return read
+
+    def _selecting_reader(self, data: Any, meta: Any) -> Reader:
+        space, about = self.batch.single_space, self.batch.single_metadata_space
+
+        def read(rows: Ints, keys: Keys, metadata: bool) -> Read:
+            labels = select(about, meta, rows) if metadata and about is not None else None
+            return select(space_at(space, keys), pick(data, keys), rows), labels
+
+        return read
+
+    def _show_fields(
+        self, valid: Bools, rows: Ints, keys: Keys, flat: bool, metadata: bool, read: Reader
+    ) -> Read:
+        """Read each field at its own offsets; `rows` are those to show, over the whole span."""
+        over_span = rows.reshape(valid.shape)
+        anchors = over_span[:, self.anchor]
+
+        def show_field(field: Any, within: Keys) -> Any:
+            if isinstance(field, FieldMask):
+                return as_labels(self, {MASK: valid[:, field.columns]})[MASK]
+            if not isinstance(field, Field):
+                return {key: show_field(child, within) for key, child in field.items()}
+            keys, rest = split_keys(self.batch.single_space, field.keys + within)
+            if field.columns is None:
+                return read(anchors, keys, False)[0]
+            at = over_span[:, field.columns]
+            data = read(at.ravel(), keys, False)[0]
+            return pick(fold(space_at(self.batch.single_space, keys), data, *at.shape), rest)
+
+        data = show_field(*descend(self._fields or {}, keys))
+        if flat:
+            data = self._flatten(data, False, keys)
+        if not metadata:
+            return data, None
+        labels = None
+        if self.batch.single_metadata_space is not None:
+            labels = read(anchors, (), True)[1]
+        return data, {**(labels or {}), **as_labels(self, {MASK: valid})}
 
     def _mask_by_data(self, frames: Frames, data: Any, meta: Any) -> Bools:
         shape = frames.expanded.shape

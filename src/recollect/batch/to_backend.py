@@ -31,6 +31,7 @@ class ToBackendOrDeviceBatch(View):
         """View `batch` as arrays of `backend` on `device` (its default if None)."""
         super().__init__(batch)
         self._backend = batch.backend if backend is None else get_backend(backend)
+        self._backend.as_device(device)  # raises here what the first read would
         keeps = self._backend.name == batch.backend.name
         self._device = (
             device if device is not None else batch.device if keeps else self._backend.default_device

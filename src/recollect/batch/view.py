@@ -99,6 +99,10 @@ class View(ReadsOnce):
     def draw_column_at(self, keys: Keys, stream: Draws, n: int) -> Any:
         return self._outward((self.batch.draw_column_at(keys, stream, n), None), keys, False)[0]
 
+    def _pick(self, stream: Draws, size: int, n: int) -> Ints:
+        same = type(self).__len__ is View.__len__  # and so the same indices
+        return self.batch._pick(stream, size, n) if same else super()._pick(stream, size, n)
+
     # Places
 
     @property

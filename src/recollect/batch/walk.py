@@ -98,9 +98,13 @@ class Walk:
     def restore(cls, batch: BatchBase, state: dict[str, Any]) -> Walk:
         """Make a walk of what `rest` returned."""
         index = np.asarray(state["index"], np.int64)
-        if "row" not in state:
-            return cls(batch, index, None)
-        return cls(batch, index, Location.of(state["row"], state["generation"], index))
+        place = Location.of(state["row"], state["generation"], index) if "row" in state else None
+        shapes = {index.shape} if place is None else {index.shape, place.row.shape, place.generation.shape}
+        if index.ndim != 1 or len(shapes) > 1 or (index < 0).any():
+            raise ValueError(
+                f"state: places must be 1-D of one length and not negative, got {shapes}; it is damaged"
+            )
+        return cls(batch, index, place)
 
 
 def iterate(batch: BatchBase) -> Iterator[Any]:

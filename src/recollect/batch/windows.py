@@ -43,20 +43,26 @@ class WindowBatch(View):
 
     def draw(self, stream: Stream, n: int, flat: bool, metadata: bool) -> Read:
         """Draw `n` windows, uniform over all there are; EmptyError if there is none."""
+        return self._drawn(stream, n, (), flat, metadata)
+
+    def _drawn(self, stream: Stream, n: int, keys: Keys, flat: bool, metadata: bool) -> Read:
         ask = Ask(self._offsets, stream=stream, n=n, wanted=self.wanted, labelled=metadata)
-        found = self.batch._read_frames(ask, (), flat)
+        found = self._frames(ask, keys, flat)
         if found is None:
-            raise self._no_window()
-        return self._dress(found, (), flat, metadata)
+            raise self._empty()
+        return self._dress(found, keys, flat, metadata)
+
+    def _frames(self, ask: Ask, keys: Keys, flat: bool) -> Found | None:
+        return self.batch._read_frames(ask, self._within(keys), flat)
 
     def draw_starts(self, stream: Stream, n: int) -> Location:
         """Draw where `n` windows begin."""
         place = self.batch._boundaries().draw(stream, n, self.wanted)
         if place is None:
-            raise self._no_window()
+            raise self._empty()
         return place
 
-    def _no_window(self) -> EmptyError:
+    def _empty(self) -> EmptyError:
         length, held = self.wanted.length, len(self.batch)
         if self.wanted.pad:
             rule = "must hold samples of a segment to draw from"
@@ -72,7 +78,7 @@ class WindowBatch(View):
         single = is_single(idx)
 
         def read(at: Any) -> Found | None:
-            return self.batch._read_frames(Ask(self._offsets, at), self._within(keys), flat)
+            return self._frames(Ask(self._offsets, at), keys, flat)
 
         found = counted(self.batch, idx, lambda index: read([index])) if single else read(idx)
         if found is None:
@@ -87,7 +93,7 @@ class WindowBatch(View):
     def get_located(
         self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
     ) -> Read | None:
-        found = self.batch._read_frames(Ask(self._offsets, place=location), self._within(keys), flat)
+        found = self._frames(Ask(self._offsets, place=location), keys, flat)
         if found is None:
             return None
         if not found[1][:, self.burn_in :].all() and not self.is_current(location).all():
@@ -125,6 +131,9 @@ class WindowBatch(View):
 
     # Places
 
+    def _existing(self) -> Any:
+        return self._located()[0]
+
     def _located(self) -> tuple[Sequence[int] | Ints, Location | None]:
         place = self.batch._boundaries().starts(self.wanted)
         order = np.zeros(0, np.int64) if place.index is None else place.index
@@ -147,7 +156,10 @@ class WindowBatch(View):
         return self.draw(stream, n, False, False)[0]
 
     def draw_column_at(self, keys: Keys, stream: Any, n: int) -> Any:
-        return pick(self.draw_at(stream, n), keys)
+        return self._drawn(stream, n, keys, False, False)[0]
+
+    def _pick(self, stream: Any, size: int, n: int) -> Ints:
+        return np.asarray(self.draw_starts(stream, n).index)
 
 
 def _nothing(space: Space[Any]) -> Any:

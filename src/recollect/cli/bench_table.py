@@ -7,6 +7,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from recollect.cli.words import words
+
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print the times, and the ratios that travel between machines."""
@@ -31,7 +33,7 @@ def show(report: dict[str, Any], console: Console | None = None) -> None:
         table.add_row(f"{name} over Recollect", *(f"{ratio:.1f}×" for ratio in ratios))
     console.print(table)
     for name, why in report["left_out"].items():
-        console.print(f"Left out: {name}, {why}", soft_wrap=True)
+        console.print(words(f"Left out: {name}, {why}"), soft_wrap=True)
     if not peers:
         console.print(
             "No peer was timed: Stable-Baselines3, cpprb, TorchRL, Tianshou and flashbax are, where they are installed."

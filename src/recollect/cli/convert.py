@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 import tyro
 
 from recollect.cli.progress import bar
+from recollect.text import printable
 
 
 @dataclass
@@ -23,9 +24,9 @@ class Convert:
     Example: recollect convert lerobot/pusht runs/pusht --to parquet
     """
 
-    src: Annotated[Path, tyro.conf.Positional]
-    """A dump of Recollect, or a data set of LeRobot, Minari or Hugging Face."""
-    dst: Annotated[Path, tyro.conf.Positional]
+    src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
+    """A dump of Recollect, a data set of LeRobot, Minari or Hugging Face, or the id of one, as lerobot/pusht."""
+    dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """Where the copy goes; must not exist."""
     to: Literal["memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot"] = "parquet"
     """A storage by its short name (dict: exact video for pictures, Parquet for the rest), or lerobot."""
@@ -45,19 +46,19 @@ class Convert:
     def run(self) -> None:
         """Copy and report."""
         from recollect.datasets.converting import convert
+        from recollect.datasets.hub import located
         from recollect.datasets.opening import open_dataset
 
         options: dict[str, Any] = {"chunk_size": self.chunk}
         if self.to == "lerobot":
             options |= {"fps": self.fps, "tasks": self.task, "video_codec": self.video_codec}
-        batch = open_dataset(self.src, split=self.split)
+        src = located(self.src)
+        batch = open_dataset(src, split=self.split)
         with batch:  # type: ignore[attr-defined]
             n, segments = len(batch), batch.get_segments()
             try:
                 with bar("copying", n, self.json) as advance:
-                    convert(
-                        batch, self.dst, self.to, origin=str(self.src.resolve()), progress=advance, **options
-                    )
+                    convert(batch, self.dst, self.to, origin=str(src.resolve()), progress=advance, **options)
             except (FileExistsError, ValueError, TypeError) as error:
                 sys.exit(f"recollect convert: {error}")
         count = None if segments is None else len(segments)
@@ -66,4 +67,4 @@ class Convert:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
             told = "" if count is None else f" in {count:,} segments"
-            sys.stdout.write(f"{n:,} samples{told} are now in {self.dst} ({self.to})\n")
+            sys.stdout.write(f"{n:,} samples{told} are now in {printable(self.dst)} ({self.to})\n")

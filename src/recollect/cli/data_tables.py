@@ -8,16 +8,18 @@ from rich.console import Console
 from rich.table import Table
 
 from recollect.budget import human_nbytes
+from recollect.cli.words import words
 
 
 def show_inspection(report: dict[str, Any], console: Console | None = None) -> None:
     """Print what a directory holds."""
     console = console or Console()
     storage = f", storage {report['storage']}" if report["storage"] else ""
-    console.print(
-        f"\n[bold]{report['path']}[/]: {report['kind']}{storage}, {report['samples']:,} samples, "
+    told = (
+        f": {report['kind']}{storage}, {report['samples']:,} samples, "
         f"{report['files']['count']:,} files of {human_nbytes(report['files']['bytes'])}"
     )
+    console.print(words("\n", (report["path"], "bold"), told))
     segments = report["segments"]
     if segments is None:
         console.print("Segments: not known")
@@ -31,19 +33,25 @@ def show_inspection(report: dict[str, Any], console: Console | None = None) -> N
         table.add_column(name, justify="left" if name in ("leaf", "kind", "dtype") else "right")
     for leaf in report["leaves"]:
         shape = "×".join(map(str, leaf["shape"] or ())) or "scalar"
-        low, high = (leaf.get(side, leaf.get(f"length_{side}", "")) for side in ("min", "max"))
+        low, high = (
+            f"{leaf[f'length_{side}']} long" if f"length_{side}" in leaf else leaf.get(side, "")
+            for side in ("min", "max")
+        )
         table.add_row(
-            leaf["name"],
+            words(leaf["name"]),
             leaf["kind"],
-            leaf["dtype"],
+            words(leaf["dtype"]),
             shape,
             _short(low),
             _short(high),
             str(leaf.get("nan", "")),
         )
     console.print(table)
+    for name, text in report.get("first_texts", {}).items():
+        if text:
+            console.print(words((f"{name} of the first sample: ", "bold"), _cut(text)))
     for name, why in report["left_out"].items():
-        console.print(f"Left out: {name}, which {why}")
+        console.print(words(f"Left out: {name}, which {why}"))
 
 
 def show_verification(report: dict[str, Any], console: Console | None = None) -> None:
@@ -51,13 +59,13 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
     console = console or Console()
     if report["ok"]:
         told = f", {report['files']:,} files with their checksums" if report["files"] else ""
-        console.print(f"{report['path']}: whole, {report['samples']:,} samples{told}")
+        console.print(words(f"{report['path']}: whole, {report['samples']:,} samples{told}"))
         if report["unchecked"]:
             console.print(f"Files without a checksum: {len(report['unchecked']):,}; their samples were read")
         return
-    console.print(f"[bold red]{report['path']}: damaged[/]")
+    console.print(words((f"{report['path']}: damaged", "bold red")))
     for found in report["damaged"]:
-        console.print(f"  {found['file']}: {found['problem']}", soft_wrap=True)
+        console.print(words(f"  {found['file']}: {found['problem']}"), soft_wrap=True)
     if report["readable"]:
         console.print(f"Still readable: {_counted(report['readable'])} of {report['samples']:,} samples")
     if report["unsure"]:
@@ -66,6 +74,10 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
         )
     if not report["readable"] and not report["unsure"]:
         console.print("Nothing of it can be read.")
+
+
+def _cut(text: str, most: int = 500) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _counted(runs: list[list[int]]) -> str:

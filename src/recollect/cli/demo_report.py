@@ -91,6 +91,8 @@ def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None, go_on
     """Print the summary, and the commands to look at what is there and to train on."""
     from rich.console import Console
 
+    from recollect.cli.words import words
+
     console = Console()
     report(summary, title, out, console, go_on)
     for at in log.kills:
@@ -114,13 +116,11 @@ def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None, go_on
     ]
     console.print("\nLook at")
     if shutil.which("recollect") is None:
-        console.print(
-            f"  (the command recollect is in {Path(sys.executable).parent}: put that on the PATH)",
-            soft_wrap=True,
-        )
+        place = Path(sys.executable).parent
+        console.print(words(f"  (the command recollect is in {place}: put that on the PATH)"), soft_wrap=True)
     for what, command in steps:
         if command:
-            console.print(f"  {what:20} {command}", highlight=False, soft_wrap=True)
+            console.print(words(f"  {what:20} {command}"), soft_wrap=True)
 
 
 def _replay_command(summary: Any, command: str) -> str | None:

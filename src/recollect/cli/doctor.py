@@ -9,6 +9,7 @@ from typing import Any
 
 from recollect.cli.machine import Fact, look, packages
 from recollect.collect import Finding, check_env_pipeline
+from recollect.text import printable
 
 
 @dataclass
@@ -60,12 +61,12 @@ class Doctor:
         from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn
 
         env = self._make_env()
-        columns = (TextColumn("stepping {task.description}"), BarColumn(), TaskProgressColumn())
+        columns = (TextColumn("stepping {task.description}", markup=False), BarColumn(), TaskProgressColumn())
         try:
             with Progress(
                 *columns, console=Console(stderr=True), disable=self.json, transient=True
             ) as progress:
-                task = progress.add_task(str(self.env), total=self.steps)
+                task = progress.add_task(printable(self.env), total=self.steps)
                 return check_env_pipeline(
                     env,
                     steps=self.steps,

@@ -9,6 +9,7 @@ from rich.table import Table
 from rich.text import Text
 
 from recollect.cli.machine import Fact
+from recollect.cli.words import words
 from recollect.collect import Finding
 
 STYLES = {"ok": "green", "note": "cyan", "warning": "yellow", "error": "bold red"}
@@ -25,15 +26,15 @@ def show(
     console = console or Console()
     table = _table("This machine", ("check", "found"))
     for fact in machine:
-        table.add_row(Text(fact.level, STYLES[fact.level]), Text(fact.name), Text(fact.found))
+        table.add_row(words((fact.level, STYLES[fact.level])), words(fact.name), words(fact.found))
     console.print(table)
     there = ", ".join(f"{fact.name} {fact.found}" for fact in installed if fact.level == "ok")
-    console.print(Text.assemble(("Packages: ", "bold"), there), soft_wrap=False)
+    console.print(words(("Packages: ", "bold"), there), soft_wrap=False)
     _show_remedies(console, [fact for fact in (*machine, *installed) if fact.remedy])
     if findings:
         console.print(_findings(title, findings))
     elif findings is not None:
-        console.print(Text.assemble((f"{title}: ", "bold"), ("nothing is wrong", "green")))
+        console.print(words((f"{title}: ", "bold"), ("nothing is wrong", "green")))
     facts = [fact.level for fact in (*machine, *installed)]
     console.print(_summary([*facts, *(finding.level for finding in findings or ())]))
 
@@ -43,19 +44,19 @@ def _show_remedies(console: Console, facts: Sequence[Fact]) -> None:
     if facts:
         console.print(Text("What to do", "bold"))
     for fact in facts:
-        text = Text.assemble((fact.level, STYLES[fact.level]), f"  {fact.name}: ", fact.remedy)
+        text = words((fact.level, STYLES[fact.level]), f"  {fact.name}: ", fact.remedy)
         console.print(text, soft_wrap=True)
 
 
 def _findings(title: str, findings: Sequence[Finding]) -> Table:
     table = _table(title, ("place", "problem", "what to do"))
     for f in findings:
-        table.add_row(Text(f.level, STYLES[f.level]), Text(f.place), Text(f.problem), Text(f.remedy))
+        table.add_row(words((f.level, STYLES[f.level])), words(f.place), words(f.problem), words(f.remedy))
     return table
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table(title=words((title, "bold")), title_justify="left")
     table.add_column("", no_wrap=True)
     for number, name in enumerate(columns):
         table.add_column(name, overflow="fold", ratio=(None, 3, 2)[number] if len(columns) > 2 else None)

@@ -18,13 +18,14 @@ from recollect.cli.progress import bar
 class Inspect:
     """Say what is at a path: its space, counts, sizes, segments, and the range of each leaf.
 
-    The path is a dump or live directory of Recollect, or a data set of LeRobot, Minari or Hugging Face.
+    The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, or a data set of
+    LeRobot, Minari or Hugging Face.
 
     Example: recollect inspect runs/rates
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """The directory to look at."""
+    """The directory to look at, or the id of a set of the Hugging Face Hub or of Minari."""
     ranges: bool = True
     """Read all samples for the range of each leaf; --no-ranges reads none."""
     split: str | None = None
@@ -34,17 +35,20 @@ class Inspect:
 
     def run(self) -> None:
         """Look and report."""
+        from recollect.datasets.hub import located
         from recollect.datasets.opening import kind_of, open_dataset
 
-        batch: Any = open_dataset(self.path, split=self.split)
+        path = located(self.path)
+        batch: Any = open_dataset(path, split=self.split)
         with batch:
-            report = {"path": str(self.path), "kind": kind_of(self.path), **describe(batch)}
-            report["files"] = _files(self.path)
+            report = {"path": str(self.path), "kind": kind_of(path), **describe(batch)}
+            report["files"] = _files(path)
             if self.ranges:
                 with bar("reading", len(batch), self.json) as advance:
                     found = ranges(batch, advance)
                 for leaf in report["leaves"]:
                     leaf |= found.get(leaf["name"], {})
+                report["first_texts"] = first_texts(batch)
         if self.json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
@@ -61,11 +65,10 @@ def describe(batch: Any) -> dict[str, Any]:
     storage = getattr(batch, "inner_storage", None)
     leaves = []
     for path, leaf in leaf_paths(batch.single_space):
-        shape = None if leaf.shape is None else list(leaf.shape)
-        dtype = str(leaf.dtype) if leaf.dtype is not None else "str"
-        leaves.append(
-            {"name": path_name(path) or "value", "kind": node_kind(leaf), "dtype": dtype, "shape": shape}
-        )
+        shape, kind = None if leaf.shape is None else list(leaf.shape), node_kind(leaf)
+        value = getattr(leaf, "feature_space", leaf)  # of a sequence, its elements
+        dtype = "str" if kind == "text" or value.dtype is None else str(value.dtype)
+        leaves.append({"name": path_name(path) or "value", "kind": kind, "dtype": dtype, "shape": shape})
     report: dict[str, Any] = {
         "storage": None if storage is None else storage.short_name,
         "samples": len(batch),
@@ -83,6 +86,16 @@ def describe(batch: Any) -> dict[str, Any]:
         )
         report["segments"] = {"count": len(lengths), **some}
     return report
+
+
+def first_texts(batch: Any) -> dict[str, str]:
+    """The texts of the first sample: a prompt and its answer, a task."""
+    from recollect.spaces.tree import leaf_paths, node_kind, path_name
+
+    named = [
+        (path, path_name(path)) for path, leaf in leaf_paths(batch.single_space) if node_kind(leaf) == "text"
+    ]
+    return {name: str(batch.get_column_at(path, 0)) for path, name in named if len(batch)}
 
 
 def ranges(batch: Any, advance: Any, chunk: int = 1024) -> dict[str, dict[str, Any]]:

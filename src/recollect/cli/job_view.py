@@ -14,7 +14,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from recollect.cli.words import words
 from recollect.observe.jobs import COMPLETED, INTERRUPTED, RUNNING, STARTING, Cell, Snapshot
+from recollect.text import printable
 
 _BARS = "▁▂▃▄▅▆▇█"
 _WIDTH = 32
@@ -71,7 +73,9 @@ def line(snapshot: Snapshot) -> str:
         parts.append(f"restarts {number(restarts)}")
     done = _progress(snapshot)
     at = f" iteration {done[0]:,} of {done[1]:,}:" if done else f" {snapshot.state}:"
-    return f"{clock(snapshot.elapsed_s):>5} {snapshot.title}{at} {', '.join(parts) or 'no figures yet'}"
+    return printable(
+        f"{clock(snapshot.elapsed_s):>5} {snapshot.title}{at} {', '.join(parts) or 'no figures yet'}"
+    )
 
 
 def render(snapshot: Snapshot) -> RenderableType:
@@ -83,10 +87,10 @@ def render(snapshot: Snapshot) -> RenderableType:
 
 def _head(snapshot: Snapshot) -> RenderableType:
     grid = Table.grid(padding=(0, 2))
-    state = Text(snapshot.state, style=_STYLES.get(snapshot.state, "bold red"))
-    about = f"[dim]{snapshot.kind}, pid {snapshot.pid}"
+    state = words((snapshot.state, _STYLES.get(snapshot.state, "bold red")))
+    about = words((f"{snapshot.kind}, pid {snapshot.pid}", "dim"))
     cells: list[RenderableType] = [
-        Text(snapshot.title, style="bold"),
+        words((snapshot.title, "bold")),
         state,
         clock(snapshot.elapsed_s),
         about,
@@ -95,14 +99,16 @@ def _head(snapshot: Snapshot) -> RenderableType:
     if done:
         cells += [ProgressBar(total=done[1], completed=done[0], width=16), f"{done[0]:,} of {done[1]:,}"]
     if snapshot.state == RUNNING and snapshot.age_s > 5.0:
-        cells.append(f"[yellow]nothing new for {snapshot.age_s:.0f} s")
+        cells.append(words((f"nothing new for {snapshot.age_s:.0f} s", "yellow")))
     grid.add_row(*cells)
     return grid
 
 
 def _progress(snapshot: Snapshot) -> tuple[int, int] | None:
     total, done = snapshot.facts.get("iterations"), snapshot.figures.get("iteration")
-    return (int(done), int(total)) if isinstance(total, int | float) and done is not None else None
+    if done is None or not isinstance(total, int | float) or not math.isfinite(total):
+        return None
+    return int(done), int(total)
 
 
 def _charts(snapshot: Snapshot) -> Table:
@@ -115,11 +121,11 @@ def _charts(snapshot: Snapshot) -> Table:
         if title in headlines:
             text = "  ".join(number(x) for x in values.values())
             bars = sparkline(snapshot.history.values.get(names[0], []))
-            grid.add_row(f"[dim]{title}", f"{text}  [cyan]{bars}")
+            grid.add_row(words((title, "dim")), words(text, "  ", (bars, "cyan")))
         else:
-            grid.add_row(f"[dim]{title}", _joined(values))
+            grid.add_row(words((title, "dim")), _joined(values))
     for group, values in _groups(snapshot.figures, shown):
-        grid.add_row(f"[dim]{group}", _joined(values))
+        grid.add_row(words((group, "dim")), _joined(values))
     return grid
 
 
@@ -129,13 +135,11 @@ def _groups(figures: Mapping[str, float], but: set[str]) -> Iterator[tuple[str, 
         yield group, {name: x for name, x in rest.items() if name.split("/")[0] == group}
 
 
-def _joined(values: Mapping[str, float]) -> str:
+def _joined(values: Mapping[str, float]) -> Text:
     names = [name.split("/", 1)[-1] for name in values]
     start = _common(names)
-    return "  ".join(
-        f"{name.removeprefix(start).removesuffix('_ms')} [bold]{number(x)}[/]"
-        for name, x in zip(names, values.values())
-    )
+    shown = [name.removeprefix(start).removesuffix("_ms") for name in names]
+    return Text("  ").join(words(name, " ", (number(x), "bold")) for name, x in zip(shown, values.values()))
 
 
 def _common(names: list[str]) -> str:
@@ -145,13 +149,13 @@ def _common(names: list[str]) -> str:
 
 
 def _table(name: str, rows: Sequence[Mapping[str, Cell]]) -> Table:
-    table = Table(title=name, title_justify="left", title_style="dim")
+    table = Table(title=words((name, "dim")), title_justify="left")
     columns = list(dict.fromkeys(column for row in rows for column in row))
     for column in columns:
         numbers = all(isinstance(row.get(column), int | float | None) for row in rows)
-        table.add_column(column, justify="right" if numbers else "left")
+        table.add_column(words(column), justify="right" if numbers else "left")
     for row in rows:
-        table.add_row(*(_cell(row.get(column)) for column in columns))
+        table.add_row(*(words(_cell(row.get(column))) for column in columns))
     return table
 
 
@@ -196,4 +200,4 @@ class JobView:
             self._live.update(render(snapshot))
         elif self._clock() - self._last_line >= _LINE_EVERY_S:
             self._last_line = self._clock()
-            self._console.print(line(snapshot), highlight=False, soft_wrap=True)
+            self._console.print(words(line(snapshot)), soft_wrap=True)

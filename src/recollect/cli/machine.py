@@ -35,6 +35,8 @@ EXTRAS = {
     "tensorboard": ("tensorboard",),
     "web": ("starlette", "uvicorn"),
     "plot": ("matplotlib",),
+    "sb3": ("stable-baselines3",),
+    "torchrl": ("torchrl", "tensordict"),
 }
 REQUIRED = ("numpy", "gymnasium", "msgspec")
 THP = Path("/sys/kernel/mm/transparent_hugepage")

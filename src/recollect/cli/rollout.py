@@ -11,6 +11,8 @@ from typing import Annotated, Any
 
 import tyro
 
+from recollect.text import printable
+
 
 @dataclass
 class Rollout:
@@ -54,8 +56,14 @@ class Rollout:
             raise
         except (RuntimeError, TimeoutError) as error:
             sys.exit(f"recollect rollout: {error}")
-        if not self.json:
+        if not view.n_done and job.config.journal:
+            sys.stderr.write(
+                f"recollect rollout: nothing was left to do: {printable(job.config.journal)} has all "
+                f"{job.spec.train.steps:,} steps; pass more --steps, the total, or another --journal\n"
+            )
+        elif not self.json:
             view.report()
+            _tell_where(job.config.sink)
 
     def _job(self) -> Any:
         from recollect.rollout.job import Job
@@ -79,3 +87,10 @@ class Rollout:
                 sys.stdout.flush()
 
         return told
+
+
+def _tell_where(sink: Any) -> None:
+    path = sink.get("path") if isinstance(sink, dict) else sink
+    if isinstance(path, str | Path):
+        path = printable(path)
+        print(f"The experience is in {path}; look at it with recollect view {path}")

@@ -13,6 +13,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 
 from recollect.cli.job_view import sparkline
+from recollect.cli.words import words
 from recollect.observe import Beacon
 
 LOOK_EVERY_S = 0.25
@@ -116,15 +117,22 @@ class RolloutView:
         return found | self._evals | ({"reward/mean": self._rewards[-1]} if self._rewards else {})
 
     def _parts(self, stats: Any, batches: list[dict[str, Any]]) -> list[Any]:
-        table = Table(box=None, title=f"{self.name}: {self.n_done} batches done", title_justify="left")
+        title = words((f"{self.name}: {self.n_done} batches done", "table.title"))
+        table = Table(box=None, title=title, title_justify="left")
         for column in ("batch", "state", "", "tasks", "why it is not done"):
             table.add_column(column, overflow="fold")
         for row in batches:
             bar = ProgressBar(max(row["of"], 1), row["done"], width=20)
-            table.add_row(row["batch"], row["state"], bar, f"{row['done']} of {row['of']}", row["why"])
+            table.add_row(
+                words(row["batch"]),
+                words(row["state"]),
+                bar,
+                f"{row['done']} of {row['of']}",
+                words(row["why"]),
+            )
         facts = Table.grid(padding=(0, 2))
         for name, text in self._facts(stats).items():
-            facts.add_row(f"[dim]{name}", text)
+            facts.add_row(words((name, "dim")), words(text))
         return [table, facts]
 
     def _facts(self, stats: Any) -> dict[str, str]:
@@ -153,12 +161,12 @@ class RolloutView:
             self._print(_line(result))
 
     def _print(self, text: str) -> None:
-        self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+        self._console.print(words(text), soft_wrap=True)
 
     def report(self) -> None:
         """Print how it ended."""
         doors = ", ".join(f"{self._doors[name]:,} {name}" for name in DOORS[:-1])
-        Console().print(f"{self.name}: {self.n_done} batches; runs: {doors}", highlight=False)
+        Console().print(words(f"{self.name}: {self.n_done} batches; runs: {doors}"))
 
 
 def _line(result: dict[str, Any]) -> str:

@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
+from recollect.cli.words import words
 from recollect.observe import Beacon
 from recollect.remote.records import OTHERS
 
@@ -55,7 +56,7 @@ class ServeView:
         if self._as_json:
             print(json.dumps(plain), flush=True)
         else:
-            self._console.print(text, highlight=False, markup=False, soft_wrap=True)
+            self._console.print(words(text), soft_wrap=True)
 
     def _work(self) -> None:
         seen, then = self._manager.stats(), monotonic()
@@ -170,6 +171,6 @@ def as_table(plain: dict[str, Any]) -> Table:
     for rank, sender in shown(plain).items():
         numbers = [f"{sender[name]:,.0f}" for name in ("requests_per_s", "items_per_s")]
         table.add_row(
-            _name(rank).removeprefix("rank "), sender["state"], *numbers, f"{sender['mb_per_s']:.2f}"
+            _name(rank).removeprefix("rank "), words(sender["state"]), *numbers, f"{sender['mb_per_s']:.2f}"
         )
     return table

@@ -8,27 +8,30 @@ from rich.console import Console
 from rich.table import Table
 
 from recollect.budget import human_nbytes
+from recollect.cli.words import words
 
 
 def show(report: dict[str, Any], console: Console | None = None) -> None:
     """Print what was recorded, the rates, where the data lies, and what to try next."""
     console = console or Console()
     stats = report["stats"]
-    console.print(
-        f"\n[bold]{report['env']}[/]: {report['recorded']:,} transitions recorded in {report['episodes']:,} episodes "
+    told = (
+        f": {report['recorded']:,} transitions recorded in {report['episodes']:,} episodes "
         f"(mean length {report['mean_episode_length']:.1f}), {report['drawn']:,} drawn meanwhile, "
         f"{report['killed_and_replaced']} recorder killed with SIGKILL and replaced."
     )
+    console.print(words("\n", (report["env"], "bold"), told))
     doors = ", ".join(
         f"{name} {stats[name]:,}" for name in ("live", "evicted", "removed", "rejected", "dropped")
     )
     console.print(f"Every sample left by a counted door: offered {stats['offered']:,} = {doors}\n")
     console.print(_rates(report["rates"]))
     console.print(_place(report["place"]))
-    console.print(
-        f"The buffer is saved in [bold]{report['dump']}[/]. Load it:\n"
+    load = (
+        ". Load it:\n"
         f'  python -c "import recollect as rc; print(rc.ReplayBuffer.load_from({report["dump"]!r})[0])"\n'
     )
+    console.print(words("The buffer is saved in ", (report["dump"], "bold"), load))
 
 
 def _rates(rates: list[dict[str, Any]]) -> Table:
@@ -59,5 +62,7 @@ def _place(place: dict[str, Any]) -> Table:
         table.add_column(name, justify="left" if name in ("leaf", "dtype") else "right")
     for leaf in place["leaves"]:
         shape = "×".join(map(str, leaf["shape"])) or "scalar"
-        table.add_row(leaf["name"], leaf["dtype"], shape, str(leaf["offset"]), str(leaf["nbytes"]))
+        table.add_row(
+            words(leaf["name"]), words(leaf["dtype"]), shape, str(leaf["offset"]), str(leaf["nbytes"])
+        )
     return table

@@ -12,6 +12,7 @@ import msgspec
 import tyro
 
 from recollect.observe.jobs import Job, Snapshot, find_jobs
+from recollect.text import printable
 
 
 @dataclass
@@ -19,13 +20,14 @@ class Top:
     """Watch a running job from another terminal: what it makes, how fast, and who waits for whom.
 
     It finds jobs of the same user on this computer (train, demo, serve, rollout) without any server. With one job it
-    shows that one; with several it lists them and takes a pid. Ctrl-C ends the watching, not the job.
+    shows that one; with several it lists them and takes a pid, or the id of one of several jobs of a process. Ctrl-C
+    ends the watching, not the job.
 
     Example: recollect top
     """
 
-    pid: Annotated[int | None, tyro.conf.Positional] = None
-    """The process of the job; may be left out if there is only one."""
+    job: Annotated[str | None, tyro.conf.Positional] = None
+    """The process of the job, or its id as listed; may be left out if there is only one."""
     once: bool = False
     """Show the state of now and end."""
     json: bool = False
@@ -35,9 +37,9 @@ class Top:
         """Find, choose, follow."""
         jobs = find_jobs()
         try:
-            chosen = [job for job in jobs if self.pid in (None, job.pid)]
+            chosen = [job for job in jobs if self.job in (None, str(job.pid), job.id)]
             if not chosen:
-                sys.exit(_nothing(self.pid, jobs))
+                sys.exit(_nothing(self.job, jobs))
             if len(chosen) > 1:
                 self._list(chosen)
             else:
@@ -52,9 +54,14 @@ class Top:
         for job in jobs:
             seen = job.snapshot()
             if seen is not None:
-                print(_as_json(seen) if self.json else f"{job.pid:>8} {job.kind:8} {line(seen)}")
+                print(
+                    _as_json(seen)
+                    if self.json
+                    else f"{_name(job, jobs):>8} {printable(job.kind):8} {line(seen)}"
+                )
         if not self.json and not self.once:
-            sys.exit(f"recollect top: {len(jobs)} jobs are running; choose one: recollect top {jobs[-1].pid}")
+            name = _name(jobs[-1], jobs)
+            sys.exit(f"recollect top: {len(jobs)} jobs are running; choose one: recollect top {name}")
 
     def _follow(self, job: Job) -> None:
         from rich.console import Console
@@ -70,6 +77,12 @@ class Top:
                 view.show(seen)
         if seen is not None and not self.json:
             console.print(render(seen))
+
+
+def _name(job: Job, jobs: list[Job]) -> str:
+    """The shortest that tells a job from the others: its pid, or its id if its process has several."""
+    is_alone = sum(other.pid == job.pid for other in jobs) == 1
+    return str(job.pid) if is_alone else str(job.id)
 
 
 def states(job: Job, once: bool = False) -> Iterator[Snapshot]:
@@ -89,8 +102,8 @@ def _as_json(snapshot: Snapshot) -> str:
     return json.dumps({**plain, "charts": snapshot.chart_names()})
 
 
-def _nothing(pid: int | None, jobs: list[Job]) -> str:
-    if pid is None:
+def _nothing(wanted: str | None, jobs: list[Job]) -> str:
+    if wanted is None:
         return "recollect top: no job is running; start one, such as recollect demo, and look again"
-    others = ", ".join(f"{job.pid} ({job.title})" for job in jobs) or "none"
-    return f"recollect top: process {pid} has no job that can be watched; there are: {others}"
+    others = ", ".join(f"{_name(job, jobs)} ({job.title})" for job in jobs) or "none"
+    return f"recollect top: process {wanted} has no job that can be watched; there are: {others}"

@@ -17,6 +17,7 @@ import tyro
 
 from recollect.errors import DeadlineError, PeerDiedError, RecollectError
 from recollect.learners.config import APPOConfig, SACConfig
+from recollect.text import printable
 
 
 @dataclass
@@ -81,7 +82,7 @@ class Options:
         done = summary.completed_iterations
         if self.resume is not None and done >= self.iterations and not summary.last_checkpoint:
             sys.stderr.write(
-                f"recollect train: nothing was left to do: {self.resume} has {done:,} iterations; pass more "
+                f"recollect train: nothing was left to do: {printable(self.resume)} has {done:,} iterations; pass more "
                 "--iterations, the total\n"
             )
         if summary.status == "interrupted":
@@ -104,6 +105,7 @@ class Options:
             except (PeerDiedError, DeadlineError):
                 saved = runner.last_run_summary.last_checkpoint
                 if saved is not None:
+                    saved = printable(saved)
                     sys.stderr.write(
                         f"recollect train: saved {saved}; go on from there with --resume {saved}\n"
                     )

@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from recollect.cli.job_view import clock
+from recollect.cli.words import words
 
 
 def report(
@@ -23,17 +24,13 @@ def report(
     shown = "no episode ended"
     if recent is not None:
         shown = f"mean return of the last 20 episodes {recent:,.1f}, of the last 100 {final:,.1f}"
-    console.print(
-        f"\n[bold]{title}[/]: {summary.status} after {summary.completed_iterations:,} iterations and "
+    told = (
+        f": {summary.status} after {summary.completed_iterations:,} iterations and "
         f"{summary.total_env_steps:,} environment steps in {clock(summary.wall_time_s)}; {shown}; "
-        f"{summary.restarts} restarts, {summary.misses} batches late, {summary.dropped} rollouts dropped.",
-        highlight=False,
+        f"{summary.restarts} restarts, {summary.misses} batches late, {summary.dropped} rollouts dropped."
     )
-    console.print(f"Metrics: {log_dir / 'metrics.jsonl'}", highlight=False, soft_wrap=True)
+    console.print(words("\n", (title, "bold"), told))
+    console.print(words(f"Metrics: {log_dir / 'metrics.jsonl'}"), soft_wrap=True)
     if summary.last_checkpoint:
-        console.print(
-            f"Go on: {go_on} --resume {summary.last_checkpoint}"
-            + ("   (and more --iterations)" if summary.status == "completed" else ""),
-            highlight=False,
-            soft_wrap=True,
-        )
+        more = "   (and more --iterations)" if summary.status == "completed" else ""
+        console.print(words(f"Go on: {go_on} --resume {summary.last_checkpoint}{more}"), soft_wrap=True)

@@ -12,19 +12,24 @@ from typing import Annotated, Any
 
 import tyro
 
+from recollect.datasets.opening import packages_at
+from recollect.errors import check_installed
+from recollect.text import printable
+
 
 @dataclass
 class View:
     """Show what is at a path in the browser: its episodes, curves of every number, pictures as film, two side by side.
 
-    The path is a dump or live directory of Recollect, or a data set of LeRobot, Minari or Hugging Face. The page is
-    served to this computer alone, at an address with a secret in it, until Ctrl-C; it needs no internet.
+    The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, or a data set of
+    LeRobot, Minari or Hugging Face. The page is served to this computer alone, at an address with a secret in it, until
+    Ctrl-C; it needs no internet.
 
     Example: recollect view runs/rates
     """
 
     path: Annotated[Path, tyro.conf.Positional]
-    """The directory to look at."""
+    """The directory to look at, or the id of a set of the Hugging Face Hub or of Minari."""
     reward: str | None = None
     """The leaf whose sum over an episode is its return; without one, the leaf called reward."""
     port: int = 0
@@ -38,6 +43,7 @@ class View:
 
     def run(self) -> None:
         """Open, serve, and wait for Ctrl-C."""
+        check_installed("recollect view", "starlette", "uvicorn", *packages_at(self.path))
         from recollect.observe.view.catalogue import open_catalogue
         from recollect.observe.web import browsing
 
@@ -49,7 +55,8 @@ class View:
             if self.json:
                 sys.stdout.write(json.dumps({"url": server.url, **about}) + "\n")
             else:
-                print(f"{self.path}: {about['samples']:,} samples in {about['episodes']:,} episodes")
+                path = printable(self.path)
+                print(f"{path}: {about['samples']:,} samples in {about['episodes']:,} episodes")
                 print(f"{server.url}   (Ctrl-C ends it)")
             sys.stdout.flush()
             with browsing(server.url, self.browser and not self.json):
@@ -66,3 +73,5 @@ class View:
             sys.exit(
                 f"recollect: --port {self.port}: {os.strerror(error.errno or 0)}; leave it out to take any that is free"
             )
+        except ValueError as error:
+            sys.exit(f"recollect view: {error}")

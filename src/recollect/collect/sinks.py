@@ -13,7 +13,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from recollect.errors import ClosedError, ReadOnlyError, SchemaError, class_name
-from recollect.replay import ReplayBuffer
+from recollect.replay import Lane, ReplayBuffer
 from recollect.replay.engine import REFUSED, RowsEngine
 from recollect.spaces import first_difference
 from recollect.spaces.nested import compile_build, compile_pick
@@ -23,6 +23,7 @@ MODES = ("auto", "shared", "per_env")
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Faults = dict[int, Exception]
+Targets = ReplayBuffer | Lane | Sequence[ReplayBuffer | Lane]
 
 
 class Sink(Protocol):
@@ -42,11 +43,13 @@ class Sink(Protocol):
     def release(self) -> None: ...
 
 
-def make_sink(buffers: ReplayBuffer | Sequence[ReplayBuffer], mode: str, n: int) -> Sink:
+def make_sink(buffers: Targets, mode: str, n: int) -> Sink:
     """Return the sink for a layout of `n` slots; ValueError names what is needed for one that there is not."""
-    given = checked_buffers(buffers)
+    given, lanes = checked_buffers(buffers), given_lanes(buffers)
     if mode not in MODES:
         raise ValueError(f"replay_mode: must be one of {list(MODES)}, got {mode!r}")
+    if lanes:
+        return _sink_of_lanes(given, lanes, mode, n)
     if mode == "auto":
         mode = "per_env" if len(given) == n > 1 else "shared"
     needed = n if mode == "per_env" else 1
@@ -64,25 +67,52 @@ def make_sink(buffers: ReplayBuffer | Sequence[ReplayBuffer], mode: str, n: int)
     (buffer,) = given
     if n == 1:
         return EnvSink(given)
-    lanes = n_lanes(buffer)
-    if lanes == n and has_lanes(buffer):
+    n_own = n_lanes(buffer)
+    if n_own == n and has_lanes(buffer):
         return LaneSink(given)
-    if lanes == 1 and buffer.get_segments() is None:
+    if n_own == 1 and buffer.get_segments() is None:
         return BlockSink(given)
-    what = "keeps segments" if lanes == 1 else f"has {lanes} lanes"
+    what = "keeps segments" if n_own == 1 else f"has {n_own} lanes"
     raise ValueError(
         f"replay_buffers: one buffer of {n} slots must have a lane for each or be untracked with one lane, got one "
         f"that {what}; create it with num_lanes={n}, or pass {n} buffers"
     )
 
 
-def checked_buffers(buffers: ReplayBuffer | Sequence[ReplayBuffer]) -> list[ReplayBuffer]:
-    """Return the buffers as a list: at least one, all different, writable and of one space."""
+def _sink_of_lanes(given: list[ReplayBuffer], lanes: list[Lane], mode: str, n: int) -> Sink:
+    if mode == "per_env" or len(lanes) != n:
+        raise ValueError(
+            f"replay_buffers: {n} slots need {n} lanes and shared mode, got {len(lanes)} and {mode}; pass "
+            "buf.on_lane(k) for each slot"
+        )
+    return EnvSink(given, lanes[0]) if n == 1 else LaneSink(given, lanes)
+
+
+def given_lanes(buffers: Targets) -> list[Lane]:
+    """Return the lanes that were given in the place of buffers; they must be open, and different ones of one buffer."""
+    given = list(buffers) if isinstance(buffers, Sequence) else [buffers]
+    lanes = [lane for lane in given if isinstance(lane, Lane)]
+    numbers = {lane.number for lane in lanes}
+    if lanes and (len(numbers) < len(given) or any(lane.buffer is not lanes[0].buffer for lane in lanes)):
+        raise ValueError(
+            f"replay_buffers: lanes must be different ones of one buffer, got {len(given)} in which that is not so; "
+            "pass buf.on_lane(k) for each slot"
+        )
+    for lane in lanes:
+        lane.check_open()
+    return lanes
+
+
+def checked_buffers(buffers: Targets) -> list[ReplayBuffer]:
+    """Return the buffers as a list: at least one, all different, writable and of one space. Lanes are of one."""
+    lanes = given_lanes(buffers)
+    if lanes:
+        buffers = lanes[0].buffer
     if not isinstance(buffers, ReplayBuffer | Sequence):
         raise TypeError(
             f"replay_buffers: must be ReplayBuffers, got {class_name(buffers)}; pass one or a list"
         )
-    given = [buffers] if isinstance(buffers, ReplayBuffer) else list(buffers)
+    given: list[Any] = [buffers] if isinstance(buffers, ReplayBuffer) else list(buffers)
     if not given:
         raise ValueError("replay_buffers: must be at least one, got none; pass a ReplayBuffer")
     for buffer in given:
@@ -176,11 +206,15 @@ class _OneBuffer:
 
 
 class EnvSink(_OneBuffer):
-    """One slot: appends, a segment per episode."""
+    """One slot: appends, a segment per episode; to one lane of the buffer if it is given."""
+
+    def __init__(self, buffers: list[ReplayBuffer], lane: Lane | None = None) -> None:
+        super().__init__(buffers)
+        self._writer: ReplayBuffer | Lane = self._buffer if lane is None else lane
 
     def append(self, sample: Any) -> None:
         """Write the sample of a step."""
-        self._buffer.append(sample)
+        self._writer.append(sample)
 
     def write(self, batch: Any, rows: Ints | None, slots: Ints, ends: Bools) -> Faults:
         try:
@@ -189,18 +223,18 @@ class EnvSink(_OneBuffer):
             self.reject(0)
             return {0: error}
         try:
-            self._buffer.append(sample)
+            self._writer.append(sample)
             if ends[0]:
-                self._buffer.mark_segment_end()
+                self._writer.mark_segment_end()
         except Exception as error:
             return self._failed(error, slots)
         return {}
 
     def end(self, slots: Iterable[int]) -> None:
-        self._buffer.mark_segment_end()
+        self._writer.mark_segment_end()
 
     def open_slots(self) -> list[int]:
-        return [] if self._buffer.open_segment is None else [0]
+        return [] if self._writer.open_segment is None else [0]
 
 
 class BlockSink(_OneBuffer):
@@ -223,17 +257,21 @@ class BlockSink(_OneBuffer):
 class LaneSink(_OneBuffer):
     """B slots, each its own lane of one buffer: one native call per step.
 
-    Ownership: holds all lanes from the start until `release`.
+    Ownership: holds all lanes from the start until `release`; lanes that are given stay the caller's.
     """
 
-    def __init__(self, buffers: list[ReplayBuffer]) -> None:
+    def __init__(self, buffers: list[ReplayBuffer], lanes: list[Lane] | None = None) -> None:
         super().__init__(buffers)
         self._native = self._buffer.engine.native  # type: ignore[attr-defined]
-        self._n = n_lanes(self._buffer)
         self._tracked = self._buffer.engine.tracked
+        self._given = lanes
+        if lanes is not None:
+            self._numbers = np.array([lane.number for lane in lanes], np.int64)
+            return
+        self._numbers = np.arange(n_lanes(self._buffer))
         claimed: list[int] = []
         try:
-            for lane in range(self._n):
+            for lane in self._numbers.tolist():
                 self._native.claim(lane)
                 claimed.append(lane)
         except BaseException:
@@ -243,23 +281,31 @@ class LaneSink(_OneBuffer):
 
     def write(self, batch: Any, rows: Ints | None, slots: Ints, ends: Bools) -> Faults:
         try:
-            self._buffer.extend_lanes(batch, slots, ends=ends if self._tracked else None, rows=rows)
+            lanes = slots if self._given is None else self._given_numbers(slots)
+            self._buffer.extend_lanes(batch, lanes, ends=ends if self._tracked else None, rows=rows)
         except Exception as error:
             return self._failed(error, slots)
         return {}
 
+    def _given_numbers(self, slots: Ints) -> Ints:
+        for slot in slots.tolist():
+            self._given[slot].check_open()  # type: ignore[index]
+        return self._numbers[slots]
+
     def end(self, slots: Iterable[int]) -> None:
         if self._tracked:
             for slot in slots:
-                self._native.end_segment(slot)
+                self._native.end_segment(int(self._numbers[slot]))
 
     def open_slots(self) -> list[int]:
-        return [lane for lane in range(self._n) if self._native.has_open(lane)]
+        return [slot for slot, lane in enumerate(self._numbers.tolist()) if self._native.has_open(lane)]
 
     def release(self) -> None:
         """Give up the lanes, but for those whose segment is still open: that would end it."""
+        if self._given is not None:
+            return
         with suppress(ClosedError):  # the buffer has given them up already
-            for lane in range(self._n):
+            for lane in self._numbers.tolist():
                 if not self._native.has_open(lane):
                     self._native.release(lane)
 

@@ -5,8 +5,9 @@ What an Env and a VectorEnv have in common is here; `single.py` and `vector.py` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
 from types import MethodType
 from typing import Any, Literal, Self
 
@@ -15,11 +16,13 @@ import numpy as np
 from gymnasium.error import AlreadyPendingCallError, NoAsyncCallError
 from gymnasium.vector import VectorEnv
 
+from recollect import interrupts
 from recollect.collect.autoreset import Slots, mode_of
 from recollect.collect.builders import has_context
 from recollect.collect.recorder import Recorder
+from recollect.collect.sinks import Targets
 from recollect.errors import ClosedError, SegmentOpenError, class_name
-from recollect.replay import ReplayBuffer
+from recollect.replay import Lane, ReplayBuffer
 from recollect.spaces import first_difference
 from recollect.storage.base import PathName
 
@@ -49,12 +52,15 @@ class ReplayBufferCollectionWrapper:
 
     Round a `gymnasium.Env` it is a `gymnasium.Wrapper`, round a `VectorEnv` a `VectorWrapper`. It returns what the
     environment returns. One buffer takes one Env, or a vector of B slots if it has B lanes, or one lane and no
-    segments; B buffers take a slot each.
+    segments; B buffers take a slot each. `buf.on_lane(k)` in the place of a buffer records into that lane alone, a
+    list of them a slot each: so several processes record into one buffer. Lanes stay the caller's.
 
     `transition_builder` makes the sample of a step (a callable for one slot, or a DataTransformation for a batch);
     without one the buffer's Dict space names what it holds. `validate_transition` also checks bounds and NaN.
     `dump_on_episode_end` and `dump_on_reset_boundary` save to `dump_path`. `autoreset_mode` overrides what a
-    VectorEnv declares.
+    VectorEnv declares. `record_final_obs` is for rows without `next_obs`: after an episode's last step it writes one
+    more row with the observation that the step led to (the action again, reward 0, no flags), also where `reset()`,
+    `close()` or other buffers cut the episode; `TransitionBatch` shows such rows as transitions.
 
     Ownership: observations and actions are copied when seen. Buffers are the caller's and never closed here; the
     lanes of one that has B are held until `close()`.
@@ -100,7 +106,7 @@ class ReplayBufferCollectionWrapper:
     def __init__(
         self,
         env: Any,
-        replay_buffers: ReplayBuffer | Sequence[ReplayBuffer],
+        replay_buffers: ReplayBuffer | Lane | Sequence[ReplayBuffer | Lane],
         replay_mode: str = "auto",
         transition_builder: Any = None,
         validate_transition: bool = False,
@@ -109,10 +115,12 @@ class ReplayBufferCollectionWrapper:
         dump_path: PathName | None = None,
         *,
         autoreset_mode: Any = None,
+        record_final_obs: bool = False,
     ) -> None:
         self._wrap(env)
         self._n = self._count(env)
         self._builder_given, self._validate = transition_builder, validate_transition
+        self._finals = record_final_obs
         self.dump_on_episode_end, self.dump_on_reset_boundary = dump_on_episode_end, dump_on_reset_boundary
         self.dump_path = dump_path
         self._slots = Slots(mode_of(env, autoreset_mode), self._n)
@@ -121,9 +129,17 @@ class ReplayBufferCollectionWrapper:
         self._context: Any = None
         self._pending: Any = None
         self._warned = False  # of an overwritten final_obs
-        self._closed = False
-        self._recorder = self._make_recorder(replay_buffers, replay_mode)
-        self.replay_mode = self._recorder.sink.mode  # what "auto" came to
+        self._closed = False  # nothing is recorded any more
+        self._env_closed = False
+        recorder: Recorder | None = None
+        try:
+            with interrupts.deferred():
+                recorder = self._make_recorder(replay_buffers, replay_mode)
+        except BaseException:
+            if recorder is not None:
+                recorder.sink.release()
+            raise
+        self._recorder, self.replay_mode = recorder, recorder.sink.mode  # what "auto" came to
 
     @classmethod
     def shared(cls, env: Any, replay_buffer: ReplayBuffer, **kwargs: Any) -> ReplayBufferCollectionWrapper:
@@ -163,27 +179,29 @@ class ReplayBufferCollectionWrapper:
     def reset(self, *args: Any, mask: Any = None, seed: Any = None, **kwargs: Any) -> Any:
         """Reset all slots, or those of `mask`; ends their open segments and returns what the environment returns."""
         slots, kwargs = self._begin_reset(mask, kwargs)
-        with _Losing(self, slots):
+        with _Losing(self, slots) as call:
             result = self.env.reset(*args, seed=seed, **kwargs)
-        self._end_reset(result, slots)
+            call.has_returned = True
+            self._end_reset(result, slots)
         return result
 
     @_IfEnvHas
     def reset_async(self, *args: Any, mask: Any = None, seed: Any = None, **kwargs: Any) -> None:
         """Begin a reset that `reset_wait` ends."""
         slots, kwargs = self._begin_reset(mask, kwargs)
-        with _Losing(self, slots):
+        with self._beginning(("reset", slots), slots):
             self.env.reset_async(*args, seed=seed, **kwargs)
-        self._pending = ("reset", slots)
 
     @_IfEnvHas
     def reset_wait(self, *args: Any, **kwargs: Any) -> Any:
         """End a reset that `reset_async` began."""
         self._check_open()
-        with _Losing(self, None):
+        with _Losing(self, None) as call:
             result = self.env.reset_wait(*args, **kwargs)
-        (_, slots), self._pending = self._pending, None
-        self._end_reset(result, slots)
+            call.has_returned = True
+            kind, slots = self._pending or ("", None)
+            if kind == "reset":  # not one that a `reset` began, which was interrupted
+                self._end_reset(result, slots)
         return result
 
     def _begin_reset(self, mask: Any, kwargs: dict[str, Any]) -> tuple[Bools | None, dict[str, Any]]:
@@ -195,19 +213,22 @@ class ReplayBufferCollectionWrapper:
     def _end_reset(self, result: Any, mask: Bools | None) -> None:
         context, obs = (result[0], result[1]) if self._has_context else (None, result[0])
         ended = range(self._n) if mask is None else np.flatnonzero(mask).tolist()
-        self._recorder.sink.end(ended)
+        error = self._recorder.end(ended)
         self._take_reset(context, obs, mask)
         self._slots.reset(mask)
+        self._pending = None
         if self.dump_on_reset_boundary:
             self._dump(self._recorder, ended, always=False)
+        _raise(error)
 
     def step(self, action: Any) -> Any:
         """Step and record; returns what the environment returns."""
         self._check_step()
         seen = self._copy_action(action)
-        with _Losing(self, None):
+        with _Losing(self, None) as call:
             result = self.env.step(action)
-        self._end_step(seen, result)
+            call.has_returned = True
+            self._end_step(seen, result)
         return result
 
     @_IfEnvHas
@@ -215,19 +236,32 @@ class ReplayBufferCollectionWrapper:
         """Begin a step that `step_wait` ends and records."""
         self._check_step()
         seen = self._copy_action(action)
-        with _Losing(self, None):
+        with self._beginning(("step", seen), None):
             self.env.step_async(action)
-        self._pending = ("step", seen)
 
     @_IfEnvHas
     def step_wait(self, *args: Any, **kwargs: Any) -> Any:
         """End a step that `step_async` began, and record it."""
         self._check_open()
-        with _Losing(self, None):
+        with _Losing(self, None) as call:
             result = self.env.step_wait(*args, **kwargs)
-        (_, seen), self._pending = self._pending, None
-        self._end_step(seen, result)
+            call.has_returned = True
+            (kind, seen), self._pending = self._pending or ("", None), None
+            if kind == "step":  # not one that a `step` began, which was interrupted
+                self._end_step(seen, result)
         return result
+
+    @contextmanager
+    def _beginning(self, what: tuple[str, Any], slots: Bools | None) -> Iterator[None]:
+        """Round the begin of a call that is ended by another, which finds `what`, however this one ends."""
+        before = self._pending
+        with _Losing(self, slots):
+            try:
+                self._pending = what
+                yield
+            except _NOT_MOVED:
+                self._pending = before
+                raise
 
     def _check_step(self) -> None:
         self._check_open()
@@ -237,8 +271,7 @@ class ReplayBufferCollectionWrapper:
         error, ended = self._record(action, result)
         if self.dump_on_episode_end and ended:
             self._dump(self._recorder, ended, always=True)
-        if error is not None:
-            raise error
+        _raise(error)
 
     def _lose(self, mask: Bools | None) -> None:
         """After an error of the environment nobody knows where its slots are: they need a reset."""
@@ -263,22 +296,23 @@ class ReplayBufferCollectionWrapper:
         if path is None and (self.dump_on_episode_end or self.dump_on_reset_boundary):
             raise ValueError("dump_path: is needed for automatic dumps, got None; pass a directory")
         self._dump_path = path
+        self._dump_place = None if path is None else Path(path).absolute()  # this process may go elsewhere
 
     def _dump(self, recorder: Recorder, slots: Iterable[int], *, always: bool) -> None:
-        if self._dump_path is None:
+        if self._dump_place is None:
             raise ValueError("dump_path: is needed for a dump, got None; assign a directory")
-        recorder.sink.dump(self._dump_path, slots, always=always)
+        recorder.sink.dump(self._dump_place, slots, always=always)
 
-    def _make_recorder(self, buffers: ReplayBuffer | Sequence[ReplayBuffer], mode: str) -> Recorder:
+    def _make_recorder(self, buffers: Targets, mode: str) -> Recorder:
         if mode == "per_env" and not isinstance(self.env, VectorEnv):
             raise ValueError(
                 "replay_mode: per_env must be of a VectorEnv, got a single environment; pass its buffer as shared"
             )
-        return Recorder(self.env, self._n, buffers, mode, self._builder_given, self._validate)
+        return Recorder(self.env, self._n, buffers, mode, self._builder_given, self._validate, self._finals)
 
     def set_replay_buffers(
         self,
-        replay_buffers: ReplayBuffer | Sequence[ReplayBuffer],
+        replay_buffers: ReplayBuffer | Lane | Sequence[ReplayBuffer | Lane],
         *,
         replay_mode: str | None = None,
         require_same_space: bool = True,
@@ -302,8 +336,10 @@ class ReplayBufferCollectionWrapper:
             )
         if dump_old and self._dump_path is None:
             raise ValueError("dump_old: needs dump_path, got None; assign it first")
-        new = self._make_recorder(replay_buffers, mode)
+        new: Recorder | None = None
         try:
+            with interrupts.deferred():  # it claims lanes
+                new = self._make_recorder(replay_buffers, mode)
             difference = first_difference(new.space, old.space) if require_same_space else None
             if difference:
                 raise ValueError(
@@ -311,29 +347,40 @@ class ReplayBufferCollectionWrapper:
                     "pass require_same_space=False"
                 )
             if finalize_old_segments or dump_old:
-                old.sink.end(range(self._n))
+                _raise(old.end(range(self._n)))
             if dump_old:
                 self._dump(old, range(self._n), always=True)
+            with interrupts.deferred():
+                self._recorder, self.replay_mode = new, new.sink.mode
+                _release(old, unless=new)
         except BaseException:
-            _release(new, unless=old)
+            if new is not None and self._recorder is old:
+                _release(new, unless=old)
             raise
-        self._recorder, self.replay_mode = new, new.sink.mode
-        _release(old, unless=new)
         return old.sink.buffers
 
     # -- life
 
     def close(self, **kwargs: Any) -> Any:
         """End open segments, give up lanes and close the environment; buffers stay open."""
-        if self._closed:
+        if self._env_closed:
             return
-        self._closed = True
         try:
-            with suppress(ClosedError):
-                self._recorder.sink.end(range(self._n))
-            self._recorder.sink.release()
+            with interrupts.deferred():
+                if not self._closed:
+                    self._closed = True
+                    try:
+                        with suppress(ClosedError):
+                            _raise(self._recorder.end(range(self._n)))
+                    finally:
+                        self._recorder.sink.release()
         finally:
-            self.env.close(**kwargs)
+            try:
+                self._env_closed = True
+                self.env.close(**kwargs)
+            except KeyboardInterrupt:
+                self._env_closed = False  # the next call goes on
+                raise
 
     def _check_open(self) -> None:
         if self._closed:
@@ -348,17 +395,28 @@ class ReplayBufferCollectionWrapper:
 
 
 class _Losing:
-    """Round a call of the environment: an error that may have moved it means that its slots need a reset."""
+    """Round a call of the environment and its recording: what may have moved it unseen means that it needs a reset.
+
+    That is an error of its own, and an interrupt anywhere: the caller did not get the observation to go on from.
+    """
 
     def __init__(self, wrapper: ReplayBufferCollectionWrapper, mask: Bools | None) -> None:
         self._wrapper, self._mask = wrapper, mask
+        self.has_returned = False
 
-    def __enter__(self) -> None:
-        return None
+    def __enter__(self) -> Self:
+        return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-        if error is not None and not isinstance(error, _NOT_MOVED):
+        if isinstance(error, Exception) and (self.has_returned or isinstance(error, _NOT_MOVED)):
+            return
+        if error is not None:
             self._wrapper._lose(self._mask)
+
+
+def _raise(error: Exception | None) -> None:
+    if error is not None:
+        raise error
 
 
 def _release(recorder: Recorder, unless: Recorder) -> None:

@@ -13,10 +13,17 @@ from gymnasium import Space, spaces
 
 from recollect.datasets.batch import need
 from recollect.errors import FormatError
-from recollect.files.record import brief
+from recollect.files.record import brief, read_bytes
 from recollect.spaces.json import MOST_NBYTES
+from recollect.storage.image import check_side, image_damage
 
 Array = np.ndarray[Any, Any]
+
+
+def checked_table(table: Any) -> Any:
+    """A table whose values all lie inside it: Arrow files say where, and Arrow reads there unchecked."""
+    table.validate(full=True)
+    return table
 
 
 def numbers(pa: Any, column: Any, shape: tuple[int, ...], dtype: Any, where: str) -> Array:
@@ -47,26 +54,32 @@ def is_picture(pa: Any, kind: Any) -> bool:
     return bool(pa.types.is_struct(kind) and {f.name for f in kind} == {"bytes", "path"})
 
 
-def picture(item: Any, root: Path | None, where: str) -> Array:
-    """Decode one picture of a column, from its bytes or from the file that it names below `root`."""
+def picture(item: Any, shape: tuple[int, ...] | None, root: Path | None, where: str) -> Array:
+    """Decode one picture of a column, from its bytes or from the file that it names below `root`.
+
+    FormatError for one that is not of the shape, or without it is larger than a sample may be, before it is decoded.
+    """
     image = need("PIL.Image", "images", "pictures")
     data, name = item.get("bytes"), item.get("path")
     if data is None and (root is None or not name or ".." in Path(name).parts or Path(name).is_absolute()):
         raise FormatError(f"{where}: a picture must have bytes or a path within the data set, got {name!r}")
-    try:
-        with image.open(io.BytesIO(data) if data is not None else root / name) as opened:
+    with image_damage(where):
+        data = data if data is not None else read_bytes(root / name, follow=True)
+        with image.open(io.BytesIO(data)) as opened:
+            if shape is None:
+                check_size((*opened.size, 3), 1, where)
+            else:
+                check_side(opened, shape)
             plain = opened if opened.mode in ("RGB", "L") else opened.convert("RGB")
             return np.asarray(plain)
-    except (OSError, ValueError, SyntaxError) as error:
-        raise FormatError(f"{where}: a picture cannot be read ({error}); it is damaged") from None
 
 
 def pictures(items: list[Any], shape: tuple[int, ...], root: Path | None, where: str) -> Array:
     """Decode pictures into `[n, H, W, C]` or `[n, H, W]`; FormatError for one of another size."""
     out = np.empty((len(items), *shape), np.uint8)
     for i, item in enumerate(items):
-        found = picture(item, root, f"{where}, row {i}")
-        if found.size != out[i].size or found.shape[:2] != shape[:2]:
+        found = picture(item, shape, root, f"{where}, row {i}")
+        if found.size != out[i].size:
             raise FormatError(f"{where}, row {i}: must be a picture of {shape}, got {found.shape}")
         out[i] = found.reshape(shape)
     return out

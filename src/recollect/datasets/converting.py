@@ -1,14 +1,17 @@
 """Copy whatever is at a path into another form, so that a killed copy goes on where it was.
 
-The copy grows in `NAME.partial` beside its place, in a storage that commits as it goes, and is renamed at the end. A
-copy is a prefix of its source: to go on, what follows the last whole segment is cut off and written again.
+The copy grows in `NAME.partial/data` beside its place, in a storage that commits as it goes, and is renamed at the end.
+A copy is a prefix of its source: to go on, what follows the last whole segment is cut off and written again.
+`NAME.partial` is locked from the first step to the last.
 """
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -16,21 +19,22 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from recollect import interrupts
 from recollect.batch import BatchBase
-from recollect.datasets.lerobot_meta import read_json
-from recollect.errors import FormatError
-from recollect.files import OwnedDirectory, make_directory, remove_empty, replace_file, sync_directory
-from recollect.files.directory import NAME as WRITER
+from recollect.datasets.stage import take_stage
+from recollect.errors import FormatError, LaneBusyError
+from recollect.files import OwnedDirectory, remove_empty, remove_inside, replace_file, sync_directory
+from recollect.files.record import read_json
 from recollect.replay import ReplayBuffer
 from recollect.replay.plain import PlainEngine
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
 from recollect.storage.columns import longest
-from recollect.storage.dump import remove_dump
+from recollect.storage.dump import MANIFEST
 from recollect.storage.live import live_of
 
-RECORD = "convert.json"
+RECORD, DATA, DUMP = "convert.json", "data", "dump"  # what `NAME.partial` holds; DUMP only for "memory"
 TARGETS = ("memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot")
 FLUSH_S = 5.0  # how much work a kill may cost
 PIECE_NBYTES = (
@@ -45,12 +49,14 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
     `origin` says where the source is from: a half-made copy of another is refused. `options` go to the storage, or to
     `to_lerobot`. For "dict" pictures are video (exact) and the rest is Parquet.
     """
-    path, tell = Path(path), progress or (lambda n: None)
+    path, tell = Path(path).absolute(), progress or (lambda n: None)
     if target not in TARGETS:
         raise ValueError(f"target: must be one of {list(TARGETS)}, got {target!r}")
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size: must be at least 1, got {chunk_size}")
     if not len(source):
         raise FormatError(f"{origin or 'source'}: must hold samples, got none")
-    if path.exists():
+    if os.path.lexists(path):
         raise FileExistsError(f"{path}: is there already; remove it or choose another path")
     if target == "lerobot":
         from recollect.datasets.lerobot_writer import to_lerobot
@@ -62,70 +68,110 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
 
 def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk_size: int, tell: Any,
                   options: dict[str, Any]) -> int:  # fmt: skip
-    stage = path.with_name(path.name + ".partial")
     segments = source.get_segments()
     record = {"origin": origin, "target": target, "length": len(source), "tracked": segments is not None,
               "space": canonical(space_to_json(source.single_space)),
               "options": sorted(map(str, options.items()))}  # fmt: skip
-    begun = _begun(stage, record)  # which may be empty, hence false
-    with _begin(stage, record, source, target, options) if begun is None else begun as buffer:
-        bounds = [(0, len(source))] if segments is None else segments
-        done = _cut_to_whole(buffer, bounds, segments is not None)
-        tell(done)
-        _copy(source, buffer, bounds, done, segments is not None, chunk_size, tell)
+    owned = take_stage(path, RECORD)
+    try:
+        _check_same(owned.path, record)
+    except BaseException:
+        owned.release()
+        raise
+    whole, done = owned.path / (DUMP if target == "memory" else DATA), len(source)
+    try:
+        if target != "memory" or not (whole / MANIFEST).exists():
+            with _closed_whole(_opened(owned, record, source, target, options)) as buffer:
+                bounds = [(0, len(source))] if segments is None else segments
+                done = _cut_to_whole(buffer, bounds, segments is not None)
+                tell(done)
+                _copy(source, buffer, bounds, done, segments is not None, chunk_size, tell)
+                if target == "memory":
+                    buffer.dumps(whole)
         if target == "memory":
-            buffer.dumps(path)
-    if target == "memory":
-        remove_dump(stage, [RECORD])
-    else:
-        os.rename(stage, path)
-        sync_directory(path.parent)
-        (path / RECORD).unlink()
+            remove_inside(owned.path, f"{DATA}/")
+        with interrupts.deferred():  # what is at its place leaves nothing beside it
+            os.rename(whole, path)
+            sync_directory(path.parent)
+            _let_go(owned)
+    finally:
+        _let_go(owned)
     return done
 
 
-def _begun(stage: Path, record: dict[str, Any]) -> ReplayBuffer | None:
-    """What a killed copy left, None if nothing that can be used."""
+@contextmanager
+def _closed_whole(buffer: ReplayBuffer) -> Iterator[ReplayBuffer]:
+    """Close a buffer at the end; Ctrl-C meanwhile is raised then, or nobody could close it again."""
+    try:
+        yield buffer
+    finally:
+        with interrupts.deferred():
+            buffer.close()
+
+
+def _let_go(owned: OwnedDirectory) -> None:
+    """Give the stage back, and remove it unless a part of a copy is in it; may be called twice."""
+    if not owned.is_held:
+        return
+    with interrupts.deferred():
+        with suppress(OSError):
+            if not _has_part(owned.path):
+                owned.note([RECORD])
+                owned.remove_noted(())
+        owned.release()
+        remove_empty([owned.path])
+
+
+def _has_part(stage: Path) -> bool:
+    return any(os.path.lexists(stage / name / MANIFEST) for name in (DATA, DUMP))
+
+
+def _check_same(stage: Path, record: dict[str, Any]) -> None:
+    """Raise FormatError if a part of another copy is there."""
     if not os.path.lexists(stage / RECORD):
-        if stage.is_dir() and any(stage.iterdir()) and not (stage / WRITER).exists():
-            raise FileExistsError(
-                f"{stage}: must be new or a half-made copy, got another directory; remove it or choose another path"
-            )
-        return None
-    found = read_json(stage / RECORD)
-    if found != record:
+        return
+    found = read_json(stage / RECORD, follow=False)
+    if found != record and (_has_part(stage) or found.keys() != record.keys()):
         differs = sorted(key for key in record if found.get(key) != record[key])
         raise FormatError(
             f"{stage}: is the half-made copy of something else ({differs} differ); remove it first"
         )
-    return ReplayBuffer.load_from(stage, read_only=False) if (stage / "manifest.json").exists() else None
 
 
-def _begin(stage: Path, record: dict[str, Any], source: BatchBase, target: str, options: Any) -> ReplayBuffer:
+def _opened(
+    owned: OwnedDirectory, record: dict[str, Any], source: BatchBase, target: str, options: Any
+) -> ReplayBuffer:
+    """What a killed copy left, or a new one."""
+    place = owned.path / DATA
+    if (place / MANIFEST).exists():
+        try:
+            return ReplayBuffer.load_from(place, read_only=False)
+        except LaneBusyError:
+            gc.collect()  # the stage is ours, so it is what Ctrl-C left of a call of this process
+            return ReplayBuffer.load_from(place, read_only=False)
+    owned.remove_noted(())
+    owned.note([f"{DATA}/", f"{DUMP}/"])
+    replace_file(
+        owned.path / RECORD,
+        lambda f: f.write(json.dumps(record).encode()),
+        note=lambda name: owned.note([name]),
+    )
+    return _begin(place, record, source, target, options)
+
+
+def _begin(place: Path, record: dict[str, Any], source: BatchBase, target: str, options: Any) -> ReplayBuffer:
     args: tuple[Any, ...] = ()
-    most = getattr(getattr(source, "storage", None), "layout", None)
-    if most is not None and most.max_lengths and target in ("memory", "memmap", "hdf5"):
-        options = {"max_lengths": dict(most.max_lengths), **options}
+    knows = getattr(getattr(source, "storage", None), "layout", source)
+    most = getattr(knows, "max_lengths", None)
+    if most and target in ("memory", "memmap", "hdf5"):
+        options = {"max_lengths": dict(most), **options}
     if target == "dict":
         args = (_patterns(source.single_space),)
     if target == "parquet":
         options = {"piece_size": _piece_size(source.single_space), **options}
-    made = make_directory(stage)
-    with OwnedDirectory.take(stage) as owned:  # its record first: without one, a directory is not ours
-        replace_file(
-            stage / RECORD,
-            lambda f: f.write(json.dumps(record).encode()),
-            note=lambda name: owned.note([name]),
-        )
-        owned.forget()
-    try:
-        return ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
-                                   cache_path=stage, capacity=None, maintain_segment_metadata=record["tracked"],
-                                   **options)  # fmt: skip
-    except BaseException:
-        (stage / RECORD).unlink(missing_ok=True)
-        remove_empty(made)
-        raise
+    return ReplayBuffer.create("memmap" if target == "memory" else target, source.single_space, *args,
+                               cache_path=place, capacity=None, maintain_segment_metadata=record["tracked"],
+                               **options)  # fmt: skip
 
 
 def _piece_size(space: Any) -> int:

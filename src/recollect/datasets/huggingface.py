@@ -14,6 +14,7 @@ from gymnasium import spaces
 
 from recollect.datasets.batch import DatasetBatch, need
 from recollect.datasets.columns import (
+    checked_table,
     is_list,
     is_picture,
     number_space,
@@ -37,7 +38,9 @@ def from_huggingface(
     runs of equal values are segments.
     """
     tables = (
-        _Saved(_directory(Path(source), split)) if isinstance(source, str | Path) else _Live(source, split)
+        _Saved(_directory(Path(source).absolute(), split))
+        if isinstance(source, str | Path)
+        else _Live(source, split)
     )
     pa = need("pyarrow", "parquet", "from_huggingface")
     if not len(tables):
@@ -77,11 +80,13 @@ class _Saved:
             parts = []
             for entry in as_kind(state.get("_data_files") or [], list[dict[str, Any]], self.name):
                 file = self._path / (Path(str(entry.get("filename"))).name or "?")
-                if not file.is_file():
-                    raise FormatError(f"{file}: must be an Arrow stream, got nothing; it is damaged")
                 try:
-                    parts.append(pa.ipc.open_stream(pa.memory_map(str(file))).read_all())
-                except (pa.ArrowException, OSError) as error:
+                    if not file.is_file():  # a name may be too long to ask
+                        raise FormatError(f"{file}: must be an Arrow stream, got nothing; it is damaged")
+                    parts.append(checked_table(pa.ipc.open_stream(pa.memory_map(str(file))).read_all()))
+                except FormatError:
+                    raise
+                except (pa.ArrowException, OSError, ValueError) as error:  # a name may be no UTF-8
                     raise FormatError(
                         f"{file}: must be an Arrow stream, got {error}; it is damaged"
                     ) from None
@@ -157,7 +162,7 @@ def _space_of(pa: Any, tables: Any, name: str) -> Any:
     if pa.types.is_string(kind) or pa.types.is_large_string(kind):
         return text_space(set(column.unique().to_pylist()))
     if is_picture(pa, kind):
-        return spaces.Box(0, 255, picture(first, None, name).shape, np.uint8)
+        return spaces.Box(0, 255, picture(first, None, None, name).shape, np.uint8)
     shape = np.shape(first)
     while isinstance(kind, pa.BaseExtensionType) or is_list(pa, kind):
         if isinstance(kind, pa.BaseExtensionType):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
-from recollect.datasets.batch import DatasetBatch, need
+from recollect.datasets.batch import DatasetBatch
 from recollect.datasets.columns import check_size, number_space, numbers, pictures, text_space
 from recollect.datasets.lerobot_meta import (
     INFO,
@@ -38,8 +38,7 @@ def from_lerobot(path: str | PathLike[str], *, features: Sequence[str] | None = 
     Pictures and frames of videos are uint8 `(H, W, C)`. The features that LeRobot fills in (timestamp, index, ...) are
     scalars; `batch.tasks[task_index]` is the task in words. `features` chooses some: what is not read costs nothing.
     """
-    need("pyarrow", "parquet", "from_lerobot")
-    meta = read_meta(Path(path))
+    meta = read_meta(Path(path).absolute(), features)
     unknown = [name for name in features or () if name not in meta.features]
     if unknown:
         raise KeyError(f"features: must be among {sorted(meta.features)}, got {unknown}")
@@ -52,8 +51,6 @@ def from_lerobot(path: str | PathLike[str], *, features: Sequence[str] | None = 
             found.append((name, kind))
     if not found:
         raise FormatError(f"{path}: must have a feature that is a leaf, got none of {left_out}")
-    if any(meta.features[name]["dtype"] == "video" for name, _ in found):
-        need("av", "video", "from_lerobot")
     return LeRobotBatch(meta, make_dict(found), left_out)
 
 

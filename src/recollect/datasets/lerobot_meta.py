@@ -7,12 +7,14 @@ Versions 2.0 and 2.1 have a file per episode and JSON lines in `meta`; 3.0 has m
 from __future__ import annotations
 
 import re
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from recollect.errors import FormatError
+from recollect.errors import FormatError, check_installed
+from recollect.files import check_plain
 from recollect.files.record import (
     FileAbout,
     as_kind,
@@ -64,15 +66,26 @@ class Meta:
     tasks: dict[int, str]
 
 
-def read_meta(path: Path) -> Meta:
-    """Read and check the metadata of a data set; FormatError says what is wrong with it."""
+def packages_for(dtypes: Collection[Any]) -> list[str]:
+    """The packages that features of these dtypes need."""
+    return ["pyarrow", *(["av"] if "video" in dtypes else []), *(["PIL"] if "image" in dtypes else [])]
+
+
+def read_meta(path: Path, chosen: Collection[str] | None = None) -> Meta:
+    """Read and check the metadata of a data set; FormatError says what is wrong with it.
+
+    MissingExtraError unless all packages are there that the chosen features need.
+    """
     info = read_json(path / INFO)
     version = str(info.get("codebase_version"))
     if version not in VERSIONS:
         raise FormatError(f"{path / INFO}: codebase_version must be one of {list(VERSIONS)}, got {version!r}")
     with damage_in(f"{path}: metadata"):
         features = {str(key): dict(value) for key, value in info["features"].items()}
+        dtypes = [value["dtype"] for key, value in features.items() if chosen is None or key in chosen]
+        check_installed("from_lerobot", *packages_for(dtypes))
         cameras = [key for key, value in features.items() if value["dtype"] == "video"]
+        _check_paths(path, info, cameras)
         read = _episodes_v3 if version == "v3.0" else _episodes_v2
         episodes = sorted(read(path, info, cameras), key=lambda e: e.number)
         tasks = _tasks_v3(path) if version == "v3.0" else _tasks_v2(path)
@@ -85,6 +98,15 @@ def read_meta(path: Path) -> Meta:
             f"{path}: must hold {total} episodes, got {len(episodes)}; it is damaged or unfinished"
         )
     return Meta(path, version, fps, info.get("robot_type"), features, episodes, tasks)
+
+
+def _check_paths(path: Path, info: dict[str, Any], cameras: list[str]) -> None:
+    """The metadata say where the data are, and the videos if there are any; None is for a set without them."""
+    needed = {"data_path": "the data", **({"video_path": f"the video of {cameras[0]!r}"} if cameras else {})}
+    for key, what in needed.items():
+        if not isinstance(info.get(key), str):
+            got = brief(info[key]) if key in info else "nothing"
+            raise FormatError(f"{path / INFO}: {key} must say where {what} is, got {got}; it is damaged")
 
 
 def below(path: Path, name: str) -> Path:
@@ -146,8 +168,11 @@ def read_table(file: Path, columns: list[str] | None = None) -> Any:
     from pyarrow import parquet
 
     try:
+        check_plain(file)
         return parquet.ParquetFile(str(file)).read(columns=columns)
-    except (pa.ArrowException, OSError) as error:
+    except FormatError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
         raise FormatError(f"{file}: must be a Parquet file, got {error}; it is missing or damaged") from None
 
 
@@ -211,8 +236,9 @@ def _is_parquet(file: Path) -> bool:
     from pyarrow import parquet
 
     try:
+        check_plain(file)
         parquet.read_schema(str(file))
-    except (pa.ArrowException, OSError):
+    except (pa.ArrowException, OSError, ValueError):
         return False
     return True
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Sequence
+from importlib import import_module
 from os import PathLike
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,6 @@ from typing import Any
 import numpy as np
 
 from recollect.batch import BatchBase
-from recollect.datasets.batch import need
 from recollect.datasets.lerobot_features import OWN_DTYPES, Feature, features_of, schema_metadata, to_column
 from recollect.datasets.lerobot_meta import (
     CHECKSUMS,
@@ -25,14 +25,16 @@ from recollect.datasets.lerobot_meta import (
     INFO,
     TASKS,
     VIDEO_PATH,
+    packages_for,
     read_json,
 )
 from recollect.datasets.lerobot_video import CameraFile
+from recollect.datasets.stage import stage_of, take_stage
 from recollect.datasets.statistics import Running
-from recollect.errors import FormatError
-from recollect.files import OwnedDirectory, make_directory, make_inside, replace_file, sync_directory
-from recollect.files.directory import NAME as WRITER
+from recollect.errors import FormatError, SegmentOpenError, check_installed
+from recollect.files import make_inside, replace_file, sync_directory
 from recollect.files.record import signed_json
+from recollect.replay import ReplayBuffer
 from recollect.storage.home import seal
 
 JOURNAL = "journal.json"
@@ -61,6 +63,10 @@ def to_lerobot(
     fps = fps if fps is not None else getattr(meta, "fps", None)
     if fps is None or not fps > 0:
         raise ValueError(f"fps: must be a number of frames a second above 0, got {fps!r}; pass fps=")
+    if isinstance(batch, ReplayBuffer) and batch.engine.has_open_segment():
+        raise SegmentOpenError(
+            "to_lerobot: must be of whole episodes, got an open one; call mark_segment_end() first"
+        )
     segments = batch.get_segments()
     segments = [(0, len(batch))] if segments is None else segments
     segments = [(a, b) for a, b in segments if b > a]
@@ -108,15 +114,14 @@ class LeRobotWriter:
                  video_codec: str | None = None, codec_options: dict[str, str] | None = None,
                  commit_rows: int = 100_000) -> None:  # fmt: skip
         """Begin a data set, or take up the one that a killed writer left."""
-        self._pa = need("pyarrow", "parquet", "to_lerobot")
-        self.path, self.fps = Path(path), fps
+        self.path, self.fps = Path(path).absolute(), fps
         self.features = features_of(space, video_codec is not None)
-        if any(f.dtype == "video" for f in self.features):
-            need("av", "video", "to_lerobot")
+        check_installed("to_lerobot", *packages_for([f.dtype for f in self.features]))
+        self._pa = import_module("pyarrow")
         self._codec, self._options = video_codec, dict(codec_options or {})
-        if self.path.exists():
+        if os.path.lexists(self.path):
             raise FileExistsError(f"{self.path}: is there already; remove it or choose another path")
-        self.stage = self.path.with_name(self.path.name + ".partial")
+        self.stage = stage_of(self.path)
         self._commit_rows = commit_rows
         self._config = {"fps": fps, "robot_type": robot_type, "codec": video_codec, "options": self._options,
                         "features": [[f.name, f.dtype, list(f.shape)] for f in self.features]}  # fmt: skip
@@ -133,15 +138,7 @@ class LeRobotWriter:
     # -- what a killed writer left
 
     def _resume(self) -> None:
-        is_foreign = self.stage.is_dir() and any(self.stage.iterdir())
-        is_foreign = is_foreign and not any(os.path.lexists(self.stage / name) for name in (JOURNAL, WRITER))
-        if is_foreign or self.stage.is_symlink():
-            raise FileExistsError(
-                f"{self.stage}: must be new or a half-made data set, got another directory; remove it or choose "
-                "another path"
-            )
-        make_directory(self.stage)
-        self._owned = OwnedDirectory.take(self.stage)
+        self._owned = take_stage(self.path, JOURNAL)
         try:
             journal = self.stage / JOURNAL
             if journal.exists():

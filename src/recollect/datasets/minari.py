@@ -5,10 +5,11 @@ An episode of T steps has T + 1 observations; here it is T transitions, as `tran
 
 from __future__ import annotations
 
-import os
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from functools import lru_cache
 from itertools import islice
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +17,14 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch, need
-from recollect.datasets.columns import check_size, number_space, numbers
+from recollect.datasets.columns import check_size, checked_table, number_space, numbers
+from recollect.datasets.hub import minari_home
 from recollect.errors import FormatError
+from recollect.files import check_plain
 from recollect.files.record import damage_in, parse_json, read_json
 from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
+from recollect.storage.hdf5_file import own_node
 
 _MAIN = "main_data.hdf5"
 _STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}
@@ -52,7 +56,8 @@ def from_minari(source: Any, *, observation_space: Any = None, action_space: Any
     obs = _space(path, meta, "observation_space", observation_space)
     action = _space(path, meta, "action_space", action_space)
     flag = number_space((), np.bool_)
-    reward = number_space((), files.reward_dtype(chosen[0]))
+    with damage_in(path):
+        reward = number_space((), files.reward_dtype(chosen[0]))
     space = make_dict([("obs", obs), ("action", action), ("reward", reward), ("next_obs", obs), ("terminated", flag),
                        ("truncated", flag)])  # fmt: skip
     return _MinariBatch(files, space, chosen, [lengths[i] for i in chosen])
@@ -78,9 +83,13 @@ class _Hdf5:
         self.file = path / _MAIN
         self._h5 = need("h5py", "hdf5", "from_minari").File
 
-    def _opened(self) -> Any:
+    @contextmanager
+    def _opened(self) -> Iterator[Any]:
+        """The file; whatever the library says of it while it is read, it is damaged."""
         try:
-            return self._h5(self.file, "r")
+            check_plain(self.file)
+            with damage_in(self.file), self._h5(self.file, "r") as f:
+                yield f
         except OSError as error:
             raise FormatError(
                 f"{self.file}: must be an HDF5 file, got {error}; it is missing or damaged"
@@ -91,7 +100,7 @@ class _Hdf5:
             found = {}
             for name in f:
                 if name.startswith("episode_"):
-                    there = len(f[name]["rewards"])
+                    there = len(own_node(f, f"{name}/rewards", self.file))
                     found[int(name[8:])] = steps = int(f[name].attrs.get("total_steps", there))
                     if steps > there:
                         raise FormatError(
@@ -102,15 +111,12 @@ class _Hdf5:
 
     def reward_dtype(self, episode: int) -> Any:
         with self._opened() as f:
-            return f[f"episode_{episode}"]["rewards"].dtype
+            return own_node(f, f"episode_{episode}/rewards", self.file).dtype
 
     def read(self, episode: int, name: str, space: Space[Any], first: int, end: int) -> Any:
-        with self._opened() as f:
-            try:
-                return _hdf5_value(f[f"episode_{episode}"][name], space, slice(first, end))
-            except (KeyError, OSError, AttributeError) as error:
-                raise FormatError(f"{self.file}: episode_{episode}/{name} cannot be read ({error}); "
-                                  "it is damaged") from None  # fmt: skip
+        at = f"episode_{episode}/{name}"
+        with self._opened() as f, damage_in(f"{self.file}: {at}"):
+            return _hdf5_value(f, at, space, slice(first, end), self.file)
 
 
 def _check_total(where: Path, total: int, found: Collection[int]) -> None:
@@ -119,15 +125,28 @@ def _check_total(where: Path, total: int, found: Collection[int]) -> None:
         raise FormatError(f"{where}: must hold {total} episodes, lacks {missing}; it is damaged")
 
 
-def _hdf5_value(node: Any, space: Space[Any], rows: slice) -> Any:
+def _hdf5_value(f: Any, name: str, space: Space[Any], rows: slice, where: Path) -> Any:
     if isinstance(space, spaces.Dict):
-        return {key: _hdf5_value(node[key], child, rows) for key, child in space.spaces.items()}
+        return {
+            key: _hdf5_value(f, f"{name}/{key}", child, rows, where) for key, child in space.spaces.items()
+        }
     if isinstance(space, spaces.Tuple):
-        return tuple(_hdf5_value(node[f"_index_{i}"], child, rows) for i, child in enumerate(space.spaces))
+        parts = enumerate(space.spaces)
+        return tuple(_hdf5_value(f, f"{name}/_index_{i}", child, rows, where) for i, child in parts)
+    node = own_node(f, name, where)
+    _check_rows(node, space, rows.stop)  # a dataset may declare any shape and hold none of it
     if isinstance(space, spaces.Text):
         return tuple(s.decode("utf-8") if isinstance(s, bytes) else str(s) for s in node[rows])
     found = np.asarray(node[rows])
     return found.reshape(len(found), *(space.shape or ())).astype(space.dtype, copy=False)
+
+
+def _check_rows(node: Any, space: Space[Any], end: int) -> None:
+    shape = () if isinstance(space, spaces.Text) else space.shape or ()
+    kinds = "SUO" if isinstance(space, spaces.Text) else "biuf"
+    if len(node) < end or prod(node.shape[1:]) != prod(shape) or node.dtype.kind not in kinds:
+        raise ValueError(f"{node.dtype} of shape {node.shape} for {end} rows of {shape}")
+    check_size((1,), node.dtype.itemsize, node.name)
 
 
 class _Arrow:
@@ -152,20 +171,30 @@ class _Arrow:
     def read(self, episode: int, name: str, space: Space[Any], first: int, end: int) -> Any:
         pa = need("pyarrow", "parquet", "from_minari")
         where = self.path / str(episode)
-        column = _arrow_table(where, self.kind).column(name).slice(first, end - first)
-        return _arrow_value(pa, column.combine_chunks(), space, f"{where}: {name}")
+        with damage_in(f"{where}: {name}"):
+            column = _arrow_table(where, self.kind).column(name).slice(first, end - first)
+            return _arrow_value(pa, column.combine_chunks(), space, f"{where}: {name}")
 
 
 @lru_cache(maxsize=4)
 def _arrow_table(where: Path, kind: str) -> Any:
     import pyarrow as pa
-    from pyarrow import dataset
 
     try:
-        files = [str(f) for f in sorted(where.iterdir()) if f.name != "metadata.json"]
-        return dataset.dataset(files, format=kind).to_table()
+        files = [f for f in sorted(where.iterdir()) if f.name != "metadata.json"]
+        return pa.concat_tables([_read_arrow(pa, file, kind) for file in files])
     except (pa.ArrowException, OSError) as error:
         raise FormatError(f"{where}: cannot be read ({error}); it is damaged") from None
+
+
+def _read_arrow(pa: Any, file: Path, kind: str) -> Any:
+    # Not by pyarrow.dataset: it works on the rows of a damaged file before anybody can validate them.
+    from pyarrow import parquet
+
+    check_plain(file)
+    with pa.OSFile(str(file)) as f:
+        found = parquet.ParquetFile(f).read() if kind == "parquet" else pa.ipc.open_file(f).read_all()
+    return checked_table(found)
 
 
 def _arrow_value(pa: Any, column: Any, space: Space[Any], where: str) -> Any:
@@ -184,8 +213,7 @@ def _arrow_value(pa: Any, column: Any, space: Space[Any], where: str) -> Any:
 
 def _find(source: Any) -> Path:
     """The directory with the data: as given, its `data`, or that of an id."""
-    home = Path(os.environ.get("MINARI_DATASETS_PATH") or Path.home() / ".minari" / "datasets")
-    for path in (Path(source), home / str(source)):
+    for path in (Path(source).absolute(), minari_home() / str(source)):
         for place in (path, path / "data"):
             if (place / _MAIN).is_file() or (place / "metadata.json").is_file():
                 return place

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 
 from recollect.backends import move
 from recollect.batch import BatchBase
-from recollect.batch.structure import fill
+from recollect.batch.structure import fill, unbatch
 from recollect.datasets.batch import need
 from recollect.errors import FormatError, class_name
 from recollect.indexing import normalize
@@ -18,8 +19,9 @@ from recollect.spaces import as_numpy, as_space, compile_layout
 def as_torch_dataset(batch: BatchBase) -> Any:
     """Return a `torch.utils.data.Dataset` over a batch; its samples are tensors.
 
-    `__getitem__` takes ints; `__getitems__`, which a DataLoader calls, reads a batch at once and gives it collated:
-    pass `collate_fn=dataset.collate` so that the loader leaves it as it is.
+    `__getitem__` takes ints; `__getitems__`, which a DataLoader calls, reads a batch at once and gives it collated, and
+    the loader leaves it as it is. (Samples that are no dict come as a list of samples, unless a loader is given
+    `collate_fn=dataset.collate`.)
 
     >>> import numpy as np, recollect as rc
     >>> buf = rc.ReplayBuffer.create("memory", {"x": ((2,), "float32")}, capacity=8)
@@ -27,6 +29,9 @@ def as_torch_dataset(batch: BatchBase) -> Any:
     >>> data = rc.datasets.as_torch_dataset(buf)
     >>> len(data), data[0]["x"].shape, data.__getitems__([0, 4])["x"].shape
     (5, torch.Size([2]), torch.Size([2, 2]))
+    >>> import torch
+    >>> [batch["x"].shape for batch in torch.utils.data.DataLoader(data, batch_size=4)]
+    [torch.Size([4, 2]), torch.Size([1, 2])]
     """
     need("torch", "torch", "as_torch_dataset")
     if not isinstance(batch, BatchBase):
@@ -51,6 +56,33 @@ def _torch_dataset_class() -> Any:
     return _made[0]
 
 
+class _FirstOfCollated:
+    """What torch's default collate function finds first in a batch that is collated: it leaves that as it is."""
+
+
+class Collated(dict[str, Any]):
+    """A batch of dicts, read and collated at once, that torch's default collate function leaves as it is."""
+
+    def __init__(self, data: dict[str, Any]) -> None:
+        from torch.utils.data._utils.collate import default_collate_fn_map
+
+        default_collate_fn_map[_FirstOfCollated] = lambda batch, **_: dict(batch)
+        super().__init__(data)
+
+    def __missing__(self, key: Any) -> Any:
+        if key == 0:  # the first sample, for torch to see of which class it is
+            return _FirstOfCollated()
+        raise KeyError(key)
+
+
+class _Samples(list[Any]):
+    """Samples that are no dicts, and the batch that they are of."""
+
+    def __init__(self, samples: Iterable[Any], collated: Any) -> None:
+        super().__init__(samples)
+        self.collated = collated
+
+
 class _BatchDataset:
     """What a batch is to a DataLoader.
 
@@ -69,12 +101,15 @@ class _BatchDataset:
         return move(self.batch.get_at(index), "torch")
 
     def __getitems__(self, indices: list[int]) -> Any:
-        return move(self.batch.get_at(np.asarray(indices, np.int64)), "torch")
+        data = move(self.batch.get_at(np.asarray(indices, np.int64)), "torch")
+        if isinstance(data, dict):
+            return Collated(data)
+        return _Samples((unbatch(self.batch.single_space, data, i) for i in range(len(indices))), data)
 
     @staticmethod
     def collate(data: Any) -> Any:
-        """Leave a batch as `__getitems__` made it."""
-        return data
+        """Take the batch that `__getitems__` made."""
+        return data.collated if isinstance(data, _Samples) else dict(data)
 
 
 def from_torch(dataset: Any, *, space: Any = None) -> BatchBase:

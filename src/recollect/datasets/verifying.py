@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect.datasets.hub import located
 from recollect.datasets.lerobot_meta import CHECKSUMS, read_checksums
 from recollect.datasets.opening import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
@@ -47,7 +48,7 @@ def verify(path: str | Path, *, split: str | None = None, bar: Bar = no_bar) -> 
     >>> verify(path)["ok"], verify(path)["readable"]
     (True, [[0, 3]])
     """
-    path = Path(path)
+    path = located(path)
     kind = kind_of(path)
     report: dict[str, Any] = {"path": str(path), "kind": kind, "files": 0, "samples": None, "damaged": [],
                               "readable": [], "unsure": [], "unchecked": [], "reason": None}  # fmt: skip

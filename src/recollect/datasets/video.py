@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
+from recollect.storage.frames import opened_video, pixels
 
 Array = np.ndarray[Any, Any]
+_FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 
 
 def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> Array:
@@ -25,9 +27,7 @@ def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> A
         )
     out = np.empty((len(times), *shape), np.uint8)
     try:
-        with av.open(str(path), "r") as container:
-            stream = container.streams.video[0]
-            stream.thread_type = "NONE"  # chunks are decoded side by side already
+        with opened_video(av, path, shape, _FORMATS) as (container, stream):
             half = 0.5 / fps
             container.seek(max(0, int((times[0] - half) / stream.time_base)), stream=stream, backward=True)
             found = 0
@@ -36,21 +36,16 @@ def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> A
                     continue
                 at = float(frame.pts * frame.time_base)
                 while found < len(times) and abs(times[found] - at) <= half:
-                    out[found] = _pixels(frame, shape, path)
+                    out[found] = pixels(frame, "gray" if shape[2] == 1 else "rgb24", shape, path)
                     found += 1
                 if found == len(times) or at > times[-1] + half:
                     break
-    except (av.error.FFmpegError, IndexError) as error:
+    except FormatError:
+        raise
+    except (av.error.FFmpegError, ArithmeticError, IndexError, TypeError, ValueError) as error:
         raise FormatError(f"{path}: must be a video, got {error}; it is damaged") from None
     if found < len(times):
         raise FormatError(
             f"{path}: must have a frame at {times[found]:.3f} s, got none; it is damaged or another rate"
         )
     return out
-
-
-def _pixels(frame: Any, shape: tuple[int, ...], path: Path) -> Array:
-    if (frame.height, frame.width) != shape[:2]:
-        raise FormatError(f"{path}: must have frames of {shape}, got {frame.height} x {frame.width}")
-    pixels: Array = frame.to_ndarray(format="gray" if shape[2] == 1 else "rgb24")
-    return pixels.reshape(shape)

@@ -24,8 +24,9 @@ from pathlib import Path
 from time import monotonic, sleep
 from typing import BinaryIO, Self
 
+from recollect import interrupts
 from recollect.errors import FormatError, LaneBusyError
-from recollect.files.lock import holder_of, lock_file
+from recollect.files.lock import UNKNOWN, holder_of, lock_file
 from recollect.files.names import check_name, has_name, open_inside, open_named, remove_inside
 from recollect.files.sync import remove_empty
 
@@ -49,33 +50,46 @@ class OwnedDirectory:
 
     def __init__(self, path: Path, fd: int, left: list[str]) -> None:
         """Use `take`."""
-        self.path, self.left = path, left
+        self.path, self.left = path.absolute(), left  # this process may change its directory
         self._fd, self._pid = fd, os.getpid()
         self._noted: dict[str, None] = dict.fromkeys(left)
         self._end = os.fstat(fd).st_size  # of the list
-        self._claims: list[int] = []  # descriptors of files that nobody else may write
+        self._claims: list[BinaryIO] = []  # files that nobody else may write
 
     @classmethod
     def take(cls, path: Path, *, wait_s: float = 0.0) -> Self:
         """Lock a directory that is there; LaneBusyError names the process that has it, after `wait_s` seconds."""
         ends = monotonic() + wait_s
         while True:
-            with _forks:  # a child that is forked in between would keep the lock of a dead process
-                taken = _lock(path)
-                if isinstance(taken, int):
-                    try:
-                        owned = cls(path, taken, _begin(path, taken))
-                    except BaseException:
-                        _drop(path, taken)
-                        raise
-                    _held.add(owned)
-                    return owned
+            owned: Self | None = None
+            try:
+                # A child that is forked in between would keep the lock of a dead process.
+                with interrupts.deferred(*interrupts.ASKING), _forks:
+                    taken = _lock(path)
+                    if isinstance(taken, int):
+                        owned = cls._over(path, taken)
+            except BaseException:
+                if owned is not None:  # a traceback would keep it
+                    owned.release()
+                raise
+            if owned is not None:
+                return owned
             if monotonic() >= ends:
                 raise LaneBusyError(
                     f"{path}: must have one writer, got a second beside {taken}; open it with read_only=True, "
                     "or close the other"
                 )
             sleep(_POLL_S)
+
+    @classmethod
+    def _over(cls, path: Path, fd: int) -> Self:
+        try:
+            owned = cls(path, fd, _begin(path, fd))
+        except BaseException:
+            _drop(path, fd)
+            raise
+        _held.add(owned)
+        return owned
 
     @property
     def is_held(self) -> bool:
@@ -100,26 +114,36 @@ class OwnedDirectory:
 
     def claim(self, name: str) -> None:
         """Let nobody open a file for writing until it is removed or given back; LaneBusyError if somebody has."""
-        with _forks:
+        with interrupts.deferred(*interrupts.ASKING), _forks:
             self.check()
             try:
-                fd = open_inside(self.path, name)
+                file = open_inside(self.path, name)
             except FileNotFoundError:
                 return
-            if lock_file(fd, self.path / name):
-                self._claims.append(fd)
-                return
-            holder = holder_of(fd)
-            os.close(fd)
+            try:
+                if lock_file(file.fileno(), self.path / name):
+                    self._claims.append(file)
+                    return
+                holder = holder_of(file.fileno())
+            except BaseException:
+                file.close()
+                raise
+            file.close()
         raise LaneBusyError(
-            f"{self.path / name}: must not be in use, got {holder} that has it open for writing; close it there first"
+            f"{self.path / name}: must not be in use, got {holder}, or a child that it forked, that has it open for "
+            "writing; close it there first"
         )
 
     def _give_back(self) -> None:
         while self._claims:
-            os.close(self._claims.pop())
+            self._claims.pop().close()
 
     # -- the list
+
+    @property
+    def noted(self) -> list[str]:
+        """What is on the list."""
+        return list(self._noted)
 
     def note(self, names: Iterable[str]) -> None:
         """Write down files that are about to be made or removed; "x/" is a new directory with all that is put in it."""
@@ -157,9 +181,19 @@ class OwnedDirectory:
             return open_named(self.path, name, "xb+")
         except BaseException as error:
             if isinstance(error, FileExistsError):  # another program made it just now: it is not ours
-                del self._noted[name]
-                self._write(json.dumps([name]) + "\n")
+                self.cross_off([name])
             raise
+
+    def cross_off(self, names: Iterable[str]) -> None:
+        """Take names off the list: they are another's, or gone. What else is on it stays."""
+        self.check()
+        gone = [name for name in names if name in self._noted]
+        for name in gone:  # first: another's file must not be removed, whatever the disk does
+            del self._noted[name]
+        if self._noted:
+            self._write("".join(json.dumps([name]) + "\n" for name in gone))
+        else:
+            self.forget()
 
     def remove(self, names: Iterable[str]) -> None:
         """Remove files that were noted, and their directories where those are empty now."""
@@ -191,11 +225,11 @@ class OwnedDirectory:
 
     def moved_to(self, path: Path) -> None:
         """Say that this process renamed the directory."""
-        self.path = path
+        self.path = path.absolute()
 
     def release(self) -> None:
         """Give the directory to others; may be called twice. A list that is not empty stays, for the next writer."""
-        with _forks:
+        with interrupts.deferred(*interrupts.ASKING), _forks:
             fd, self._fd = self._fd, -1
             if fd < 0:
                 return
@@ -229,9 +263,9 @@ def _lock(path: Path) -> int | str:
         try:
             _check_ours(file, fd)
             if not lock_file(fd, file):
-                head = _HEAD.match(os.pread(fd, _HEAD_NBYTES, 0))
+                holder = _writer_of(fd)
                 os.close(fd)
-                return "another process" if head is None else f"process {int(head[1])}"
+                return holder
             if _is_at(path, fd):
                 return fd
             os.close(fd)  # its writer gave it back and removed it just now
@@ -243,12 +277,23 @@ def _lock(path: Path) -> int | str:
             raise
 
 
+def _writer_of(fd: int) -> str:
+    """Which process has a list locked; first by the lock: a new writer has not put itself at the head yet."""
+    holder = holder_of(fd)
+    if holder != UNKNOWN:
+        return holder
+    head = _HEAD.match(os.pread(fd, _HEAD_NBYTES, 0))
+    return UNKNOWN if head is None else f"process {int(head[1])}"
+
+
 def _drop(path: Path, fd: int) -> None:
     """Close a list that could not be begun, and remove it if nothing is in it."""
-    with suppress(OSError):
-        if not os.fstat(fd).st_size and _is_at(path, fd):
-            os.unlink(path / NAME)
-    os.close(fd)
+    try:
+        with suppress(OSError):
+            if not os.fstat(fd).st_size and _is_at(path, fd):
+                os.unlink(path / NAME)
+    finally:
+        os.close(fd)
 
 
 def _check_ours(file: Path, fd: int) -> None:
@@ -286,7 +331,7 @@ def _is_at(path: Path, fd: int) -> bool:
 
 
 _held: weakref.WeakSet[OwnedDirectory] = weakref.WeakSet()
-_forks = threading.Lock()
+_forks = threading.RLock()  # a signal handler may come in between, and take another directory
 
 
 def _after_fork() -> None:

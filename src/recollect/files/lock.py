@@ -14,6 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
+UNKNOWN = "another process"
 _HOLDER = re.compile(r"FLOCK +\S+ +\S+ +(\d+) +\S+:(\d+) ")
 
 
@@ -36,10 +37,10 @@ def lock_file(fd: int, file: Path, *, shared: bool = False) -> bool:
 
 
 def holder_of(fd: int) -> str:
-    """Which process has an open file locked, as far as the kernel tells."""
+    """Which process has an open file locked, `UNKNOWN` if the kernel does not tell."""
     number = os.fstat(fd).st_ino
     with suppress(OSError):
         for pid, inode in _HOLDER.findall(Path("/proc/locks").read_text()):
             if int(inode) == number and int(pid) > 0:
                 return f"process {int(pid)}"
-    return "another process"
+    return UNKNOWN

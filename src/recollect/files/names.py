@@ -16,6 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+from recollect import interrupts
 from recollect.errors import FormatError
 
 _DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
@@ -50,47 +51,67 @@ def _is_possible(name: str) -> bool:
 def parent_of(path: Path, name: str) -> Iterator[tuple[int, str]]:
     """The descriptor of the directory that holds a named file, reached without links, and the last part of the name."""
     *parents, last = check_name(path, name).split("/")
-    fd = os.open(path, _DIRECTORY)
-    try:
-        for part in parents:
-            inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
-            fd, outer = inner, fd  # first: an interrupt after the close must not close it again
-            os.close(outer)
-        yield fd, last
-    except OSError as error:
-        if error.errno in _NOT_INSIDE:
-            raise _linked(path, name) from None
-        if error.filename is not None:
-            error.filename = str(path / name)
-        raise
-    finally:
-        os.close(fd)
+    with interrupts.deferred(*interrupts.ASKING):  # a descriptor that is open is closed, once
+        fd = os.open(path, _DIRECTORY)
+        try:
+            for part in parents:
+                inner = os.open(part, _DIRECTORY | os.O_NOFOLLOW, dir_fd=fd)
+                os.close(fd)
+                fd = inner
+            yield fd, last
+        except OSError as error:
+            if error.errno in _NOT_INSIDE:
+                raise _linked(path, name) from None
+            if error.filename is not None:
+                error.filename = str(path / name)
+            raise
+        finally:
+            os.close(fd)
 
 
 def open_inside(
     path: Path, name: str, flags: int = os.O_RDONLY, mode: int = 0o644, *, follow: bool = False
-) -> int:
-    """Open a plain file below a directory and return its descriptor; FormatError for a link or anything else.
+) -> BinaryIO:
+    """Open a plain file below a directory, to read it or with O_RDWR to write it; FormatError for a link or the like.
 
     To write, the file must have this one name: another (a hard link) may lie outside. With `follow` the last part of
     the name may be a link to a plain file anywhere, to read it.
     """
-    with parent_of(path, name) as (parent, last):
-        flags |= os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO opens at once, and is refused
-        flags |= 0 if follow else os.O_NOFOLLOW
-        fd = os.open(last, flags, mode, dir_fd=parent)
-        try:
-            found = os.fstat(fd)
-            if not stat.S_ISREG(found.st_mode):
-                raise _linked(path, name)
-            if flags & (os.O_WRONLY | os.O_RDWR) and found.st_nlink > 1:
-                raise FormatError(
-                    f"{path / name}: must have one name, got a file with {found.st_nlink} (hard links); copy it first"
-                )
-        except BaseException:
-            os.close(fd)
-            raise
-    return fd
+    flags |= os.O_NONBLOCK | os.O_CLOEXEC  # a FIFO opens at once, and is refused
+    flags |= 0 if follow else os.O_NOFOLLOW
+    file = None
+    try:
+        with interrupts.deferred(*interrupts.ASKING):  # until an object closes it
+            with parent_of(path, name) as (parent, last):
+                fd = os.open(last, flags, mode, dir_fd=parent)
+            file = _file_of(fd, flags, path, name)
+    except BaseException:
+        if file is not None:
+            file.close()
+        raise
+    return file
+
+
+def _file_of(fd: int, flags: int, path: Path, name: str) -> BinaryIO:
+    try:
+        found = os.fstat(fd)
+        if not stat.S_ISREG(found.st_mode):
+            raise _linked(path, name)
+        if flags & os.O_RDWR and found.st_nlink > 1:
+            raise FormatError(
+                f"{path / name}: must have one name, got a file with {found.st_nlink} (hard links); copy it first"
+            )
+        return open(fd, "rb+" if flags & os.O_RDWR else "rb")
+    except BaseException:
+        os.close(fd)
+        raise
+
+
+def check_plain(file: Path) -> None:
+    """Raise FormatError for what is no plain file, nor a link to one: a FIFO holds up whoever opens it by its path."""
+    with suppress(FileNotFoundError):  # who opens it says so
+        if not stat.S_ISREG(os.stat(file).st_mode):
+            raise FormatError(f"{file}: must be a plain file, got something else; it is damaged or forged")
 
 
 def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
@@ -100,12 +121,11 @@ def open_named(path: Path, name: str, mode: str = "rb") -> BinaryIO:
     """
     flags = {"rb": os.O_RDONLY, "rb+": os.O_RDWR, "xb+": os.O_RDWR | os.O_CREAT | os.O_EXCL}[mode]
     try:
-        fd = open_inside(path, name, flags)
+        return open_inside(path, name, flags)
     except FileNotFoundError:
         raise FormatError(
             f"{path / name}: is gone; the dump was replaced or damaged meanwhile: load again"
         ) from None
-    return os.fdopen(fd, "rb" if mode == "rb" else "rb+")
 
 
 def has_name(path: Path, name: str) -> bool:
@@ -116,6 +136,13 @@ def has_name(path: Path, name: str) -> bool:
             return True
     except FileNotFoundError:
         return False
+
+
+def files_below(path: Path) -> Iterator[str]:
+    """The names of all that is below a directory and is none itself; a link is a name, and is not followed."""
+    for place, directories, files in os.walk(path):
+        links = [name for name in directories if os.path.islink(os.path.join(place, name))]
+        yield from (os.path.relpath(os.path.join(place, name), path) for name in (*files, *links))
 
 
 def make_inside(path: Path, name: str) -> list[Path]:

@@ -60,7 +60,7 @@ def damage_in(where: object) -> Iterator[None]:
     except _WRONG as error:
         if isinstance(error, RecollectError) and not isinstance(error, SchemaError | AttachError):
             raise
-        raise FormatError(f"{where}: lacks or garbles {brief(error)}; it is damaged or foreign") from None
+        raise FormatError(f"{where}: cannot be read ({brief(error)}); it is damaged or foreign") from None
 
 
 def brief(value: object) -> str:
@@ -77,7 +77,7 @@ def read_bytes(file: Path, *, most: int = MOST_NBYTES, follow: bool = False, tim
 
     BudgetError unless memory has room for `times` its size.
     """
-    with os.fdopen(open_inside(file.parent, file.name, follow=follow), "rb") as f:
+    with open_inside(file.parent, file.name, follow=follow) as f:
         found = os.fstat(f.fileno())
         if found.st_size > most:
             raise FormatError(f"{file}: must have at most {most} bytes, got {found.st_size}; it is damaged")

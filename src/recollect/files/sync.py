@@ -6,10 +6,11 @@ import os
 import secrets
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from recollect import _core
+from recollect import _core, interrupts
 
 
 def make_directory(path: Path) -> list[Path]:
@@ -38,11 +39,12 @@ def remove_empty(directories: list[Path]) -> None:
 
 def sync_directory(path: Path) -> None:
     """Make the names in a directory survive a power loss."""
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with interrupts.deferred(*interrupts.ASKING):  # a descriptor that is open is closed
+        fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
 
 
 def replace_file(
@@ -59,9 +61,8 @@ def replace_file(
     temporary = file.with_name(f".{file.name}.{secrets.token_hex(8)}.tmp")
     if note is not None:
         note(temporary.name)
-    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode)
     try:
-        with os.fdopen(fd, "wb") as f:
+        with open(temporary, "xb", opener=partial(os.open, mode=mode)) as f:
             _core.fault_point()
             write(f)
             f.flush()

@@ -24,9 +24,12 @@ from recollect.errors import ClosedError
 from recollect.ipc.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
 from recollect.ipc.control import Control, Counters
 from recollect.ipc.crew import Crew, Member
+from recollect.ipc.replay_buffer import ReplayBuffer as PackedBuffer
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
 from recollect.memory.ring import checked_seconds
+from recollect.replay import ReplayBuffer
+from recollect.replay.engine import RowsEngine
 from recollect.sampling.stream import mix
 
 __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
@@ -135,6 +138,7 @@ class AsyncRunner(ABC):
         self.restart, self.max_restarts, self.start_method = restart, int(max_restarts), start_method
         self.collector_threads = int(collector_threads)
         self._resources: list[Any] = []
+        self._given: list[Any] = []  # to collectors, owned or not
         self._crew: Crew | None = None
         self._last_crew: Crew | None = None
         self._is_closed = self._is_closing = False
@@ -177,25 +181,28 @@ class AsyncRunner(ABC):
         return self._crew is None or self._crew.check()
 
     def _count_rows(self, lane: int, pid: int) -> int:
-        """What owned resources have got from this lane, or from this process by another one."""
+        """What resources have got from this lane, or from this process by another one."""
         n = 0
-        for resource in self._resources:
-            lanes: Any = ()
+        for resource in (*self._resources, *self._given):
             with suppress(ClosedError):  # by the learner, which has done with it
-                lanes = getattr(resource.stats(), "lanes", ()) if hasattr(resource, "stats") else ()
-            for k, found in enumerate(lanes):
-                if k == lane or getattr(found, "writer_pid", None) == pid:
-                    n += sum(getattr(found, name, 0) for name in ("written", "ptr"))
+                n += _rows_of(resource, lane, pid)
         return n
 
     # -- collectors
 
     def start_collectors(self, fn: Callable[..., Any], kwargs: Mapping[str, Any]) -> None:
-        """Start `fn(ctx, **kwargs)` in every collector; resources in `kwargs` arrive bound to the collector's lane."""
+        """Start `fn(ctx, **kwargs)` in every collector; resources in `kwargs` arrive bound to the collector's lane.
+
+        A `recollect.ReplayBuffer` arrives as it is: the first write takes a free lane, `on_lane(i)` a certain one. A
+        collector's lane in which this process has added rows becomes the collector's.
+        """
         self._check_open()
         if self._crew is not None:
             raise RuntimeError("start_collectors: they run already; call stop_collectors() first")
-        seed = _first_seed(self.seed)
+        seed, self._given = _first_seed(self.seed), _with_stats(kwargs)
+        for resource in self._given:
+            if isinstance(resource, PackedBuffer):
+                resource._give_up_lane_below(self.num_collectors)
         env = EnvSpec(self.env_name, self.env_cfg_overrides, self.sim_backend)
 
         def make_job(lane: int, restarts: int, control: Control, counters: Counters) -> tuple[Job, list[Any]]:
@@ -414,10 +421,38 @@ def _on_lane(value: Any, lane: int, bound: list[Any]) -> Any:
         return {key: _on_lane(x, lane, bound) for key, x in value.items()}
     if type(value) in (list, tuple):
         return type(value)(_on_lane(x, lane, bound) for x in value)
+    if isinstance(value, ReplayBuffer):
+        return value  # a lane of it belongs to the process that asks for it
     if hasattr(value, "on_lane") and not isinstance(value, type):
         bound.append(value.on_lane(lane))
         return bound[-1]
     return value
+
+
+def _with_stats(value: Any) -> list[Any]:
+    """Everything in the arguments of a collector that can tell what it got."""
+    if isinstance(value, Mapping):
+        return [found for x in value.values() for found in _with_stats(x)]
+    if isinstance(value, list | tuple):
+        return [found for x in value for found in _with_stats(x)]
+    return [value] if hasattr(value, "stats") and not isinstance(value, type) else []
+
+
+def _rows_of(resource: Any, lane: int, pid: int) -> int:
+    """How many rows a resource has from a lane, or from a process by another one."""
+    if isinstance(resource, ReplayBuffer):
+        if not isinstance(resource.engine, RowsEngine):
+            return 0
+        native = resource.engine.native
+        return sum(
+            w[1] for k, w in enumerate(native.windows()) if pid and _core.pid_of(native.owner(k)) == pid
+        )
+    found = getattr(resource.stats(), "lanes", ()) if hasattr(resource, "stats") else ()
+    return sum(
+        getattr(x, name, 0)
+        for k, x in enumerate(found) if k == lane or getattr(x, "writer_pid", None) == pid
+        for name in ("written", "ptr")
+    )  # fmt: skip
 
 
 def _stats_of(m: Member) -> CollectorStats:

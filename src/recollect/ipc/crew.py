@@ -215,6 +215,7 @@ class Crew:
 
     def _bury(self, m: Member) -> None:
         """Take note of how a collector ended, and end what it started."""
+        pid = m.process.pid if m.process is not None else 0
         death = self._ended(m)
         if death.exitcode == 0 and death.wrapper is None:  # it has done what it had to
             _log.warning("collector %d returned; nothing more will come from it", m.lane)
@@ -223,7 +224,7 @@ class Crew:
         m.recent = [t for t in m.recent if monotonic() - t < WINDOW_S]
         if not self._restarts_on_death:
             m.death, m.advice = death, "see its report, or pass restart='on_death' (--restart on_death)"
-        elif death.wrapper is not None and not self._has_started(m):
+        elif death.wrapper is not None and not self._has_started(m, pid):
             m.death, m.advice = death, "it raised before its first row and would again; see its report"
         elif len(m.recent) >= self._max_restarts:
             m.death, m.advice = (
@@ -235,8 +236,8 @@ class Crew:
             m.due = monotonic() + delay
             _log.warning("collector %d died and starts again in %g s: %s", m.lane, delay, death.report)
 
-    def _has_started(self, m: Member) -> bool:
-        return m.counters.read().n_steps > 0 or self._count_rows(m.lane, 0) > 0
+    def _has_started(self, m: Member, pid: int) -> bool:
+        return m.counters.read().n_steps > 0 or self._count_rows(m.lane, pid) > 0
 
     def _ended(self, m: Member) -> Death:
         """Reap the process of a member: its group, its exit code, its report."""

@@ -37,9 +37,11 @@ def estimate_offpolicy_bytes(
     device: str = "cpu",
     param_bytes: int = 0,
     param_shapes: Mapping[str, Any] | None = None,
+    envs_per_lane: int = 0,
 ) -> dict[str, Any]:
     """Return the bytes of an off-policy run: replay buffer, two batch slots and weights.
 
+    `num_lanes` and `envs_per_lane` are those of the ReplayBuffer.
     `param_bytes` counts one page for the names and shapes of the parameters; `param_shapes` (as SharedWeightSync takes
     them) counts exactly. `total` is shared host memory, `peak` adds what the learner allocates for a draw.
 
@@ -48,12 +50,14 @@ def estimate_offpolicy_bytes(
     """
     _check_counts(num_envs=num_envs, replay_buffer_n=replay_buffer_n, obs_dim=obs_dim, action_dim=action_dim,
                   batch_size=batch_size, updates_per_step=updates_per_step, num_lanes=num_lanes)  # fmt: skip
-    _check_counts(0, critic_dim=critic_dim, param_bytes=param_bytes)
+    _check_counts(0, critic_dim=critic_dim, param_bytes=param_bytes, envs_per_lane=envs_per_lane)
     rows, n = num_envs * replay_buffer_n, batch_size * updates_per_step
-    if rows % num_lanes:
-        raise ValueError(f"num_lanes: must divide the {rows} rows, got {num_lanes}")
+    n_rings, words = num_lanes * max(1, envs_per_lane), 3 if envs_per_lane else 1
+    if rows % n_rings:
+        label = "num_lanes × envs_per_lane" if envs_per_lane else "num_lanes"
+        raise ValueError(f"{label}: must divide the {rows} rows, got {n_rings}")
     row_bytes = _up(4 * (2 * obs_dim + action_dim + 3 + 2 * critic_dim), 8)
-    replay_buffer = page_up(256 + 128 * num_lanes) + page_up(8 * rows) + page_up(row_bytes * rows)
+    replay_buffer = page_up(256 + 128 * n_rings) + words * page_up(8 * rows) + page_up(row_bytes * rows)
     slots = 2 * PAGE + 2 * page_up(row_bytes * n)  # a page for words, a page for sizes
     weights = _weights(param_bytes, param_shapes)
     total = replay_buffer + slots + weights

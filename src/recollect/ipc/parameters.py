@@ -192,8 +192,10 @@ def check(p: Parameter, x: Any, cast: bool) -> bool:
         raise SchemaError(f"{p.name}: shape must be {p.shape}, got {tuple(x.shape)}; the networks differ")
     if name == p.dtype:
         return False
-    if not cast or _kind(name) != _kind(p.dtype):
-        hint = "it is of another kind" if cast else "convert it, or pass cast=True"
+    of_a_kind = _kind(name) == _kind(p.dtype)
+    if not (cast and of_a_kind):
+        other = "it is of another kind: convert it, or declare its dtype (from_state_dict does)"
+        hint = "convert it, or pass cast=True" if of_a_kind else other
         raise DtypeError(f"{p.name}: dtype must be {p.dtype}, got {name}; {hint}")
     return True
 

@@ -23,16 +23,16 @@ from recollect.errors import AttachError, ClosedError, ContentionError, EmptyErr
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
-from recollect.memory.geometry import LIMITER_AT, Geometry, check_same
+from recollect.memory.geometry import CLOSED_AT, LIMITER_AT, Geometry, check_same
 from recollect.memory.rows import Rows, packed_codec
 from recollect.memory.segment import Handle, Segment
 from recollect.sampling.stream import IndexStream
-from recollect.spaces import Layout
+from recollect.spaces import Layout, as_numpy
+from recollect.spaces.tree import brief
 from recollect.storage import SharedMemoryStorage
 from recollect.storage.base import PathName
 
 _PREFIX = "recollect-replay"
-_CLOSED_AT = _core.SHARED_WORDS
 _WORD = 2**64 - 1
 _CONTENTION_S = 1.0
 _WORTH_A_LOOK = 1 << 30  # a batch of so many bytes may be more than there is memory
@@ -96,30 +96,40 @@ class ReplayBuffer(SharedBufferBase):
         seed: int | None = None,
         cast: bool = False,
         dtypes: Mapping[str, Any] | None = None,
+        envs_per_lane: int = 0,
     ) -> None:
         """Make the memory. `critic_dim=0` means the critic sees obs; `dtypes` replaces float32 by field name.
 
         `num_lanes` cuts it into equal rings, one writer each; `lane` binds this object to one. `cast` allows casts
         within a kind. `defer_gpu` and `packed_cpu_storage` change nothing: rows are packed on the host.
+        `envs_per_lane` cuts each lane into equal rings, one for each environment, which keep the episodes apart as
+        segments: dumps have them. It costs 16 bytes a row.
         """
         super().__init__(capacity, device, defer_gpu)
         layout = row_layout(obs_dim, action_dim, critic_dim, dtypes)
         check_count("num_lanes", num_lanes)
-        if capacity % num_lanes:
-            raise ValueError(f"num_lanes: must divide the capacity {capacity}, got {num_lanes}")
-        geometry = Geometry(capacity, num_lanes, layout.row_nbytes, False, layout.hash)
+        check_count("envs_per_lane", envs_per_lane, 0)
+        n_rings = num_lanes * max(1, envs_per_lane)
+        if capacity % n_rings:
+            label = "num_lanes × envs_per_lane" if envs_per_lane else "num_lanes"
+            raise ValueError(f"{label}: must divide the capacity {capacity}, got {n_rings}")
+        geometry = Geometry(capacity, n_rings, layout.row_nbytes, envs_per_lane > 0, layout.hash)
         stream = IndexStream(seed)
         self._check_lane(lane, num_lanes)
-        self._setup(_ring(Rows(segments.in_shared(geometry, "capacity"), layout)), lane, stream, cast)
+        rows = Rows(segments.in_shared(geometry, "capacity"), layout)
+        self._setup(_ring(rows), lane, stream, cast, envs_per_lane)
         self._owner = _core.own_word()
 
-    def _setup(self, ring: replay.ReplayBuffer, lane: int | None, stream: IndexStream, cast: bool) -> None:
+    def _setup(
+        self, ring: replay.ReplayBuffer, lane: int | None, stream: IndexStream, cast: bool, envs_per_lane: int
+    ) -> None:
         storage: Any = ring.inner_storage
         rows: Rows = storage.rows
         self._ring, self._rows, self._segment = ring, rows, _segment_of(rows)
         self._lane, self._stream, self._cast = lane, stream, cast
         self.layout: Layout = rows.layout
-        self.num_lanes = rows.geometry.n_lanes
+        self.envs_per_lane, self._rings = envs_per_lane, max(1, envs_per_lane)  # of each lane
+        self.num_lanes = rows.geometry.n_lanes // self._rings
         sizes = {f.name: f.shape for f in self.layout.fields}
         self.obs_dim, self.action_dim = sizes["obs"][0], sizes["actions"][0]
         self.critic_dim = sizes["critic"][0] if "critic" in sizes else 0
@@ -134,15 +144,16 @@ class ReplayBuffer(SharedBufferBase):
         """The handle as text; `ReplayBuffer.attach(name, device)` in any process of the same user."""
         fd = self._segment.fd  # before the look whether it is open: it is none afterwards
         self._native()
-        g, nonce = self._rows.geometry, self._segment.nonce.hex()
+        nonce = self._segment.nonce.hex()
         numbers = (
             os.getpid(),
             fd,
             self.capacity,
-            g.n_lanes,
+            self.num_lanes,
             self.obs_dim,
             self.action_dim,
             self.critic_dim,
+            self.envs_per_lane,
         )
         return "-".join((_PREFIX, *map(str, numbers), nonce, dtypes_as_text(self.layout)))
 
@@ -156,6 +167,13 @@ class ReplayBuffer(SharedBufferBase):
     def size(self) -> int:
         """Rows held now, all lanes."""
         return int(self._native().count())
+
+    def __repr__(self) -> str:
+        try:
+            held = f"{self.size:,} of {self.capacity:,} rows"
+        except ClosedError:
+            held = "closed"
+        return f"{type(self).__name__}({held}: {brief(self.layout.space)})"
 
     def attach_limiter(self, limiter: replay.RateLimiter) -> None:
         """Let a limiter count this buffer's rows, in words beside them that all processes with the buffer share.
@@ -186,13 +204,18 @@ class ReplayBuffer(SharedBufferBase):
         )  # fmt: skip
 
     def _lane_stats(self, k: int) -> LaneStats:
-        load, at = self._segment.mapping.load, _core.HEADER_NBYTES + _core.LANE_NBYTES * k
-        low, cursor, _ = self._native().windows()[k]
-        ptr = (cursor + load(at + 40)) & _WORD  # what an oversized block skipped counts as added
-        dropped, live = load(at + 120), cursor - low
-        return LaneStats(
-            k, ptr, live, max(0, ptr - live - dropped), dropped, _core.pid_of(self._native().owner(k)) or None
-        )
+        native, load = self._native(), self._segment.mapping.load
+        windows, ptr, live, dropped, pid = native.windows(), 0, 0, 0, 0
+        for ring in self._rings_of(k):
+            at = _core.HEADER_NBYTES + _core.LANE_NBYTES * ring
+            low, cursor, _ = windows[ring]
+            ptr += (cursor + load(at + 40)) & _WORD  # what an oversized block skipped counts as added
+            dropped, live = dropped + load(at + 120), live + cursor - low
+            pid = pid or _core.pid_of(native.owner(ring))
+        return LaneStats(k, ptr, live, max(0, ptr - live - dropped), dropped, pid or None)
+
+    def _rings_of(self, lane: int) -> range:
+        return range(lane * self._rings, (lane + 1) * self._rings)
 
     # -- writing
 
@@ -209,11 +232,17 @@ class ReplayBuffer(SharedBufferBase):
         critic: Any = None,
         next_critic: Any = None,
         terminal_next_critic: Any = None,
+        *,
+        envs: Any = None,
+        ends: Any = None,
     ) -> None:
         """Add n rows (arrays or tensors `[n, ...]`); readers see each once it is whole, never before.
 
         `dones` = terminated | truncated. Where `terminal_mask` is set, the row is stored with `terminal_next_obs` (and
         `terminal_next_critic`) from the start. Nothing is written unless everything fits.
+
+        With `envs_per_lane`, `envs` says for each row which environment of the lane it is from, and `ends` (default:
+        `dones`) which of them end a segment. Without `envs` the rows are one segment.
         """
         native = self._native()
         leaves = {
@@ -227,8 +256,40 @@ class ReplayBuffer(SharedBufferBase):
         except SchemaError:
             native.reject(len(obs) if np.ndim(obs) else 1)
             raise
-        lane = -1 if self._lane is None else self._lane
-        native.write(self._codec, arrays, n, lane, None, False, patches)
+        if envs is None and ends is None:
+            ring = -1 if self._lane is None else self._lane * self._rings
+            native.write(self._codec, arrays, n, ring, None, False, patches)
+            return
+        rings = self._checked_envs(envs, n) + (self._lane or 0) * self._rings
+        flags = np.asarray(as_numpy(dones) if ends is None else ends).astype(bool)
+        if flags.shape != (n,):
+            raise ValueError(f"ends: shape must be {(n,)}, got {flags.shape}")
+        if patches is not None:
+            raise ValueError(
+                "terminal_mask: must be None with envs, got a mask; put the true next_obs in its place"
+            )
+        native.write_lanes(self._codec, arrays, rings, flags)
+
+    def mark_segment_end(self, envs: Any) -> None:
+        """Close the open segments of these environments of the lane: what comes next does not follow on."""
+        native = self._native()
+        chosen = np.atleast_1d(np.asarray(envs, np.int64))
+        for ring in self._checked_envs(chosen, len(chosen)) + (self._lane or 0) * self._rings:
+            native.end_segment(int(ring))
+
+    def _checked_envs(self, envs: Any, n: int) -> Any:
+        if not self.envs_per_lane:
+            raise ValueError("envs: this buffer keeps no segments; create it with envs_per_lane")
+        found = np.asarray(envs)
+        if found.shape != (n,) or found.dtype.kind not in "iu":
+            raise ValueError(
+                f"envs: must be {n} whole numbers, one for each row, got {found.dtype} of {found.shape}"
+            )
+        if n and not (found.min() >= 0 and found.max() < self.envs_per_lane):
+            raise ValueError(
+                f"envs: must be in [0, {self.envs_per_lane}), got {found.min()} to {found.max()}"
+            )
+        return np.ascontiguousarray(found, np.int64)
 
     def on_lane(self, number: int) -> ReplayBuffer:
         """Return the handle for collector `number`: the same rows, writing to that lane (claimed at its first add)."""
@@ -240,9 +301,16 @@ class ReplayBuffer(SharedBufferBase):
     def release_lane(self) -> None:
         """Let another process write to the lane that this one has; nothing happens if it has none."""
         native = self._native()
-        lane = native.held_lane() if self._lane is None else self._lane
+        held = native.held_lane()
+        lane = (held // self._rings if held >= 0 else -1) if self._lane is None else self._lane
         if lane >= 0:
-            native.release(lane)
+            for ring in self._rings_of(lane):
+                native.release(ring)
+
+    def _give_up_lane_below(self, n: int) -> None:
+        """Let another process have the lane that this one was given by its first `add`, if it is among the first n."""
+        if 0 <= self._native().held_lane() < n * self._rings:
+            self.release_lane()
 
     @staticmethod
     def _check_lane(lane: Any, num_lanes: int) -> None:
@@ -279,6 +347,10 @@ class ReplayBuffer(SharedBufferBase):
         if lane is None and self.num_lanes > 1:
             raise ValueError(
                 f"lane: must be in [0, {self.num_lanes}) where there are several, got None; name one"
+            )
+        if self._rings > 1:
+            raise ValueError(
+                f"newest: rows of {self._rings} environments have no order among each other; use envs_per_lane=0"
             )
         block = self._newest(n, lane or 0)
         if self.device == NUMPY:
@@ -341,7 +413,7 @@ class ReplayBuffer(SharedBufferBase):
     def dumps(self, path: PathName) -> None:
         """Write the rows to a directory; a crash at any point leaves the old dump or the new one."""
         self._native()
-        self._ring.dumps(path)
+        self._ring.dumps(path, cut_open=self._rows.geometry.tagged)
 
     @classmethod
     def load_from(
@@ -353,7 +425,10 @@ class ReplayBuffer(SharedBufferBase):
         seed: int | None = None,
         cast: bool = False,
     ) -> Self:
-        """Load what `dumps` wrote into new shared memory; `ptr` goes on from the rows there are."""
+        """Load what `dumps` wrote into new shared memory; `ptr` goes on from the rows there are.
+
+        Each environment of a buffer with `envs_per_lane` has a lane of its own then.
+        """
         ring = replay.ReplayBuffer.load_from(path, read_only=False, multiprocessing=True, storage="shared")
         try:
             layout = ring.inner_storage.layout
@@ -364,7 +439,7 @@ class ReplayBuffer(SharedBufferBase):
                 )
             buffer = cls.__new__(cls)
             SharedBufferBase.__init__(buffer, ring.capacity or 0, device)
-            buffer._setup(ring, lane, IndexStream(seed), cast)
+            buffer._setup(ring, lane, IndexStream(seed), cast, int(ring.engine.tracked))
             cls._check_lane(lane, buffer.num_lanes)
             buffer._owner = _core.own_word()
         except BaseException:
@@ -381,8 +456,7 @@ class ReplayBuffer(SharedBufferBase):
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody: any later call anywhere raises ClosedError."""
         if self._is_open() and self._owner == _core.own_word():
-            self._segment.mapping.store(_CLOSED_AT, 1)
-            self._segment.mapping.wake(_CLOSED_AT + 4)  # who waits for rows sleeps on the word beside it
+            self._segment.close_for_all()
         self.close()
 
     def _is_open(self) -> bool:
@@ -399,7 +473,7 @@ class ReplayBuffer(SharedBufferBase):
     def _native(self) -> Any:
         """The rows, if neither this object nor their owner has closed them."""
         native = self._rows.native
-        if self._open().mapping.load(_CLOSED_AT) & 0xFFFFFFFF:
+        if self._open().mapping.load(CLOSED_AT) & 0xFFFFFFFF:
             raise ClosedError("this object was closed by its owner; create it again")
         return native
 
@@ -415,26 +489,26 @@ class ReplayBuffer(SharedBufferBase):
 
 
 def _attach(name: str, device: Any, lane: int | None, seed: int | None, cast: bool) -> ReplayBuffer:
-    handle, layout = _parse(name)
-    ReplayBuffer._check_lane(lane, handle.geometry.n_lanes)
+    handle, layout, envs_per_lane = _parse(name)
+    ReplayBuffer._check_lane(lane, handle.geometry.n_lanes // max(1, envs_per_lane))
     buffer = ReplayBuffer.__new__(ReplayBuffer)
     SharedBufferBase.__init__(buffer, handle.geometry.capacity or 0, device)
     segment = segments.attach(handle)
     check_same(handle.geometry, segment.geometry, f"replay buffer of process {handle.pid}")
-    buffer._setup(_ring(Rows(segment, layout)), lane, IndexStream(seed), cast)
+    buffer._setup(_ring(Rows(segment, layout)), lane, IndexStream(seed), cast, envs_per_lane)
     return buffer
 
 
-def _parse(name: Any) -> tuple[Handle, Layout]:
+def _parse(name: Any) -> tuple[Handle, Layout, int]:
     try:
         head, tail = name[: len(_PREFIX) + 1], name[len(_PREFIX) + 1 :]
         *numbers, nonce, types = tail.split("-")
-        pid, fd, capacity, n_lanes, obs_dim, action_dim, critic_dim = map(int, numbers)
+        pid, fd, capacity, n_lanes, obs_dim, action_dim, critic_dim, envs = map(int, numbers)
         if head != _PREFIX + "-":
             raise ValueError("prefix")
         layout = row_layout(obs_dim, action_dim, critic_dim, dtypes_of_text(types))
-        geometry = Geometry(capacity, n_lanes, layout.row_nbytes, False, layout.hash)
-        return Handle(pid, fd, None, bytes.fromhex(nonce), geometry, True), layout
+        geometry = Geometry(capacity, n_lanes * max(1, envs), layout.row_nbytes, envs > 0, layout.hash)
+        return Handle(pid, fd, None, bytes.fromhex(nonce), geometry, True), layout, envs
     except (ValueError, TypeError, LookupError):
         raise AttachError(
             f"name: must be the `name` of a ReplayBuffer, got {name!r}; pass it unchanged"
@@ -445,7 +519,8 @@ def _ring(rows: Rows) -> replay.ReplayBuffer:
     """The replay buffer of the ground floor over these rows."""
     storage = SharedMemoryStorage(rows, rows.layout.space, capacity=rows.geometry.capacity)
     return replay.ReplayBuffer._over(
-        storage, tracked=False, evict={"by": "oldest", "key": None}, multiprocessing=True, cache_path=None, state=None
+        storage, tracked=rows.geometry.tagged, evict={"by": "oldest", "key": None}, multiprocessing=True,
+        cache_path=None, state=None,
     )  # fmt: skip
 
 

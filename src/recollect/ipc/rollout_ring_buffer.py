@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.backends import get_backend
 from recollect.errors import AttachError, DtypeError, EmptyError, MissingLeafError, SchemaError
 from recollect.ipc.parameters import is_on_device, is_tensor, tensor_dtype_name
@@ -176,13 +176,14 @@ class RolloutRingBuffer:
 
     def signal_write_done(self, *, version: int = 0) -> None:
         """Publish the slot with the weight version it was acted with; its arrays turn read-only."""
-        try:
-            self._ring.commit(version)
-        except EmptyError:
-            raise EmptyError(
-                "signal_write_done: a slot must be claimed first, got none; fill the arrays of write_buffer"
-            ) from None
-        self._write = None
+        with interrupts.deferred():  # what is published is no longer written
+            try:
+                self._ring.commit(version)
+            except EmptyError:
+                raise EmptyError(
+                    "signal_write_done: a slot must be claimed first, got none; fill the arrays of write_buffer"
+                ) from None
+            self._write = None
 
     def on_lane(self, number: int) -> RolloutRingBuffer:
         """Return the handle for collector `number`: the same ring, writing to that lane."""

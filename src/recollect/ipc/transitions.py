@@ -135,10 +135,10 @@ class Checker:
 
     def _converted(self, label: str, array: Array, dtype: np.dtype[Any], narrows: bool) -> Array:
         kind = dtype_kind(array.dtype)
-        if not narrows and not (self._cast and kind == dtype_kind(dtype)):
-            hint = (
-                "it is of another kind" if self._cast else "convert it, or create the buffer with cast=True"
-            )
+        of_a_kind = kind == dtype_kind(dtype)
+        if not narrows and not (self._cast and of_a_kind):
+            other = "it is of another kind: convert it"
+            hint = "convert it, or create the buffer with cast=True" if of_a_kind else other
             raise DtypeError(f"{label}: dtype must be {dtype}, got {array.dtype}; {hint}")
         with np.errstate(over="ignore"):
             made = array.astype(dtype)

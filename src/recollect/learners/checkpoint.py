@@ -14,25 +14,27 @@ import copy
 import ctypes
 import errno
 import os
+import re
 import secrets
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from glob import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import FormatError, LaneBusyError
 from recollect.files import OwnedDirectory, make_directory, remove_empty, sync_directory
 from recollect.files.directory import NAME
+from recollect.files.names import files_below
 from recollect.files.record import FileAbout, as_kind, brief, damage_in, read_bytes, read_signed, signed_json
+from recollect.storage.dump import STORAGE, last_manifest, named_files
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
-CONTENTS = (TENSORS, f"{REPLAY}/", MANIFEST)
+_UNIQUE = r"-\d+-[0-9a-f]{8}"  # a process and a number, at the end of the names of directories that are ours
 _EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
 _HERE = -100  # AT_FDCWD
 
@@ -68,10 +70,13 @@ def save_checkpoint(
     _check_ours(path)
     make_directory(path.parent)
     _sweep(path)
-    owned = _new_stage(path)
-    temporary = owned.path
+    owned: OwnedDirectory | None = None
+    is_placed = False
     try:
-        owned.note(CONTENTS)
+        with interrupts.deferred():  # it is locked
+            owned = _new_stage(path)
+        temporary = owned.path
+        owned.note([TENSORS, f"{REPLAY}/", MANIFEST])
         _core.fault_point()
         crc = _write(temporary / TENSORS, encoder.blocks)
         about = {TENSORS: {"bytes": encoder.nbytes, "crc32c": crc}}
@@ -84,14 +89,17 @@ def save_checkpoint(
         _write(temporary / MANIFEST, [signed_json(body).encode()])
         sync_directory(temporary)
         _core.fault_point()
-        _put_in_place(temporary, path)
+        with interrupts.deferred():  # from here on it is the checkpoint, and nothing to be removed
+            _put_in_place(temporary, path)
+            is_placed = True
+            owned.moved_to(path)
+            with suppress(OSError):  # another save of this name took its place just now, and removes it
+                owned.forget()
+            owned.release()
     except BaseException:
-        _remove(owned)
+        if owned is not None and not is_placed:
+            _remove(owned)
         raise
-    owned.moved_to(path)
-    with suppress(OSError):  # another save of this name took its place just now, and removes it
-        owned.forget()
-    owned.release()
     _sweep(path)
     return path
 
@@ -111,15 +119,25 @@ def _check_ours(path: Path) -> None:
         found: set[str] = {"no directory"}
         with suppress(FileNotFoundError, NotADirectoryError):
             found = {"no directory"} if path.is_symlink() else set(os.listdir(path))
-        others = sorted(found - {MANIFEST, TENSORS, REPLAY, NAME})
+        if REPLAY in found:
+            found = found - {REPLAY} | {f"{REPLAY}/{name}" for name in files_below(path / REPLAY)}
+        others = sorted(found - _names(path))
         if not others and (not found or _is_checkpoint(path)):
             return
         if (
             _identity(path) == looked_at
         ):  # else another save took its place just now, and removed what was seen
             raise FileExistsError(
-                f"{path}: must be new or a checkpoint, got {others or 'another manifest'}; choose another path"
+                f"{path}: must be new or a checkpoint, got {brief(others) if others else 'another manifest'}; choose "
+                "another path"
             )
+
+
+def _names(path: Path) -> set[str]:
+    """The files that are a checkpoint's own: those of its replay its manifest names."""
+    replay = path / REPLAY
+    below = (MANIFEST, NAME, *named_files(replay, last_manifest(replay)))
+    return {MANIFEST, TENSORS, NAME, *(f"{REPLAY}/{name}" for name in below)}
 
 
 def _identity(path: Path) -> tuple[int, int] | None:
@@ -144,7 +162,7 @@ def _remove(owned: OwnedDirectory) -> None:
             owned.remove_noted(())
     finally:
         owned.release()
-    remove_empty([owned.path])
+    remove_empty([owned.path, owned.path / REPLAY, owned.path / REPLAY / STORAGE])
 
 
 def _write(file: Path, blocks: list[Any]) -> str:
@@ -183,20 +201,21 @@ def _put_in_place(temporary: Path, path: Path) -> None:
 def _sweep(path: Path) -> None:
     """Remove what replaced checkpoints, killed saves of this name and killed removals left behind.
 
-    Such a directory is ours if it has our list, or is a checkpoint that was moved there; a live process holds its own.
+    Such a directory has a name that only we give, and our list, or is a checkpoint that was moved there; a live process
+    holds its own.
     """
-    name = escape(path.name)
-    for old in (*path.parent.glob(f".{name}.tmp-*"), *path.parent.glob(".removed-*")):
-        try:
-            found = {"a link"} if old.is_symlink() else set(os.listdir(old))
-        except (FileNotFoundError, NotADirectoryError):  # another save removed it just now
+    ours = re.compile(rf"\.({re.escape(path.name)}\.tmp|removed-.+){_UNIQUE}")
+    for name in os.listdir(path.parent):
+        old = path.parent / name
+        if ours.fullmatch(name) is None or old.is_symlink() or not old.is_dir():
             continue
-        if found and NAME not in found and not (found <= {MANIFEST, TENSORS, REPLAY} and _is_checkpoint(old)):
-            continue
-        with suppress(LaneBusyError, FormatError, OSError):
+        with suppress(LaneBusyError, FormatError, OSError), interrupts.deferred():
+            found = set(files_below(old))  # none: a removal was killed before its last step
+            if found and NAME not in found and not _is_checkpoint(old):
+                continue
             owned = OwnedDirectory.take(old)
             if _is_checkpoint(old):
-                owned.note(CONTENTS)
+                owned.note(sorted(_names(old) - {NAME}))
             _remove(owned)
 
 
@@ -205,11 +224,11 @@ def remove_checkpoint(path: Path) -> None:
     path = Path(path)
     _check_ours(path)
     gone = path.parent / f".removed-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
-    with suppress(FileNotFoundError):
+    with suppress(FileNotFoundError, LaneBusyError), interrupts.deferred():  # another save sweeps it
         os.rename(path, gone)
         _core.fault_point()
         owned = OwnedDirectory.take(gone)
-        owned.note(CONTENTS)
+        owned.note(sorted(_names(gone) - {NAME}))
         _remove(owned)
 
 

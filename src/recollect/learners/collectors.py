@@ -225,8 +225,10 @@ def _add(replay: Any, step: Step) -> None:
         critic = {"critic": step.critic[keep], "next_critic": step.next_critic[keep]}
     replay.add(
         step.obs[keep], step.actions[keep], step.rewards[keep], step.next_obs[keep], step.dones[keep],
-        step.truncated[keep], **critic,
+        step.truncated[keep], **critic, envs=np.arange(len(step.valid))[keep],
     )  # fmt: skip
+    if step.rejected:  # the row after a hole does not follow the one before it
+        replay.mark_segment_end(np.flatnonzero(step.is_step & ~step.valid))
 
 
 def collect_rollouts(

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recollect.errors import MissingExtraError
+from recollect.errors import MissingExtraError, check_installed
 from recollect.learners.episodes import PHASES, WINDOW, Report
 
 RECENT = 20  # episodes of reward/recent, which follows a policy that changes fast
@@ -68,6 +68,7 @@ class TensorBoard:
     """Scalars for TensorBoard."""
 
     def __init__(self, directory: Path) -> None:
+        check_installed('logger="tensorboard"', "torch", "tensorboard")
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -19,6 +20,7 @@ from recollect.errors import (
     MissingExtraError,
     PeerDiedError,
     RecollectError,
+    check_installed,
 )
 from recollect.files.record import damage_in
 from recollect.ipc.async_runner import AsyncRunner
@@ -139,7 +141,9 @@ class ReferenceRunner(AsyncRunner):
         says how it ended, also after an error. Ctrl-C and a collector that died or is stuck leave a checkpoint too.
         While it goes on, `recollect top` and `recollect dash` show it.
         """
-        _check_arguments(max_iterations, save_interval, Path(log_dir), logger, keep)
+        log_dir = Path(log_dir).absolute()  # an environment may change the directory of this process
+        resume = None if resume is None else Path(resume).absolute()
+        _check_arguments(max_iterations, save_interval, log_dir, logger, keep)
         if self._has_learned:
             raise RuntimeError("learn: a runner learns once; make another one, and pass resume= to go on")
         self._has_learned, self._save_replay, self._keep = True, save_replay, keep
@@ -147,8 +151,8 @@ class ReferenceRunner(AsyncRunner):
         start = monotonic()
         try:
             self._record(summary, trace)
-            with light(self, max_iterations, Path(log_dir)) as self.beacon:
-                self._run(summary, max_iterations, save_interval, Path(log_dir), resume, logger, on_metrics)
+            with light(self, max_iterations, log_dir) as self.beacon:
+                self._run(summary, max_iterations, save_interval, log_dir, resume, logger, on_metrics)
             summary.status = "completed"
         except KeyboardInterrupt:
             summary.status = "interrupted"
@@ -183,10 +187,10 @@ class ReferenceRunner(AsyncRunner):
 
     def _run(
         self, summary: RunSummary, max_iterations: int, save_interval: int, log_dir: Path,
-        resume: str | Path | None, logger: str | None, on_metrics: Watcher | None,
+        resume: Path | None, logger: str | None, on_metrics: Watcher | None,
     ) -> None:  # fmt: skip
-        need_torch()
-        state = None if resume is None else load_checkpoint(Path(resume))
+        need_torch(logger)
+        state = None if resume is None else load_checkpoint(resume)
         first = 1 if state is None else self._checked_iteration(state, Path(str(resume))) + 1
         summary.completed_iterations = first - 1
         if first > max_iterations:
@@ -227,7 +231,7 @@ class ReferenceRunner(AsyncRunner):
                 if path not in saved:
                     saved.append(path)
                 while self._keep is not None and len(saved) > self._keep:
-                    remove_checkpoint(saved.pop(0))
+                    _remove_old(saved.pop(0))
 
             self._checkpoint = write
             if iteration % LOG_EVERY == 0 or is_last:
@@ -370,8 +374,17 @@ def check_state(wanted: Mapping[str, Any], found: Mapping[str, Any]) -> None:
             check_shapes(name, part, found[name])
 
 
-def need_torch() -> None:
-    """Raise MissingExtraError if torch is not there."""
+def _remove_old(path: Path) -> None:
+    """Remove a checkpoint; one with files of somebody else in it stays, and that is said."""
+    try:
+        remove_checkpoint(path)
+    except FileExistsError as error:
+        warnings.warn(f"{error}; it is not removed", RuntimeWarning, stacklevel=2)
+
+
+def need_torch(logger: str | None = None) -> None:
+    """Raise MissingExtraError if torch, or what the logger needs beside it, is not there."""
+    check_installed("reference learner", "torch", *(["tensorboard"] if logger == "tensorboard" else []))
     try:
         interrupts.import_whole("torch")
     except ImportError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from itertools import accumulate
 from pathlib import Path
 from time import monotonic
 from typing import Any, ClassVar
@@ -104,7 +105,7 @@ class OffPolicyRunner(ReferenceRunner):
         estimate = memory_budget.estimate_offpolicy_bytes(
             self.num_envs, self._capacity // self.num_envs, spaces.obs_dim, spaces.action_dim, spaces.critic_dim,
             config.batch_size, config.updates_per_step, num_lanes=self.num_collectors, device=self.device,
-            param_shapes=shapes,
+            param_shapes=shapes, envs_per_lane=self.envs_per_collector,
         )  # fmt: skip
         memory_budget.raise_if_shared_memory_over_budget(estimate, type(self).__name__)
         memory_budget.warn_if_over_budget(estimate, type(self).__name__)
@@ -120,7 +121,7 @@ class OffPolicyRunner(ReferenceRunner):
         s = self._spaces
         return ReplayBuffer(
             self._capacity, s.obs_dim, s.action_dim, self.device, critic_dim=s.critic_dim,
-            num_lanes=self.num_collectors, seed=self.seed,
+            num_lanes=self.num_collectors, envs_per_lane=self.envs_per_collector, seed=self.seed,
         )  # fmt: skip
 
     def _make_pipe(self) -> Any:
@@ -177,7 +178,10 @@ class OffPolicyRunner(ReferenceRunner):
             try:
                 with self._drawing():
                     self._pipe.start_prepare(
-                        first, self._n_samples, min_snapshot_ptr=self._fill, headroom=self._chunk
+                        first,
+                        self._n_samples,
+                        min_snapshot_ptr=self._fill,
+                        headroom=self.rl_cfg.env_steps_per_sync,
                     )
                     while not self._pipe.wait_until_ready(first, self._n_samples, timeout=0.5):
                         self.check_collectors()
@@ -205,7 +209,9 @@ class OffPolicyRunner(ReferenceRunner):
         batch = self._pipe.sample_large_batch(iteration, self._n_samples)
         if not is_last:
             with self._drawing():
-                self._pipe.start_prepare(iteration + 1, self._n_samples, headroom=self._chunk)
+                self._pipe.start_prepare(
+                    iteration + 1, self._n_samples, headroom=self.rl_cfg.env_steps_per_sync
+                )
             if sync:
                 self._pipe.wait_asked()  # else a packing collector might go on first and pack later rows too
                 self._permit()
@@ -275,7 +281,10 @@ class OffPolicyRunner(ReferenceRunner):
                 self._limiter.load_state_dict(dict(state["limiter"]))
 
     def _restore_replay(self, path: Path) -> None:
-        """Add the saved rows, lane by lane if there are as many lanes, else spread over those there are."""
+        """Add the saved rows, ring by ring if there are as many rings, else spread over those there are.
+
+        Segments stay segments, cut where they are spread. Rows that were saved without segments have one each.
+        """
         with plain_replay.ReplayBuffer.load_from(path) as saved:
             names = [f.name for f in saved.inner_storage.layout.fields]
             wanted = [f.name for f in self._replay.layout.fields]
@@ -283,12 +292,17 @@ class OffPolicyRunner(ReferenceRunner):
                 raise FormatError(
                     f"{path}: must hold rows of {wanted} as these spaces have them, got {names}"
                 )
-            for lane, rows in enumerate(_shares(len(saved), self.num_collectors)):
+            shares, ends = _shares(saved, self.num_envs), _ends(saved)
+            for lane in range(self.num_collectors):
                 target = self._replay.on_lane(lane)
-                for start in range(rows.start, rows.stop, 1 << 16):
-                    block = saved[start : min(start + (1 << 16), rows.stop)]
-                    target.add(**{name: np.asarray(x) for name, x in block.items()})
-                target.release_lane()
+                for env in range(self.envs_per_collector):
+                    rows = shares[lane * self.envs_per_collector + env]
+                    for start in range(rows.start, rows.stop, 1 << 16):
+                        part = slice(start, min(start + (1 << 16), rows.stop))
+                        block = {name: np.asarray(x) for name, x in saved[part].items()}
+                        envs = np.full(part.stop - start, env)
+                        target.add(**block, envs=envs, ends=ends[part])
+                target.release_lane()  # ends what is open
                 target.close()
 
 
@@ -318,7 +332,18 @@ def _nothing_kept(deadline: float) -> DeadlineError:
     )
 
 
-def _shares(n: int, parts: int) -> list[range]:
-    """n rows in order, cut into parts of nearly one size."""
-    ends = [n * (k + 1) // parts for k in range(parts)]
+def _shares(saved: plain_replay.ReplayBuffer, parts: int) -> list[range]:
+    """The rows in order, cut into their rings if there are so many, else into parts of nearly one size."""
+    storage: Any = saved.inner_storage
+    counts = [cursor - low for low, cursor, _ in storage.rows.native.windows()]
+    ends = list(accumulate(counts)) if len(counts) == parts else []
+    ends = ends or [len(saved) * (k + 1) // parts for k in range(parts)]
     return [range(a, b) for a, b in zip([0, *ends], ends)]
+
+
+def _ends(saved: plain_replay.ReplayBuffer) -> Any:
+    """Which rows are the last of a segment; all of them where none were kept."""
+    segments = saved.get_segments()
+    ends = np.full(len(saved), segments is None)
+    ends[[end - 1 for _, end in segments or ()]] = True
+    return ends

@@ -21,6 +21,10 @@ from recollect.errors import AttachError, FormatError
 
 PAGE = 4096
 LIMITER_AT = 192
+LIMITER_CHANGES_AT = LIMITER_AT + 24  # who waits for a limiter sleeps on this word
+CLOSED_AT = (
+    _core.SHARED_WORDS
+)  # its lower half counts how often it was closed for all; who waits for rows has the upper
 MAGIC = b"RECOLROW"
 VERSION = 1
 _TAGGED = 1

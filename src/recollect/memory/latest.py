@@ -9,7 +9,7 @@ from itertools import accumulate
 from time import monotonic
 from typing import Any, Self
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError, PeerDiedError
 from recollect.memory import shared
 from recollect.memory.closed import Closed
@@ -161,11 +161,12 @@ class Latest:
 
     def close(self) -> None:
         """Detach this object; may be called twice."""
-        if self._segment is not None:
-            segment, self._segment = self._segment, None
-            native, self._native = self._native, Closed()
-            native.close()  # whoever waits in this object hears of it
-            segment.release()
+        with interrupts.deferred():
+            if self._segment is not None:
+                segment, self._segment = self._segment, None
+                native, self._native = self._native, Closed()
+                native.close()  # whoever waits in this object hears of it
+                segment.release()
 
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody: whoever waits gets ClosedError."""

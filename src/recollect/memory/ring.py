@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyError, PeerDiedError
 from recollect.memory import shared
 from recollect.memory.closed import Closed
@@ -158,12 +158,18 @@ class Ring:
         slot = BUSY
         while slot == BUSY:
             lane = self._writer_lane()
-            slot = self._waited(partial(native.claim, lane), end)
-            if slot == BUSY and self.lane is not None:
-                raise _busy(f"lane {lane}", native.writer(lane))
-        self._check(slot, f"a free slot in lane {lane}", end)
-        self._held.add(lane)
-        self._lane_now = lane
+            before = native.writer(lane)
+            try:
+                slot = self._waited(partial(native.claim, lane), end)
+                if slot == BUSY and self.lane is not None:
+                    raise _busy(f"lane {lane}", native.writer(lane))
+                if slot != BUSY:
+                    self._check(slot, f"a free slot in lane {lane}", end)
+                    self._hold(lane)
+            except KeyboardInterrupt:
+                if before != native.writer(lane) == _core.own_word():  # it was claimed all the same
+                    self._hold(lane)
+                raise
         if self._segment is None:  # closed meanwhile, perhaps too early to give this lane up
             self._give_up(native)
             self._check(CLOSED, "", end)
@@ -286,17 +292,18 @@ class Ring:
 
     def close(self) -> None:
         """Detach: give up this object's lane and its place as reader. Views that were handed out stay readable."""
-        segment, self._segment = self._segment, None
-        if segment is None:
-            return
-        if segment.users == 1:
-            self.native.close()  # first: threads that wait hold the turns which are taken below
-        self._end_loans()
-        self._give_up(self.native)
-        if self._reads:
-            self.native.release_reader()
-        self.native = Closed()  # type: ignore[assignment]  # the mapping goes with its last user
-        segment.release()
+        with interrupts.deferred():
+            segment, self._segment = self._segment, None
+            if segment is None:
+                return
+            if segment.users == 1:
+                self.native.close()  # first: threads that wait hold the turns which are taken below
+            self._end_loans()
+            self._give_up(self.native)
+            if self._reads:
+                self.native.release_reader()
+            self.native = Closed()  # type: ignore[assignment]  # the mapping goes with its last user
+            segment.release()
 
     def cleanup(self) -> None:
         """Close; in the process that made the ring also for everybody else, whose waits end with ClosedError."""
@@ -374,6 +381,10 @@ class Ring:
             raise _busy("every lane", holder)
         return mine
 
+    def _hold(self, lane: int) -> None:
+        self._lane_now = lane  # first: it is asked for as soon as a lane is held
+        self._held.add(lane)
+
     def _taken(self, native: _core.Ring, slot: int, seconds: float) -> int:
         """Take note that this object reads; it gives up again what was taken while it was closed."""
         self._check(slot, "a value", seconds, native.reader())
@@ -391,10 +402,11 @@ class Ring:
         self._check(outcome, "release", 1.0)
 
     def _give_up(self, native: _core.Ring) -> None:
-        with suppress(KeyError):  # two threads may be at it: each lane is given up once
-            while True:
-                native.release_lane(self._held.pop())
-        self._end_loans()
+        with interrupts.deferred():
+            with suppress(KeyError):  # two threads may be at it: each lane is given up once
+                while True:
+                    native.release_lane(self._held.pop())
+            self._end_loans()
 
     def _end_loans(self) -> None:
         for array in self._loans:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,6 +92,13 @@ class Rows:
         """The file, if the rows lie in one that others can open."""
         return self._open().path
 
+    def is_at(self, path: Path) -> bool:
+        """Whether this is the file of these rows, and not another of the same name."""
+        try:
+            return os.path.samestat(os.lstat(path), os.fstat(self._open().fd))
+        except FileNotFoundError:
+            return False
+
     @property
     def nbytes(self) -> int:
         """Bytes of address space; untouched pages cost nothing."""
@@ -103,6 +111,10 @@ class Rows:
     def sync(self) -> None:
         """Write a file's pages to disk."""
         self._open().mapping.sync()
+
+    def close_for_all(self) -> None:
+        """End the rows for every process, in the one that made them or opened their file."""
+        self._open().close_for_all()
 
     def close(self) -> None:
         if self._segment is not None:

@@ -15,12 +15,21 @@ import weakref
 from dataclasses import dataclass
 from pathlib import Path
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.budget import check_fits, human_nbytes
 from recollect.errors import AttachError, ClosedError, FormatError, LaneBusyError
 from recollect.files import lock_file
 from recollect.memory.closed import Closed
-from recollect.memory.geometry import Geometry, check_lanes, check_same, page_up, read_header, write_header
+from recollect.memory.geometry import (
+    CLOSED_AT,
+    LIMITER_CHANGES_AT,
+    Geometry,
+    check_lanes,
+    check_same,
+    page_up,
+    read_header,
+    write_header,
+)
 from recollect.memory.shared import make_memfd, open_memfd
 
 
@@ -34,13 +43,14 @@ class Handle:
     nonce: bytes
     geometry: Geometry
     writable: bool
+    n_closed: int = 0  # how often it had been closed for all when its sender opened it
 
 
 class Segment:
     """A mapped segment and the native rows in it; one per process and nonce, shared by its users.
 
     Ownership: the kernel's; `release` of the last user unmaps and closes, nothing is ever unlinked. A descriptor
-    that nobody released goes with the last reference.
+    that nobody released goes with the last reference. `close_for_all` ends it for every process.
     Concurrency: `hold` and `release` from any thread.
     """
 
@@ -55,6 +65,8 @@ class Segment:
         *,
         can_repair: bool = True,
         rows: _core.Rows | None = None,
+        opener: int = 0,
+        n_closed: int = 0,
     ) -> None:
         self.mapping, self.geometry, self.nonce, self.path, self.writable = (
             mapping,
@@ -65,6 +77,7 @@ class Segment:
         )
         self.fd = fd
         self.users = 0
+        self._opener, self._n_closed = opener, n_closed  # a process word: no forked child's
         self.rows = rows or _core.Rows(
             mapping,
             geometry.capacity or 0,
@@ -76,6 +89,7 @@ class Segment:
             fd if geometry.capacity is None or path is not None else -1,
             geometry.sections(mapping),
             path is not None,
+            n_closed,
         )
         if rows is None and can_repair and not writable:
             self.rows.freeze()
@@ -94,7 +108,22 @@ class Segment:
             raise ClosedError("this object was closed; open or create it again")
         if fd < 0:
             raise TypeError("this memory belongs to one process; use SharedMemoryStorage to share it")
-        return Handle(os.getpid(), fd, self.path, self.nonce, self.geometry, self.writable)
+        return Handle(os.getpid(), fd, self.path, self.nonce, self.geometry, self.writable, self._n_closed)
+
+    def close_for_all(self) -> None:
+        """In the process that made it or opened its file: end it for every process, and wake who waits in one.
+
+        Any later call raises ClosedError. A file can be opened again.
+        """
+        if self.fd < 0 or not self.writable or self._opener != _core.own_word():
+            return
+        mapping = self.mapping
+        mapping.store(
+            CLOSED_AT, (self._n_closed + 1) % (1 << 32)
+        )  # who waits for rows and is not asleep yet sees the 0
+        mapping.wake(CLOSED_AT + 4)
+        mapping.add(LIMITER_CHANGES_AT, 1)
+        mapping.wake(LIMITER_CHANGES_AT)
 
     def hold(self) -> Segment:
         """Count one more user."""
@@ -133,6 +162,7 @@ def in_ram(geometry: Geometry, what: str) -> Segment:
     return _fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
 
 
+@interrupts.undivided  # a descriptor is closed by who opened it or with the segment, and once
 def in_shared(geometry: Geometry, what: str) -> Segment:
     """Memory that other processes can attach to, freed by the kernel with its last user."""
     fd = make_memfd(geometry.nbytes, what, _ADVICE)
@@ -143,6 +173,7 @@ def in_shared(geometry: Geometry, what: str) -> Segment:
         raise
 
 
+@interrupts.undivided
 def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) -> Segment:
     """A new file. Its space is taken at once unless `sparse`: a full disk is an error here, not a crash later."""
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
@@ -165,6 +196,7 @@ def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) 
         raise
 
 
+@interrupts.undivided
 def over_file(path: Path, geometry: Geometry) -> Segment:
     """Rows that lie packed in a file of nothing else, mapped for reading; the rest is memory of this process."""
     fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -190,6 +222,7 @@ def over_file(path: Path, geometry: Geometry) -> Segment:
     return Segment(rest, geometry, -1, nonce, None, False, rows=native)
 
 
+@interrupts.undivided
 def open_file(path: Path, *, writable: bool) -> Segment:
     """Attach to an existing file. A reader too opens it for writing if it may: to mend what a killed writer left."""
     try:
@@ -222,6 +255,7 @@ def _use(fd: int, path: Path) -> None:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
 
 
+@interrupts.undivided
 def attach(handle: Handle) -> Segment:
     """Attach to the segment a handle speaks of; AttachError if it is gone or another."""
     with _lock:
@@ -269,21 +303,25 @@ def _attach(
         check_same(handle.geometry, geometry, what)
     mapping = _core.Mapping(fd, 0, geometry.nbytes, can_repair)
     check_lanes(mapping, geometry, nbytes, what)
+    opener = _core.own_word() if handle is None else 0
+    n_closed = mapping.load(CLOSED_AT) % (1 << 32) if handle is None else handle.n_closed
     if not writable:  # its own rows, which refuse to write, even beside a writer of this process
-        return Segment(mapping, geometry, fd, nonce, path, False, can_repair=can_repair)
+        return Segment(mapping, geometry, fd, nonce, path, False, can_repair=can_repair, n_closed=n_closed)
     with _lock:
         known = _attached.get(nonce)
         if known is not None and known.fd >= 0:
             os.close(fd)
             return known
-        segment = _attached[nonce] = Segment(mapping, geometry, fd, nonce, path, True)
+        segment = _attached[nonce] = Segment(
+            mapping, geometry, fd, nonce, path, True, opener=opener, n_closed=n_closed
+        )
     return segment
 
 
 def _fresh(mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None) -> Segment:
     nonce = secrets.token_bytes(16)
     write_header(mapping, geometry, nonce)
-    segment = Segment(mapping, geometry, fd, nonce, path, True)
+    segment = Segment(mapping, geometry, fd, nonce, path, True, opener=_core.own_word())
     with _lock:
         _attached[nonce] = segment
     return segment

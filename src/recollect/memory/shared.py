@@ -26,7 +26,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError
 from recollect.memory.closed import Closed
@@ -229,6 +229,7 @@ def open_memfd(pid: int, fd: int, what: str) -> int:
         raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
 
 
+@interrupts.undivided
 def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: str) -> SharedSegment:
     """Make a segment, sealed against resizing; BudgetError before anything is allocated if it cannot fit."""
     text = schema_text(schema).encode()
@@ -250,6 +251,7 @@ def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: st
     return segment
 
 
+@interrupts.undivided
 def attach(text: str, kind: str, words_nbytes: int | None = None) -> SharedSegment:
     """Attach by name; AttachError names the first difference, or says that the owner is gone.
 

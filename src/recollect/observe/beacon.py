@@ -15,6 +15,7 @@ from typing import Self
 import msgspec
 import numpy as np
 
+from recollect import interrupts
 from recollect.errors import RecollectError
 from recollect.memory.latest import Latest
 from recollect.observe.jobs import (
@@ -72,7 +73,8 @@ class Beacon:
         self._history = _Growing()
         self.last: Snapshot | None = None
         self._box: Latest | None = None
-        self._light()
+        with interrupts.deferred():
+            self._light()
 
     def _light(self) -> None:
         box = Latest.create([8 + MAX_NBYTES])
@@ -96,7 +98,7 @@ class Beacon:
         """Replace the state; figures that are not finite are left out. Their history is kept here."""
         finite = {name: float(x) for name, x in figures.items() if math.isfinite(x)}
         rows = {name: [dict(row) for row in table] for name, table in (tables or {}).items()}
-        with self._lock:
+        with interrupts.deferred(), self._lock:
             self._history.add(monotonic() - self._start, finite)
             self._publish(finite, rows, state)
 
@@ -116,14 +118,15 @@ class Beacon:
 
     def close(self, state: str = COMPLETED) -> None:
         """Say how it ended, to those who look now, and go out; may be called twice."""
-        with self._lock:
-            if self._box is None or os.getpid() != self._pid:
-                return
-            if self.last is not None:
-                self._publish(self.last.figures, self.last.tables, state)
-            box, self._box = self._box, None
-        self._forget()
-        box.close()  # not for everybody: who looks now may still read how it ended
+        with interrupts.deferred():
+            with self._lock:
+                if self._box is None or os.getpid() != self._pid:
+                    return
+                if self.last is not None:
+                    self._publish(self.last.figures, self.last.tables, state)
+                box, self._box = self._box, None
+            self._forget()
+            box.close()  # not for everybody: who looks now may still read how it ended
 
     def __enter__(self) -> Self:
         return self

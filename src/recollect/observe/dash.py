@@ -1,26 +1,41 @@
-"""The page of `recollect dash`: the running jobs of this user, one of them in full, live."""
+"""The page of `recollect dash`: running jobs of this user and runs on disk, one in full or several in one plot."""
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any
 
 import msgspec
 from starlette.routing import BaseRoute, Route
 
 from recollect.observe.jobs import Job, Snapshot, find_jobs
+from recollect.observe.runs import Run
 from recollect.observe.web import event_stream, page
 
 PACE_S = 0.5  # between two messages: eyes are slow, and a message carries the whole history
+MOST_SHOWN = 8  # in one plot: as many as there are colours
 _BODY = '<nav id="jobs" class="tiles"></nav><section id="job"></section>'
 
 
-def dash_routes() -> list[BaseRoute]:
-    """Return the page and its stream of events; `?pid=` chooses a job, else it is the one that began last."""
+def dash_routes(
+    paths: Sequence[str | Path] = (), charts: Mapping[str, Sequence[str]] | None = None
+) -> list[BaseRoute]:
+    """Return the page and its stream of events, with the runs that are in the directories `paths`.
+
+    `?job=` chooses jobs and runs by id, several for one plot, and `?pid=` the newest job of a process. Without either
+    it is the runs that were given, or else the job that began last. `charts` are those of the runs, as for a Beacon.
+    """
+
+    def events(request: Any) -> Any:
+        query = request.query_params
+        return event_stream(messages(query.getlist("job") or None, _pid(query.get("pid")), paths, charts))
+
     return [
         Route("/", lambda request: page("Recollect", _BODY, scripts=["static/dash.js"])),
-        Route("/events", lambda request: event_stream(messages(_pid(request.query_params.get("pid"))))),
+        Route("/events", events),
     ]
 
 
@@ -28,9 +43,15 @@ def _pid(text: str | None) -> int | None:
     return int(text) if text and text.isdecimal() else None
 
 
-def messages(pid: int | None, pace_s: float = PACE_S) -> Iterator[dict[str, Any] | None]:
-    """Yield {"jobs": [...], "job": {...}} whenever there is something new, None at least once a second otherwise."""
-    watched, pause, said = Watched(pid), threading.Event(), None
+def messages(
+    wanted: Sequence[str] | None = None,
+    pid: int | None = None,
+    paths: Sequence[str | Path] = (),
+    charts: Mapping[str, Sequence[str]] | None = None,
+    pace_s: float = PACE_S,
+) -> Iterator[dict[str, Any] | None]:
+    """Yield {"jobs": [...], "shown": [...]} whenever there is something new, None at least once a second otherwise."""
+    watched, pause, said = Watched(wanted, pid, paths, charts), threading.Event(), None
     try:
         while True:
             message = watched.look()
@@ -42,42 +63,69 @@ def messages(pid: int | None, pace_s: float = PACE_S) -> Iterator[dict[str, Any]
 
 
 class Watched:
-    """The job that one page shows. It stays when it has ended, until another is chosen or, unchosen, begins.
+    """The jobs and runs that one page shows. A job stays when it has ended, until, unchosen, another begins.
 
     Concurrency: one thread at a time.
     """
 
-    def __init__(self, pid: int | None) -> None:
+    def __init__(
+        self,
+        wanted: Sequence[str] | None = None,
+        pid: int | None = None,
+        paths: Sequence[str | Path] = (),
+        charts: Mapping[str, Sequence[str]] | None = None,
+    ) -> None:
+        """Show the jobs and runs with the ids `wanted`, else those of `paths`, else the newest job (of `pid`)."""
+        self._runs = {f"run-{k}": Run(path, charts) for k, path in enumerate(paths)}
+        self._wanted = list(self._runs) if wanted is None and pid is None and paths else wanted
         self._pid = pid
-        self.job: Job | None = None
+        self._jobs: dict[str, Job] = {}
 
     def look(self) -> dict[str, Any]:
-        """Return the jobs there are and the state of the one that is shown."""
+        """Return the jobs and runs there are, and the states of those that are shown."""
         jobs = find_jobs()
+        listed = [
+            {"id": job.id, "pid": job.pid, "kind": job.kind, "title": job.title, "started": job.started}
+            for job in jobs
+        ]
+        listed += [
+            {"id": name, "pid": 0, "kind": "run", "title": run.title} for name, run in self._runs.items()
+        ]
         self._choose(jobs)
         for job in jobs:
-            if job is not self.job:
+            if self._jobs.get(job.id) is not job:
                 job.close()
-        listed = [
-            {"pid": job.pid, "kind": job.kind, "title": job.title, "started": job.started} for job in jobs
-        ]
-        seen = self.job.snapshot() if self.job is not None else None
-        return {"jobs": listed, "job": None if seen is None else as_message(seen)}
+        return {"jobs": listed, "shown": [as_message(name, seen) for name, seen in self._seen()]}
 
     def _choose(self, jobs: list[Job]) -> None:
-        wanted = [job for job in jobs if self._pid in (None, job.pid)]
-        if wanted and (self.job is None or wanted[-1].entry != self.job.entry):
-            if self.job is not None:
-                self.job.close()
-            self.job = wanted[-1]
+        if self._wanted is None:
+            newest = [job for job in jobs if self._pid in (None, job.pid)][-1:]
+            for job in newest:
+                if job.id not in self._jobs:
+                    self.close()
+                    self._jobs = {job.id: job}
+            return
+        for job in jobs:
+            if job.id in self._wanted:
+                self._jobs.setdefault(job.id, job)
+
+    def _seen(self) -> Iterator[tuple[str, Snapshot]]:
+        for name in list(self._jobs if self._wanted is None else self._wanted)[:MOST_SHOWN]:
+            source = self._jobs.get(name) or self._runs.get(name)
+            seen = None
+            with suppress(OSError):  # its directory was removed
+                seen = None if source is None else source.snapshot()
+            if seen is not None:
+                yield name, seen
 
     def close(self) -> None:
-        """Let the job go."""
-        if self.job is not None:
-            self.job.close()
+        """Let the jobs go."""
+        for job in self._jobs.values():
+            job.close()
+        self._jobs = {}
 
 
-def as_message(snapshot: Snapshot) -> dict[str, Any]:
+def as_message(name: str, snapshot: Snapshot) -> dict[str, Any]:
     """Return a state as the page wants it: the figures of each chart, and which charts have a headline."""
     plain: dict[str, Any] = msgspec.to_builtins(snapshot)
-    return {**plain, "charts": snapshot.chart_names(), "tiles": snapshot.headlines}
+    return {**plain, "id": name, "charts": snapshot.chart_names(), "tiles": snapshot.headlines}

@@ -9,9 +9,11 @@ whoever looks next.
 from __future__ import annotations
 
 import fnmatch
+import math
 import os
 import secrets
 import stat
+from collections.abc import Iterator
 from contextlib import suppress
 from functools import cache
 from pathlib import Path
@@ -29,6 +31,7 @@ from recollect.text import encoded
 STARTING, RUNNING = "starting", "running"
 COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
 LOST = "lost"  # what a reader says of a job that was killed
+RECORDED = "recorded"  # and of one that is read from disk, where nothing says how it ended
 ENDED = (COMPLETED, INTERRUPTED, FAILED, LOST)
 Cell = str | float | int | bool | None
 Table = list[dict[str, Cell]]
@@ -60,6 +63,11 @@ class Snapshot(msgspec.Struct, frozen=True):
     charts: dict[str, list[str]] = {}
     facts: dict[str, Cell] = {}
     history: History = History()
+
+    def numbers(self) -> Iterator[float]:
+        """All numbers that are counted with."""
+        yield from (self.started, self.elapsed_s, *self.figures.values(), *self.history.at)
+        yield from (x for values in self.history.values.values() for x in values if x is not None)
 
     @property
     def is_over(self) -> bool:
@@ -97,6 +105,7 @@ class Entry(msgspec.Struct, frozen=True):
     pid_space: str  # a container's pids mean nothing outside of it
     box: str
     release: int = 1
+    id: str = ""  # the name of the file: one process may have several jobs
 
 
 class Job:
@@ -117,6 +126,7 @@ class Job:
     title = property(lambda self: self.entry.title)
     pid = property(lambda self: self.entry.pid)
     started = property(lambda self: self.entry.started)
+    id = property(lambda self: self.entry.id)
 
     @property
     def is_alive(self) -> bool:
@@ -124,13 +134,25 @@ class Job:
         return not _core.is_dead(self.entry.process)
 
     def snapshot(self) -> Snapshot | None:
-        """Return the newest state, None before the first; of a job that was killed, its last one as `lost`."""
+        """Return the newest state, None before the first; of a job that was killed, its last one as `lost`.
+
+        AttachError for a state that cannot be read: it is of another release, or was overwritten.
+        """
         was_alive = self.is_alive
         self.version = self._box.latest([self._bytes])
         if not self.version:
             return None
         nbytes = int(self._bytes[:8].view(np.uint64)[0])
-        found: Snapshot = _decoder().decode(self._bytes[8 : 8 + nbytes].data)
+        try:
+            found: Snapshot = _decoder().decode(self._bytes[8 : 8 + nbytes].data)
+        except ValueError as error:
+            raise AttachError(
+                f"job {self.pid}: its state must be readable, got {error}; it is of another release or damaged"
+            ) from None
+        if not all(map(math.isfinite, found.numbers())):
+            raise AttachError(
+                f"job {self.pid}: its state must have finite numbers, got others; it is damaged"
+            )
         return found if was_alive or found.is_over else msgspec.structs.replace(found, state=LOST)
 
     def wait_newer(self, timeout: float) -> bool:
@@ -177,11 +199,13 @@ def _living() -> list[Entry]:
 
 
 def _read(path: Path) -> Entry | None:
-    """Read a job's file; None if it has just gone, or is of another release."""
+    """Read a job's file; None if it has just gone, is damaged, or is of another release."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Entry)
-    except (OSError, msgspec.DecodeError):
+        found = msgspec.json.decode(path.read_bytes(), type=Entry)
+    except (OSError, ValueError):  # ValueError: text that is no UTF-8, too
         return None
+    sound = 0 <= found.process < 1 << 64 and math.isfinite(found.started)
+    return msgspec.structs.replace(found, id=path.stem) if sound else None
 
 
 def register(kind: str, title: str, started: float, box: str) -> Path:

@@ -15,6 +15,7 @@ from pathlib import Path
 from time import monotonic_ns
 from typing import Any, Self
 
+from recollect import interrupts
 from recollect.errors import ClosedError
 from recollect.files import replace_file
 
@@ -47,7 +48,7 @@ class TraceRecorder:
         self.path, self._owner, self.limit = path, owner, limit
         self._lock = threading.Lock()
         self._kept = _Kept(path, limit)
-        self._closed = False
+        self._closed = self._is_whole = False
         self._end = weakref.finalize(self, _Kept.write, self._kept)
 
     # -- recording
@@ -92,15 +93,17 @@ class TraceRecorder:
 
     def close(self) -> None:
         """Write the rest; in the process that made it, end the trace as whole JSON. May be called twice."""
-        if self._closed:
+        if self._is_whole:
             return
         self._settle()
         with self._lock:
             self._closed = True
-            self._end.detach()
             self._kept.write()
-        if os.getpid() == self._owner:
-            _make_whole(self.path)
+            self._end.detach()
+        with interrupts.deferred():  # what is whole is not made whole again; a call cut short before goes on
+            if os.getpid() == self._owner:
+                _make_whole(self.path)
+            self._is_whole = True
 
     def _add(self, event: dict[str, Any]) -> None:
         self._settle()  # before the events are recorded again
@@ -112,7 +115,7 @@ class TraceRecorder:
         """Turn device spans whose events have passed into slices. An event that is used again meanwhile is lost."""
         if not self._kept.pending:
             return
-        with self._lock:
+        with interrupts.deferred(), self._lock:  # a span is pending or recorded, once
             waiting, self._kept.pending = self._kept.pending, []
             for span in waiting:
                 name, start, end, at_ns, args = span
@@ -168,12 +171,13 @@ class _Kept:
         if os.getpid() != self.pid or not self.lines:
             return
         block = "".join(f"{line},\n" for line in self.lines).encode()
-        self.lines = []
-        fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
-        try:
-            os.write(fd, block)  # one write at the end of the file: processes do not mix lines
-        finally:
-            os.close(fd)
+        with interrupts.deferred():  # neither lost nor written twice
+            fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            try:
+                self.lines = []
+                os.write(fd, block)  # one write at the end of the file: processes do not mix lines
+            finally:
+                os.close(fd)
 
 
 def _named(pid: int, name: str) -> str:
@@ -193,10 +197,10 @@ def _attach(path: str, owner: int, limit: int | None) -> TraceRecorder:
 
 def _make_whole(path: Path) -> None:
     events = []
-    for line in path.read_text().splitlines()[1:]:
+    for line in path.read_bytes().split(b"\n")[1:]:
         try:
-            events.append(json.loads(line.removesuffix(",")))
-        except ValueError:
-            continue  # the last line of a process that was killed while it wrote
+            events.append(json.loads(line.removesuffix(b",")))
+        except (ValueError, RecursionError):
+            continue  # the last line of a process that was killed while it wrote, or damage
     text = json.dumps({"traceEvents": events, "displayTimeUnit": "ms"})
     replace_file(path, lambda f: f.write(text.encode()))

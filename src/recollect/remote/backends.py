@@ -4,22 +4,28 @@ from __future__ import annotations
 
 from typing import Any
 
+from recollect import plugins
 from recollect.errors import class_name
 from recollect.remote.carriers.base import Carrier
 
 NAMES = ("local", "tcp", "mpi", "torch", "ray")
 _launched: dict[str, Carrier] = {}
+_given: dict[str, Carrier] = {}  # those of other packages, one in a process, as with mpi and torch
 
 
 def check_backend(backend: Any) -> None:
     """Raise ValueError unless it is a carrier or the name of one; nothing is opened."""
     if isinstance(backend, str):
-        if backend not in NAMES:
-            raise ValueError(
-                f"communication_backend: must be one of {list(NAMES)} or a carrier, got {backend!r}"
-            )
+        if not is_known(backend):
+            known = [*NAMES, *plugins.names(plugins.CARRIERS)]
+            raise ValueError(f"communication_backend: must be one of {known} or a carrier, got {backend!r}")
     elif not isinstance(backend, Carrier):
         raise ValueError(f"communication_backend: must be a carrier or a name, got {class_name(backend)}")
+
+
+def is_known(name: str) -> bool:
+    """Whether a name stands for a carrier, of ours or of another package; nothing is imported."""
+    return name in NAMES or name in plugins.names(plugins.CARRIERS)
 
 
 def carrier_of(backend: Any) -> Carrier:
@@ -36,12 +42,25 @@ def carrier_of(backend: Any) -> Carrier:
         from recollect.remote.carriers.torch import the_torch_carrier
 
         return the_torch_carrier()
+    if backend not in NAMES:
+        return _carrier_given(backend)
     if backend not in _launched:
         raise ValueError(
             f"communication_backend: {backend!r} names the carrier that recollect.remote.launch made in this "
             "process, got none; start it by launch, or pass a carrier"
         )
     return _launched[backend]
+
+
+def _carrier_given(name: str) -> Carrier:
+    """The carrier of another package, made at the first call in this process."""
+    if name not in _given:
+        carrier = plugins.call(plugins.CARRIERS, name)
+        if not isinstance(carrier, Carrier):
+            problem = f"{class_name(carrier)}, which is no carrier"
+            raise plugins.failure(plugins.CARRIERS, name, problem)
+        _given[name] = carrier
+    return _given[name]
 
 
 def set_launched(kind: str, carrier: Carrier | None) -> None:

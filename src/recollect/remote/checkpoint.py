@@ -18,13 +18,14 @@ from typing import Any
 
 import msgspec
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, has_name, open_inside, open_named, remove_inside, sync_directory
+from recollect.files.record import Count, damage_in
 from recollect.remote.forwarding import ForwardState
 from recollect.remote.wire import PREFIX, is_frame
 from recollect.replay import ReplayBuffer, snapshot
-from recollect.storage.dump import STORAGE, file_crc, last_commit, read_manifest
+from recollect.storage.dump import STORAGE, file_crc, is_committed, read_manifest
 
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c of the frame and then of what precedes
 _MAGIC = 0x474F4C52  # "RLOG"
@@ -39,13 +40,13 @@ class State(msgspec.Struct):
 
     version: int
     config: dict[str, Any]
-    writers: list[tuple[bytes, int, int, list[tuple[int, bytes]], bool]]
+    writers: list[tuple[bytes, int, Count, list[tuple[int, bytes]], bool]]
     ema: float | None
-    counts: dict[str, int]
-    rejected: dict[str, int]
+    counts: dict[str, Count]
+    rejected: dict[str, Count]
     generator: dict[str, int]
     scoring: Any
-    senders: dict[str, dict[str, int]]
+    senders: dict[str, dict[str, Count]]
     forward: ForwardState | None = None
 
 
@@ -56,9 +57,13 @@ class Log:
     """
 
     def __init__(self, path: Path, commit: int) -> None:
-        self.path, self.commit = path / f"{LOG}-{commit}.bin", commit
+        self.path, self.commit, self._fd = path / f"{LOG}-{commit}.bin", commit, -1
         # A link of that name would let it be cut where it leads to.
-        self._fd = open_inside(path, self.path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        with (
+            interrupts.deferred(),
+            open_inside(path, self.path.name, os.O_RDWR | os.O_CREAT | os.O_APPEND) as file,
+        ):
+            self._fd = os.dup(file.fileno())
         self._end = self._before = os.fstat(self._fd).st_size
         self._unsynced = False
         self.is_torn = False  # it ends in what is no record
@@ -155,9 +160,12 @@ class Log:
         remove_inside(self.path.parent, self.path.name)
 
     def close(self) -> None:
-        if self._fd >= 0:
-            os.close(self._fd)
-            self._fd = -1
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+    def __del__(self) -> None:  # one that was cut short while it was made
+        self.close()
 
 
 def _head(frame: Any, sender: int) -> bytes:
@@ -231,8 +239,8 @@ def write(
 
 
 def is_followed_by(path: Path, log: Log) -> bool:
-    """Whether this log belongs to the newest commit."""
-    return last_commit(path) == log.commit
+    """Whether this log is known to belong to the newest commit: the manifest may be unreadable now."""
+    return is_committed(path, log.commit) is True
 
 
 def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log]:
@@ -247,10 +255,8 @@ def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log
         if file_crc(f) != manifest["files"][name]["crc32c"]:
             raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
         f.seek(0)
-        try:
-            state = msgspec.msgpack.decode(f.read(), type=State)
-        except msgspec.MsgspecError as error:
-            raise FormatError(f"{path / name}: cannot be read ({error}); it is damaged") from None
+        with damage_in(path / name):
+            state = msgspec.msgpack.decode(f.read(manifest["files"][name]["bytes"]), type=State)
     if not 1 <= state.version <= VERSION:
         raise FormatError(
             f"{path / name}: version must be at most {VERSION}, got {state.version}; use a newer release"

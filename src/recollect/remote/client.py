@@ -10,6 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, FrameError, PeerDiedError, RecollectError
 from recollect.remote import open_clients, requests
 from recollect.remote.backends import carrier_of, check_backend
@@ -89,6 +90,7 @@ class RemoteReplay:
         self._counts = {"sent": 0, "skipped": 0, "forced": 0}
         self._encode_s = 0.0
         self._undelivered = 0
+        self._known_as: bytes | None = None  # the writer whose end is to be told
         self._is_closed = False
 
     @property
@@ -127,10 +129,13 @@ class RemoteReplay:
                 self._connect()
             except (PeerDiedError, DeadlineError) as error:
                 return self._not_taken(container, error)
-            packed = self._fitting(self._checked(container))
-            self._n_adds += 1
-            if packed.n:
-                self._waiting.append(packed)
+            with (
+                interrupts.deferred()
+            ):  # counted and taken at once; an interrupt from here on leaves it waiting
+                packed = self._fitting(self._checked(container))
+                self._n_adds += 1
+                if packed.n:
+                    self._waiting.append(packed)
             if self._n_adds % self.send_every:
                 return None
             return self._send_waiting(packed.n)
@@ -141,16 +146,18 @@ class RemoteReplay:
             raise error
         items = self._session.items
         n = items.encode(container).n if items is not None else _length(container)
-        self._session.doors.offered += n
-        self._session.doors.dropped += n
-        self._drop_all()
+        with interrupts.deferred():
+            self._session.doors.offered += n
+            self._session.doors.dropped += n
+            self._drop_all()
         return None
 
     def _drop_all(self) -> None:
         """The manager stayed away: what has no answer is dropped, and training goes on."""
-        self._session.give_up("dropped")
-        self._session.doors.dropped += sum(packed.n for packed in self._waiting)
-        self._waiting.clear()
+        with interrupts.deferred():
+            self._session.give_up("dropped")
+            self._session.doors.dropped += sum(packed.n for packed in self._waiting)
+            self._waiting.clear()
 
     def _checked(self, container: Any) -> Packed:
         """Pack a container, and take out what the manager would not keep."""
@@ -237,12 +244,13 @@ class RemoteReplay:
         return None
 
     def _put(self) -> Entry:
-        packed = Packed.concat(self._waiting)
-        start = perf_counter()
-        entry = self._session.put(packed)
-        self._waiting.clear()
-        self._encode_s += perf_counter() - start
-        self._counts["sent"] += 1
+        with interrupts.deferred():  # it waits here or there, not in both
+            packed = Packed.concat(self._waiting)
+            start = perf_counter()
+            entry = self._session.put(packed)
+            self._waiting.clear()
+            self._encode_s += perf_counter() - start
+            self._counts["sent"] += 1
         return entry
 
     def _down(self, error: RecollectError, accepted: bool, n_last: int = 0) -> dict[str, float] | None:
@@ -252,9 +260,10 @@ class RemoteReplay:
             self._drop_all()
             return None
         if not accepted:  # this one is given back; those before it were taken, and wait
-            if n_last:
-                self._session.doors.offered -= self._waiting.pop().n
-            self._n_adds -= 1
+            with interrupts.deferred():
+                if n_last:
+                    self._session.doors.offered -= self._waiting.pop().n
+                self._n_adds -= 1
         raise error
 
     def _connect(self) -> None:
@@ -337,14 +346,16 @@ class RemoteReplay:
         with self._lock:
             if self._is_closed:
                 return []
-            known_as = self._session.writer  # giving up makes a new writer, of whom the manager never heard
+            # Giving up makes a new writer, of whom the manager never heard.
+            self._known_as = self._known_as or self._session.writer
             try:
-                return self._flush_all()
+                scores = self._flush_all()
             except Exception as error:
                 error.undelivered = self._lose()  # type: ignore[attr-defined]
+                self._exit()
                 raise
-            finally:
-                self._exit(known_as)
+            self._exit()
+            return scores
 
     def _flush_all(self) -> list[dict[str, float]]:
         """Deliver everything, also when some answers are errors; then raise the first of these."""
@@ -365,27 +376,33 @@ class RemoteReplay:
         return scores
 
     def _lose(self) -> int:
-        n = sum(packed.n for packed in self._waiting)
-        self._session.doors.lost += n
-        self._waiting.clear()
-        self._undelivered = n + self._session.give_up("lost")
+        with interrupts.deferred():
+            n = sum(packed.n for packed in self._waiting)
+            self._session.doors.lost += n
+            self._waiting.clear()
+            self._undelivered = n + self._session.give_up("lost")
         return self._undelivered
 
-    def _exit(self, known_as: bytes, wait_s: float = _GOODBYE_S) -> None:
-        """Say Exit, for a moment; whatever happens, this client is closed."""
-        self._is_closed = True
-        if self._line.carrier is not None:
-            open_clients.leave(self, self._line.carrier)
-            if self._session.writer != known_as and not self._undelivered:
-                known_as = self._session.writer
-            self._line.leave(self._undelivered, known_as, wait_s)
+    def _exit(self, wait_s: float = _GOODBYE_S) -> None:
+        """Say Exit, for a moment; whatever happens, this client is closed, but for Ctrl-C: then `close` goes on."""
+        try:
+            self._is_closed = True
+            open_clients.leave(self)
+            if self._line.carrier is not None:
+                known_as = self._known_as
+                if known_as is None or (self._session.writer != known_as and not self._undelivered):
+                    known_as = self._session.writer
+                self._line.leave(self._undelivered, known_as, wait_s)
+        except KeyboardInterrupt:
+            self._is_closed = False
+            raise
 
     def _abandon(self) -> None:
         """The process ends and nobody closed this: say Exit, with what could not be delivered."""
         if self._line.carrier is not None:
-            known_as = self._session.writer
+            self._known_as = self._known_as or self._session.writer
             self._lose()
-            self._exit(known_as, 1.0)
+            self._exit(1.0)
 
     def _check_open(self) -> None:
         if self._is_closed:

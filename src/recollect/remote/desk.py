@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import secrets
 from contextlib import suppress
+from functools import partial
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -39,7 +40,7 @@ from recollect.remote.packed import Packed
 from recollect.remote.ranks import HOST
 from recollect.remote.records import Checkpoint, ManagerStats
 from recollect.remote.saving import Saving
-from recollect.remote.shelf import Shelf
+from recollect.remote.shelf import Shelf, added
 from recollect.remote.store import Outcome
 from recollect.remote.wire import (
     MAX_FRAME,
@@ -59,6 +60,7 @@ if TYPE_CHECKING:
     from recollect.remote.manager import ReplayBufferManager
 
 HERE = bytes(16)  # the writer of `add`
+_UNSCORED = "scoring function: was interrupted; the items are kept, without scores"
 _HEAD_NBYTES = 4096  # room in a frame for all but the items
 
 
@@ -68,6 +70,7 @@ class Reply(NamedTuple):
     dest: int
     tag: int
     parts: list[Any]
+    is_drawn: bool = False  # items of a draw, of which no part may be left out
 
 
 class Desk:
@@ -152,7 +155,8 @@ class Desk:
         writer = self.writers.get(message.writer)
         if writer is not None and writer.rank == sender and not writer.has_left:
             writer.has_left = True
-            self.shelf.about(sender)["undelivered"] += message.undelivered
+            about = self.shelf.about(sender)
+            about["undelivered"] = added(about["undelivered"], message.undelivered)
         if writer is None or writer.rank == sender:
             self.manager._book.leave(sender)
         return [Reply(sender, DATA_TAG, encode(Goodbye(message.request)))]
@@ -179,18 +183,20 @@ class Desk:
             return [_failed(sender, data.request, "SchemaError", text)]
         with self.manager._timing.phase("validate"):
             packed = self._unpacked(data, body)
-        try:
-            self.saving.write(sender, frame)
-        except OSError as error:
-            text = f"checkpoint: the log cannot be written ({error}); free the disk"
-            return [_failed(sender, data.request, "RemoteError", text)]
-        return [Reply(sender, DATA_TAG, [self._answer(sender, data, packed, writer)])]
+        with interrupts.deferred():  # logged, kept and numbered at once: what is sent again is known
+            try:
+                self.saving.write(sender, frame)
+            except OSError as error:
+                text = f"checkpoint: the log cannot be written ({error}); free the disk"
+                return [_failed(sender, data.request, "RemoteError", text)]
+            outcome = self._take_in(sender, data, packed, writer)
+        return [Reply(sender, DATA_TAG, [self._answer(sender, data, packed, outcome, writer)])]
 
     def _out_of_turn(self, sender: int, data: Data, writer: Writer) -> list[Reply]:
         """A container seen before gets its first answer again; after a gap the client is told where to go on."""
         if data.seq <= writer.last_seq:
             self.shelf.counts["duplicates"] += 1
-            answer = writer.answers.get(data.seq)
+            answer = writer.answer(data.seq)
             return [] if answer is None else [Reply(sender, DATA_TAG, [answer])]
         if writer.gap_told == writer.last_seq:
             return []  # said already; should it be lost, the client sends again by itself
@@ -203,9 +209,15 @@ class Desk:
         packed.log_rewards = self.items.rewards_of(packed)
         return packed
 
-    def _answer(self, sender: int, data: Data, packed: Packed, writer: Writer) -> bytes:
-        """Do the work of a container that is next in turn; its answer is remembered."""
+    def _take_in(self, sender: int, data: Data, packed: Packed, writer: Writer) -> Outcome:
+        """Keep and forward a container that is next in turn. Until it is scored, its answer is that it was not."""
         outcome = self.shelf.keep(packed, sender)
+        writer.remember(data.seq, partial(_unscored, data.request, outcome), self.manager.limits.max_window)
+        self._forward(packed, outcome)
+        return outcome
+
+    def _answer(self, sender: int, data: Data, packed: Packed, outcome: Outcome, writer: Writer) -> bytes:
+        """Score a container that was taken in; its answer is remembered."""
         message: Scores | Failed
         try:
             scores = self.shelf.score(packed, outcome, sender)
@@ -218,7 +230,6 @@ class Desk:
             message = Scores(data.request, scores, kept, outcome.passed, rejected)
         answer = joined(encode(message))
         writer.remember(data.seq, answer, self.manager.limits.max_window)
-        self._forward(packed, outcome)
         return answer
 
     def _forward(self, packed: Packed, outcome: Outcome) -> None:
@@ -235,21 +246,22 @@ class Desk:
             self.shelf.counts["offered"] += n
             self.shelf.rejected["schema"] += n
             raise
-        writer = self.writers.enter(HERE, -1)
-        if self.saving.log is not None:
-            head = Data(
-                0, HERE, writer.last_seq + 1, self.items.id, packed.n, len(packed.rows), packed.scoring_only
-            )
-            frame = joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
-            with interrupts.deferred():  # a record and its number are one step: the next has another
+        with interrupts.deferred():  # logged, numbered and kept at once: a restart finds what is here now
+            writer = self.writers.enter(HERE, -1)
+            if self.saving.log is not None:
+                head = Data(
+                    0, HERE, writer.last_seq + 1, self.items.id, packed.n, len(packed.rows), packed.scoring_only
+                )  # fmt: skip
+                frame = joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
                 self.saving.write_through(sender, frame)
                 writer.last_seq += 1
-        return self._work_here(packed, sender)
+            outcome = self._keep_here(packed, sender)
+        return self.shelf.score(packed, outcome, sender)
 
-    def _work_here(self, packed: Packed, sender: int) -> dict[str, float]:
+    def _keep_here(self, packed: Packed, sender: int) -> Outcome:
         outcome = self.shelf.keep(packed, sender)
         self._forward(packed, outcome)
-        return self.shelf.score(packed, outcome, sender)
+        return outcome
 
     def _repeat(self, sender: int, data: Data, body: memoryview) -> None:
         """Do the work of a logged container again."""
@@ -257,13 +269,16 @@ class Desk:
         if data.writer == HERE:
             with suppress(ScoringError):
                 self.writers.enter(HERE, -1)
-                self._work_here(packed, sender)
+                self.shelf.score(packed, self._keep_here(packed, sender), sender)
         else:
-            self._answer(sender, data, packed, self.writers.enter(data.writer, sender))
+            writer = self.writers.enter(data.writer, sender)
+            self._answer(sender, data, packed, self._take_in(sender, data, packed, writer), writer)
 
     # -- Sample, GetMetadata
 
     def _on_sample(self, sender: int, message: Sample) -> list[Reply]:
+        if self.manager._serving.holds_back(sender):
+            return []
         max_frame = self._max_frame
         try:
             check_drawn(message.n, self.items.shapes)
@@ -276,7 +291,7 @@ class Desk:
             frames = [encode(h, p.blocks(), max_frame=max_frame) for h, p in zip(heads, parts)]
         except (EmptyError, ValueError, MemoryError) as error:
             return [_failed(sender, message.request, type(error).__name__, str(error))]
-        return [Reply(sender, DATA_TAG, frame) for frame in frames]
+        return [Reply(sender, DATA_TAG, frame, is_drawn=True) for frame in frames]
 
     @property
     def _max_frame(self) -> int:
@@ -300,7 +315,7 @@ class Desk:
         match message:
             case Data():
                 writer = self.writers.get(message.writer)
-                answer = None if writer is None or writer.rank != sender else writer.answers.get(message.seq)
+                answer = None if writer is None or writer.rank != sender else writer.answer(message.seq)
                 if answer is not None:
                     self.shelf.counts["duplicates"] += 1
                     return [Reply(sender, DATA_TAG, [answer])]
@@ -337,6 +352,10 @@ class Desk:
 
 def _failed(sender: int, request: int, error: str, text: str, expected: int = 0) -> Reply:
     return Reply(sender, DATA_TAG, encode(Failed(request, error, note(text), expected=expected)))
+
+
+def _unscored(request: int, outcome: Outcome) -> bytes:
+    return joined(encode(Failed(request, "ScoringError", _UNSCORED, kept=int(outcome.kept.sum()))))
 
 
 def _parts(packed: Packed, most: int) -> list[Packed]:

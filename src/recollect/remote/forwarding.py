@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import is_over
 from recollect.remote.items import ItemSpace
@@ -93,7 +94,7 @@ class Forwarder:
         """Take an answer; False if it is not from the manager that is forwarded to."""
         if sender != self.dest:
             return False
-        with self._lock:
+        with interrupts.deferred(), self._lock:
             stray = self._session.stray
             if self._is_resumed and isinstance(message, Welcome) and self._session.is_greeted_by(message):
                 self._is_resumed = False
@@ -109,7 +110,7 @@ class Forwarder:
 
     def work(self, carrier: Any) -> None:
         """Send what may be sent now; never waits."""
-        with self._lock:
+        with interrupts.deferred(), self._lock:
             self._work(carrier)
 
     def _work(self, carrier: Any) -> None:
@@ -144,7 +145,7 @@ class Forwarder:
         session = self._session
         while (self._queue or session.n_unanswered) and monotonic() < end:
             self._pump(carrier, end)
-        with self._lock:
+        with interrupts.deferred(), self._lock:
             self._leave, parts = session.leave("manager ended")
             session.expected[self._leave] = []
             session.doors.lost += sum(packed.n for packed in self._queue)

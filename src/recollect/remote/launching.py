@@ -13,7 +13,7 @@ from time import monotonic
 from typing import Any
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError, WorkerError
-from recollect.remote.backends import NAMES, carrier_of, set_launched
+from recollect.remote.backends import NAMES, carrier_of, is_known, set_launched
 from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.local import LocalCarrier
 from recollect.remote.carriers.tcp import TcpCarrier
@@ -70,10 +70,10 @@ def launch(
     raises: the others finish, then WorkerError. A worker that dies is started again up to `max_restarts` times, a
     manager at least once: with a checkpoint it goes on where it was.
     """
-    if carrier not in NAMES:
+    if not is_known(carrier):
         raise ValueError(f"carrier: must be one of {list(NAMES)}, got {carrier!r}")
     layout = rank_layout(n_workers + n_managers, n_managers)
-    if carrier in ("mpi", "torch"):
+    if carrier in ("mpi", "torch") or carrier not in NAMES:
         return _here(worker, manager, layout, carrier, seed)
     if carrier == "ray":
         from recollect.remote.carriers.ray import launch_on_ray

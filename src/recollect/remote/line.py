@@ -7,7 +7,7 @@ from math import inf
 from time import monotonic, perf_counter, sleep
 from typing import Any
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import Carrier, is_over
 from recollect.remote.items import ItemSpace
@@ -102,7 +102,8 @@ class Line:
         self._down_since = None
         try:
             message, _, body = decode(frame, max_frame=carrier.max_frame)
-            frames = self.session.hear(message, body)
+            with interrupts.deferred():  # an answer is counted once, also if it comes again
+                frames = self.session.hear(message, body)
         except FrameError:
             self.session.malformed += 1
             return
@@ -168,26 +169,32 @@ class Line:
             self._next_retry = monotonic() + self.retry_s
 
     def ask(self, make: Callable[[int], list[Any]]) -> Drawn:
-        """Send a request, again with a new number when no answer comes, until all parts of one are here."""
-        session, request, again = self.session, 0, 0.0
+        """Send a request, again with a new number when no answer comes, until all parts of one are here.
+
+        All of them are waited for: over a slow line the first may be answered after the second was sent.
+        """
+        session, again = self.session, 0.0
+        asked: list[int] = []
 
         def whole() -> Drawn | None:
-            nonlocal request, again
+            nonlocal again
             now = monotonic()
             if session.is_ready and now >= again:
-                session.expected.pop(request, None)
                 request, again = session.new_request(), now + self.retry_s
                 session.expected[request] = []
+                asked.append(request)
                 self._send(make(request))
             self._next_ask = again if session.is_ready else inf
-            return _all_parts(session.expected.get(request, []))
+            found = (_all_parts(session.expected[request]) for request in asked)
+            return next((parts for parts in found if parts is not None), None)
 
         try:
-            found: Drawn = self.until(whole, "drawn items")
-            return found
+            drawn: Drawn = self.until(whole, "drawn items")
+            return drawn
         finally:
             self._next_ask = inf
-            session.expected.pop(request, None)
+            for request in asked:
+                session.expected.pop(request, None)
 
     def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:
         """Say Exit until Goodbye comes, for a moment at most; nothing is raised."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from time import monotonic
 from typing import Any, Self
 
+from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError
 from recollect.remote import requests
 from recollect.remote.backends import carrier_of, check_backend
@@ -91,13 +92,13 @@ class ReplayBufferManager:
         self.timing, self.store_locally, self.limits = timing, store_locally, limits
         self.baseline_strategy, self.baseline_percentile = baseline_strategy, baseline_percentile
         self.baseline_ema_alpha = baseline_ema_alpha
-        self.is_running = True
+        self._is_running = True
         self._lock = threading.RLock()
         self._timing = Timing(timing)
         self._carrier: Carrier | None = None
         self._thread: threading.Thread | None = None
         self._failure: BaseException | None = None
-        self._stopping = False
+        self._stopping = self._is_ended = False
         self._book = RankBook(num_training_ranks, workers, limits)
         self._done = threading.Event()
         self._runner: threading.Thread | None = None  # the thread that is in `run`
@@ -118,6 +119,16 @@ class ReplayBufferManager:
     def buffer(self) -> ReplayBuffer | None:
         """The buffer, None with `store_locally=False`."""
         return self._desk.shelf.buffer if self.store_locally else None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether it serves or may serve; set it to False to end the loop, as by `stop()`, and to True to run again."""
+        return self._is_running
+
+    @is_running.setter
+    def is_running(self, value: bool) -> None:
+        self._stopping = not value
+        self._is_running = bool(value)
 
     @property
     def exit_counter(self) -> int:
@@ -231,18 +242,27 @@ class ReplayBufferManager:
         `async_send=True` answers by `isend`, False by `send`.
         """
         self._check_open()
-        self._ended.clear()
-        self._runner = threading.current_thread()
         try:
+            with interrupts.deferred():  # an Event's own lock would stay taken
+                self._ended.clear()
+                self._runner = threading.current_thread()
             self._serving.run(async_send)
         finally:
-            self._runner = None
-            self._ended.set()
+            try:
+                with interrupts.deferred():
+                    self._set_ended()
+            except KeyboardInterrupt:  # perhaps too early
+                self._set_ended()
+                raise
         if self.timing:
             self._print_timing_summary()
-        if not self._book.anybody and self.num_training_ranks and not self._stopping:
+        if self._book.nobody_came and self.num_training_ranks and not self._stopping:
             raise DeadlineError(f"run: no worker came within {self.limits.join_s:g} s; are they started?")
         return self.stats()
+
+    def _set_ended(self) -> None:
+        self._runner = None
+        self._ended.set()
 
     def start(self, async_send: bool = True) -> Self:
         """Run in a thread of this process."""
@@ -270,14 +290,16 @@ class ReplayBufferManager:
 
         DeadlineError if it does not end, as while a scoring function hangs: the next call tries again.
         """
-        if self._done.is_set():
+        if self._is_ended:
             return
         self.stop()
         self._await_end(self.limits.drain_s + _END_S)
-        self._done.set()
+        with interrupts.deferred():
+            self._done.set()
         self._serving.close()
-        with self._lock:
+        with interrupts.deferred(), self._lock:  # each descriptor is closed once
             self._desk.close()
+        self._is_ended = True  # last: a call that was cut short goes on when it is made again
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, ClosedError):
             raise failure

@@ -94,6 +94,11 @@ class RankBook:
         return max(0, self.n_expected - len(self.workers))
 
     @property
+    def nobody_came(self) -> bool:
+        """Whether all of `join_s` was waited in vain; not if the wait was cut short."""
+        return self._is_late and not self.anybody
+
+    @property
     def n_left(self) -> int:
         return self.n_missing + self._n_forgotten + self._count("left")
 

@@ -12,6 +12,7 @@ from typing import Any
 from recollect import interrupts
 from recollect.errors import RemoteError
 from recollect.files import OwnedDirectory, make_directory
+from recollect.files.record import damage_in
 from recollect.remote import checkpoint as saved
 from recollect.remote.forwarding import Forwarder
 from recollect.remote.messages import Data
@@ -38,6 +39,8 @@ class Saving:
     ) -> None:
         self.shelf, self.writers, self.checkpoint, self.forwarder = shelf, writers, checkpoint, forwarder
         self.config = _config(shelf)
+        # At once: this process may change its directory.
+        self._path = None if checkpoint is None else Path(checkpoint.path).absolute()
         self.log: saved.Log | None = None
         self._owned: OwnedDirectory | None = None
         self.n_failed = 0  # dumps that could not be written
@@ -49,7 +52,7 @@ class Saving:
 
     def open(self, repeat: Repeat) -> None:
         """Make the buffer, or take it from the checkpoint and `repeat` the work of its log."""
-        path = None if self.checkpoint is None else Path(self.checkpoint.path)
+        path = self._path
         if path is not None:
             make_directory(path)
             self._owned = OwnedDirectory.take(path)  # two managers would overwrite each other
@@ -141,9 +144,9 @@ class Saving:
 
     def dump(self) -> None:
         """Write everything, and begin a new log. OSError: it is counted, and nothing that was saved is lost."""
-        if self.checkpoint is None:
+        if self._path is None:
             return
-        path, old = Path(self.checkpoint.path), self.log
+        path, old = self._path, self.log
         try:
             with self.shelf.manager._timing.phase("dump"):
                 self.log = saved.write(self.shelf.buffer, path, self._state(), old, self._owned)
@@ -163,8 +166,7 @@ class Saving:
         shelf, function = self.shelf, self.shelf.manager.scoring_function
         scoring = function.state_dict() if hasattr(function, "state_dict") else None
         writers = [
-            (i, w.rank, w.last_seq, list(w.answers.items()), w.has_left)
-            for i, w in self.writers.by_id.items()
+            (i, w.rank, w.last_seq, w.kept_answers(), w.has_left) for i, w in self.writers.by_id.items()
         ]
         generator = {k: int(v) for k, v in shelf.stream.state_dict().items()}
         return saved.State(
@@ -182,7 +184,11 @@ class Saving:
                 check_owned(self._owned)  # removes what a killed manager left
             self._check_config(path, state.config)
             self.shelf.adopt(buffer)
-            self._load(state)
+            with damage_in(path):
+                self._load(state)
+            function = self.shelf.manager.scoring_function
+            if state.scoring is not None and hasattr(function, "load_state_dict"):
+                function.load_state_dict(state.scoring)
             self._repeat_all(log, repeat)
             if self.forwarder is not None:
                 self.forwarder.log_is_repeated()
@@ -257,9 +263,6 @@ class Saving:
         if self.forwarder is not None:
             self.forwarder.resume(state.forward)
             self._forwards_as = None if state.forward is None else state.forward.writer
-        function = shelf.manager.scoring_function
-        if state.scoring is not None and hasattr(function, "load_state_dict"):
-            function.load_state_dict(state.scoring)
 
     def close(self) -> None:
         """Give up the log and the directory."""

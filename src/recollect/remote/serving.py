@@ -7,6 +7,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import records
 from recollect.remote.backends import carrier_of
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 _TICK_S = 0.1
 _MOST_MALFORMED = 16  # in a row, then a peer is shut out
 _AT_HAND = 64  # messages that one sync of the log may serve
+_MOST_WAITING = 1 << 20  # bytes of answers that wait; who has not taken more is given no items
 
 
 class Received(NamedTuple):
@@ -37,6 +39,8 @@ class Pending(NamedTuple):
 
     handle: Any
     dest: int
+    nbytes: int = 0
+    is_drawn: bool = False
 
 
 class Serving:
@@ -140,12 +144,23 @@ class Serving:
         self._forward()
 
     def _answer_soon(self, carrier: Carrier, reply: Reply) -> None:
-        if self.pending and sum(p.dest == reply.dest for p in self.pending) > self.manager.limits.max_window:
+        if not reply.is_drawn and self._n_waiting(reply.dest) > self.manager.limits.max_window:
             self.unsent += 1
             return
         handle = carrier.isend(reply.dest, reply.tag, reply.parts)
         if not is_over(handle):
-            self.pending.append(Pending(handle, reply.dest))
+            self.pending.append(Pending(handle, reply.dest, _nbytes(reply), reply.is_drawn))
+
+    def _n_waiting(self, dest: int) -> int:
+        return sum(p.dest == dest and not p.is_drawn for p in self.pending)
+
+    def holds_back(self, sender: int) -> bool:
+        """Whether one who draws has yet to take what it drew before: it is given no more, and asks again."""
+        self.prune()
+        if sum(p.nbytes for p in self.pending if p.dest == sender) <= _MOST_WAITING:
+            return False
+        self.unsent += 1
+        return True
 
     def prune(self) -> None:
         """Forget answers that are sent, or never can be."""
@@ -164,16 +179,16 @@ class Serving:
         manager, carrier = self.manager, self.carrier
         self._stop_answering_late()
         manager._book.begin(monotonic())
-        manager.is_running = not self._is_over()
+        manager._is_running = not self._is_over()
         try:
-            while manager.is_running:
+            while manager._is_running:
                 self._serve(async_send)
             self._finish(carrier, async_send)
         except ClosedError:
             if not getattr(carrier, "is_closed", False):
                 raise
         finally:
-            manager.is_running = False
+            manager._is_running = False
 
     def _is_over(self) -> bool:
         return self.manager._book.is_over or self.manager._stopping
@@ -196,12 +211,14 @@ class Serving:
             self._next_tick = now + _TICK_S
             self._tick(now)
         if self._is_over():
-            manager.is_running = False
+            manager._is_running = False
 
     def _serve_together(self, first: tuple[int, Received, int], async_send: bool) -> None:
         """Handle all messages at hand, sync the log once, then answer."""
         replies = self.handle(*first[:2])
         for _ in range(_AT_HAND - 1):
+            if sum(map(_nbytes, replies)) > _MOST_WAITING:
+                break
             try:
                 rank, _, frame = self.carrier.recv(timeout=0.0)
             except DeadlineError:
@@ -237,10 +254,11 @@ class Serving:
         with manager._lock:
             manager._desk.saving.try_dump()
         if getattr(carrier, "sees_death", True):
-            self._undertaker = threading.Thread(
-                target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True
-            )
-            self._undertaker.start()
+            with interrupts.deferred():
+                self._undertaker = threading.Thread(
+                    target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True
+                )
+                self._undertaker.start()
 
     def _late(self, rank: int, frame: memoryview) -> list[Reply]:
         """The answer to one who comes too late: duplicates get their answer, all others ClosedError."""
@@ -253,7 +271,7 @@ class Serving:
     def _answer_late(self, carrier: Carrier) -> None:
         """After the end, while the process lives, this manager's own workers hear that it has ended."""
         ranks = sorted(self.manager._book.workers)
-        while not self.manager._done.wait(0.05) and not self.manager.is_running:
+        while not self.manager._done.wait(0.05) and not self.manager._is_running:
             try:
                 for rank in ranks:
                     with suppress(DeadlineError, PeerDiedError):
@@ -265,7 +283,7 @@ class Serving:
 
     def _stop_answering_late(self) -> None:
         if self._undertaker is not None:
-            self.manager.is_running = True
+            self.manager._is_running = True
             self._undertaker.join(2.0)
             self._undertaker = None
 
@@ -273,3 +291,7 @@ class Serving:
         """Wait for the thread that answers late."""
         if self._undertaker is not None and self._undertaker is not threading.current_thread():
             self._undertaker.join(2.0)
+
+
+def _nbytes(reply: Reply) -> int:
+    return sum(memoryview(part).nbytes for part in reply.parts)

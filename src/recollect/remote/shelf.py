@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 _COUNTS = ("offered", "evicted", "removed", "passed", "containers", "duplicates", "stray", "malformed",
            "scoring_errors")  # fmt: skip
+_MOST_COUNTED = 2**62
 _OF_A_SENDER = ("requests", "items", "nbytes", "malformed", "undelivered")
 
 
@@ -83,7 +84,7 @@ class Shelf:
         about = self.senders.pop(next(gone, silent[0]))
         others = self.senders.setdefault(OTHERS, dict.fromkeys(_OF_A_SENDER, 0))
         for name, n in about.items():
-            others[name] = others.get(name, 0) + n
+            others[name] = added(others.get(name, 0), n)
 
     # -- the work on one container
 
@@ -231,6 +232,11 @@ class Shelf:
         if self._at_close is None:
             self._at_close = (self.live(), self.baseline())
             self.buffer.close()
+
+
+def added(total: int, n: int) -> int:
+    """Add what a peer says: a number that no record could hold would end the next dump, so the sum stops before."""
+    return min(total + n, _MOST_COUNTED)
 
 
 def check_draw(n: Any, by: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from recollect.remote import records
@@ -15,16 +16,24 @@ class Writer:
 
     rank: int
     last_seq: int = 0
-    answers: OrderedDict[int, bytes] = field(default_factory=OrderedDict)
+    answers: OrderedDict[int, bytes | Callable[[], bytes]] = field(default_factory=OrderedDict)
     gap_told: int = -1  # after which seq a gap was already answered
     has_left: bool = False
 
-    def remember(self, seq: int, answer: bytes, most: int) -> None:
-        """Keep the answer to the container that was just stored."""
+    def remember(self, seq: int, answer: bytes | Callable[[], bytes], most: int) -> None:
+        """Keep the answer to the container that was just stored, or what makes it: it is rarely asked for."""
         self.last_seq = seq
         self.answers[seq] = answer
         while len(self.answers) > most:
             self.answers.popitem(last=False)
+
+    def answer(self, seq: int) -> bytes | None:
+        """The answer to a container, if it is kept."""
+        found = self.answers.get(seq)
+        return found() if callable(found) else found
+
+    def kept_answers(self) -> list[tuple[int, bytes]]:
+        return [(seq, found() if callable(found) else found) for seq, found in self.answers.items()]
 
 
 class Writers:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Self
@@ -17,7 +17,7 @@ from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import select
-from recollect.errors import ContentionError, ReadOnlyError, class_name
+from recollect.errors import ClosedError, ContentionError, ReadOnlyError, class_name
 from recollect.indexing import normalize, positions
 from recollect.memory.closed import Closed
 from recollect.memory.geometry import LIMITER_AT
@@ -29,9 +29,12 @@ from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
 from recollect.replay.plain import PlainEngine
 from recollect.spaces import as_numpy
+from recollect.spaces.tree import brief
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
 from recollect.storage.base import PathName
 from recollect.storage.files import FiledStorage
+from recollect.storage.live import live_of
+from recollect.text import refuse_unknown
 
 OLDEST = {"by": "oldest", "key": None}
 
@@ -207,6 +210,9 @@ class ReplayBuffer(BatchBase):
         proportion. `max_lengths` sizes Sequence leaves.
         """
         cls = find_storage(storage_cls)
+        own: tuple[str, ...] | None = vars(cls).get("create_options")  # not that of the class it is made of
+        if kwargs and own is not None:
+            refuse_unknown("ReplayBuffer.create", kwargs, ReplayBuffer.create, own)
         record = _checked_evict(evict, evict_key, maintain_segment_metadata, num_lanes, capacity)
         _check_limiter(limiter, capacity)
         if multiprocessing and not cls.is_multiprocessing_safe:
@@ -244,7 +250,12 @@ class ReplayBuffer(BatchBase):
             if "owned" in kwargs:
                 storage.flush()  # one commit makes both
         except BaseException:
-            storage.close()
+            live = live_of(storage)
+            try:
+                if live is not None:
+                    live.home.give_up()  # else its close would commit a storage without a buffer
+            finally:
+                storage.close()
             raise
         if limiter is not None:
             limiter.begin()
@@ -467,8 +478,11 @@ class ReplayBuffer(BatchBase):
             raise
 
     def extend(self, value: Any, *, ends: Any = None, rows: Any = None) -> None:
-        """Add a block of samples as one segment; `ends` (bool, one per sample) closes one after each True.
+        """Add a block of samples: a whole segment, or with `ends` a part of one, or of several.
 
+        `ends` (bool, one per sample) closes the segment after each True and nowhere else. So the block goes on with
+        the open segment, if there is one, and after a False at its end the next block or `append` goes on with it.
+        Without `ends` the block must not begin inside an open segment (SegmentOpenError), and its last sample ends one.
         `rows` (positions in the block) adds only those samples, in that order, without a copy by the caller.
         """
         if rows is not None:
@@ -573,7 +587,7 @@ class ReplayBuffer(BatchBase):
         self.engine.count()  # raises when closed
         if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
             raise ValueError("on_lane: this buffer has no lanes; use a row storage that evicts the oldest")
-        return Lane(self.engine, number, self.limiter)
+        return Lane(self, self.engine, number)
 
     # -- disk
 
@@ -633,11 +647,24 @@ class ReplayBuffer(BatchBase):
 
     def close(self) -> None:
         """Give up the storage; may be called twice. Whoever waits for the limiter is woken."""
+        live = live_of(self.inner_storage)
+        if live is not None:
+            live.check_free()
         if self.limiter is not None:
             self.limiter.detach()
         self.engine = Closed()
         self._append = self._extend = self._extend_piece = self._draw_rows = self.engine
         self.storage.close()
+
+    def cleanup(self) -> None:
+        """Close; in the process that made it, for everybody: any later call anywhere raises ClosedError.
+
+        Whoever waits for its limiter, in any process, gets that error at once. What lies in a file stays there.
+        """
+        if isinstance(self.inner_storage, RowStorage):
+            with suppress(ClosedError):
+                self.inner_storage.rows.close_for_all()
+        self.close()
 
     def __enter__(self) -> Self:
         return self
@@ -646,8 +673,9 @@ class ReplayBuffer(BatchBase):
         self.close()
 
     def __repr__(self) -> str:
-        kind, capacity = type(self.inner_storage).__name__, self.capacity
-        return f"ReplayBuffer({kind}, {self.single_space}, capacity={capacity})"
+        length, capacity, kind = self._told_length(), self.capacity, type(self.inner_storage).__name__
+        held = f"{length}," if capacity is None or length == "closed" else f"{length} of {capacity:,},"
+        return f"{type(self).__name__}({held} {kind}: {brief(self.single_space)})"
 
     @property
     def is_multiprocessing_safe(self) -> bool:

@@ -24,6 +24,10 @@ Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keys = tuple[str | int, ...]
 Segments = list[tuple[int, int]]
 
+OPEN = (
+    "extend: a block without `ends` is a whole segment, got one while a segment is open; call mark_segment_end() "
+    "first, or pass `ends` to go on with the open one"
+)
 REFUSED = (ValueError, SegmentOpenError)  # a write that raises one of these counts as rejected
 
 
@@ -152,7 +156,8 @@ class RowsEngine:
             self.native.write(self.codec, arrays, 1, self.lane, None, self._leaves_open)
 
     def extend(self, value: Any, ends: Any = None) -> None:
-        self._write(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
+        flags = checked_ends(ends, self.tracked)
+        self._write(value, flags, keep_open=flags is not None, check=flags is None)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         if not self.tracked:
@@ -165,7 +170,7 @@ class RowsEngine:
 
     def _write(self, value: Any, ends: Any, *, keep_open: bool, check: bool) -> None:
         if check and self.tracked and self.native.has_open(self.native.claim(self.lane)):
-            raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
+            raise SegmentOpenError(OPEN)
         done = self.native.extend(self.codec, value, self.lane, ends, keep_open) if self._is_fixed else -1
         if done < 0:
             n, arrays = self.layout.encode_batch(value, self.storage.cast)

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from recollect.errors import ClosedError
 from recollect.replay.engine import REFUSED, RowsEngine, n_offered, writers
-from recollect.replay.limiter import RateLimiter
+
+if TYPE_CHECKING:
+    from recollect.replay.buffer import ReplayBuffer
 
 
 class Lane:
-    """Writes to one lane of a buffer, for threads and for processes that choose their lane.
+    """Writes to one lane (`number`) of a `buffer`, for threads and for processes that choose their lane.
 
     Ownership: holds the lane until `close()`; a dead process's lanes are free.
     Concurrency: threads may share it; each call is atomic.
     """
 
-    def __init__(self, engine: RowsEngine, number: int, limiter: RateLimiter | None = None) -> None:
+    def __init__(self, buffer: ReplayBuffer, engine: RowsEngine, number: int) -> None:
         self._engine: RowsEngine | None = RowsEngine(engine.storage, engine.tracked, number)
-        self.number = number
-        self._append, self._extend, _ = writers(self._engine, limiter)
+        self.buffer, self.number = buffer, number
+        self._append, self._extend, _ = writers(self._engine, buffer.limiter)
         engine.native.claim(number)
 
     def append(self, value: Any) -> None:
@@ -33,7 +35,7 @@ class Lane:
             raise
 
     def extend(self, value: Any, *, ends: Any = None) -> None:
-        """Add a block of samples to this lane."""
+        """Add a block of samples to this lane; `ends` as in `ReplayBuffer.extend`."""
         engine = self._open()
         try:
             self._extend(value, ends)
@@ -56,6 +58,10 @@ class Lane:
             engine, self._engine = self._engine, None
             with suppress(ClosedError):  # with the buffer the lane was given up too
                 engine.native.release(self.number)
+
+    def check_open(self) -> None:
+        """Raise ClosedError if this handle, or its buffer, was closed."""
+        self._open()
 
     def _open(self) -> RowsEngine:
         if self._engine is None:

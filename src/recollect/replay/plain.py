@@ -21,8 +21,8 @@ import numpy as np
 from recollect import interrupts
 from recollect.batch.structure import select
 from recollect.budget import check_fits
-from recollect.errors import FormatError, ReadOnlyError, SchemaError, SegmentOpenError
-from recollect.replay.engine import Ints, Keys, Segments, check_adoption, checked_ends
+from recollect.errors import FormatError, LaneBusyError, ReadOnlyError, SchemaError, SegmentOpenError
+from recollect.replay.engine import OPEN, Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
 from recollect.storage.live import live_of, manifest_of, save
@@ -96,9 +96,22 @@ class PlainEngine:
         if self._unfinished is None:
             return
         with self._lock:  # unless another thread is at it
-            if self._unfinished is not None:
-                self._unfinished()
-                self._unfinished = None
+            if self._is_busy():
+                raise LaneBusyError(
+                    f"{type(self.storage).__name__}: a write of this thread is under way, got a call in the midst of "
+                    "it; let a signal handler set a flag, and call after the write"
+                )
+            self._finish()
+
+    def _finish(self) -> None:
+        if self._unfinished is not None:
+            self._unfinished()
+            self._unfinished = None
+
+    def _is_busy(self) -> bool:
+        """Whether a write runs further up this thread's stack: then a signal handler calls."""
+        is_begun = self._unfinished is not None
+        return is_begun and interrupts.is_running(self, PlainEngine._add, PlainEngine._complete)
 
     def _complete(self, change: Callable[[], None]) -> None:
         """Make a change that can be made again from its start."""
@@ -175,7 +188,8 @@ class PlainEngine:
             self._add(block, 1, None, keep_open=True)
 
     def extend(self, value: Any, ends: Any = None) -> None:
-        self._extend(value, checked_ends(ends, self.tracked), keep_open=False, check=True)
+        flags = checked_ends(ends, self.tracked)
+        self._extend(value, flags, keep_open=flags is not None, check=flags is None)
 
     def extend_part(self, value: Any, closes: bool) -> None:
         self._extend(value, None, keep_open=not closes, check=not self._copying)
@@ -190,7 +204,7 @@ class PlainEngine:
         self._check_mutable()
         with self._lock:
             if self.has_open_segment() and check:
-                raise SegmentOpenError("extend: a segment is open; call mark_segment_end() first, or append")
+                raise SegmentOpenError(OPEN)
             n, block = self.storage.checked_batch(value)
             if ends is not None and len(ends) != n:
                 raise ValueError(f"ends: must have one flag per sample, {n}, got {len(ends)}")
@@ -207,14 +221,14 @@ class PlainEngine:
                 self.storage.settle()
             except Exception:
                 if self.storage.capacity is None:
-                    self._mend()
+                    self._finish()
                 self._unfinished = None  # of a ring the storage has kept what the write would have displaced
                 raise
             self._unfinished = None
 
     def _uninterrupted(self) -> AbstractContextManager[None]:
-        """A ring cannot be put back, so there Ctrl-C waits until what was written is counted."""
-        return nullcontext() if self.storage.capacity is None else interrupts.deferred()
+        """A ring cannot be put back, so there signals wait until what was written is counted."""
+        return nullcontext() if self.storage.capacity is None else interrupts.deferred(*interrupts.ASKING)
 
     def _write(self, block: Any, n: int, ends: Any, keep_open: bool) -> None:
         capacity, space = self.storage.capacity, self.storage.single_instance_space
@@ -224,14 +238,25 @@ class PlainEngine:
             block = select(space, block, np.arange(skip, n)) if skip else block
         self._doors["offered"] += skip
         first = 0
-        left = n - skip  # a storage that is cut by segments has no capacity, so nothing is skipped there
-        for cut in _cuts(ends, n) if self.storage.is_cut_by_segment else [left]:
+        left = n - skip
+        keep_open = keep_open and (ends is None or not bool(ends[-1]))
+        for cut in self._parts(ends, n, skip, keep_open):
             part = block if cut - first == left else select(space, block, np.arange(first, cut))
             self._put(part, cut - first)
             first = cut
             if self._keeps_open() and not (keep_open and cut == left):
                 self.storage.mark_segment_end()
         self._tag(n, ends, keep_open=keep_open)
+
+    def _parts(self, ends: Any, n: int, skip: int, keep_open: bool) -> list[int]:
+        """Where the rows to write are cut, so that the storage is told of segments that end among them."""
+        cuts = _cuts(
+            ends, n
+        )  # a storage that is cut by segments has no capacity, so nothing is skipped there
+        if self.storage.is_cut_by_segment:
+            return cuts
+        ended = cuts[-2] - skip if keep_open and len(cuts) > 1 else 0
+        return [ended, n - skip] if ended > 0 else [n - skip]
 
     def _taking_back(self, n: int) -> Callable[[], None]:
         """What takes back a write of `n` samples; in a ring what it displaced is gone."""
@@ -301,7 +326,7 @@ class PlainEngine:
                 self._segments.append([self._next_id, start, first + cut, 0])
                 self._next_id += 1
             start, self._open = first + cut, False
-        self._open = keep_open and (ends is None or not bool(ends[-1]))
+        self._open = keep_open
         self._clip()  # not before: an open segment may have lost all its samples but the new ones
 
     def _clip(self) -> None:
@@ -496,7 +521,7 @@ class PlainEngine:
         live = live_of(self.storage)
         if live is not None and live.home.is_writable:
             self._extra = extra
-            live.owner, live.mend = self.record, self._mend
+            live.owner, live.mend, live.is_busy = self.record, self._mend, self._is_busy
 
     def dump(self, writer: DumpWriter) -> dict[str, Any]:
         """Let the storage write itself below `storage/`; return the manifest's part."""
@@ -564,8 +589,10 @@ class PlainEngine:
 
     def _are_current(self, row: Ints, generation: Ints) -> bool:
         if self.storage.capacity is None and self._low == 0 and len(row):  # rows are positions
-            last = int(row.max())
-            return last < self.count() and bool((self._generations.take(row) == generation).all())
+            first, last = int(row.min()), int(row.max())
+            return 0 <= first <= last < self.count() and bool(
+                (self._generations.take(row) == generation).all()
+            )
         return bool((self.index_of(row, generation) >= 0).all())
 
 

@@ -140,7 +140,7 @@ def _check_same(path: Path, manifest: dict[str, Any], cls: type[SpaceStorage]) -
 def load(cls: type[ReplayBuffer], path: PathName, *, backend: Any, device: Any, read_only: bool,
          multiprocessing: bool, space: Any, storage: Any, **kwargs: Any) -> ReplayBuffer:  # fmt: skip
     """Do `ReplayBuffer.load_from(path, ...)`."""
-    path = Path(path)
+    path = Path(path).absolute()  # what is read later, or in another process, is there too
     manifest = read_manifest(path, (FORMAT,))
     stored = stored_space(path, manifest)
     if space is not None:

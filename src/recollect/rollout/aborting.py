@@ -46,10 +46,9 @@ async def unless_recorded(desk: Desk, batch: BatchRecord) -> None:
 
 
 def _abort_waiting(desk: Desk, batch: BatchRecord, reason: str) -> None:
-    waiting = [sub for sub in desk.waiting if sub.batch is batch]
+    for sub in [sub for sub in desk.waiting if sub.batch is batch]:
+        leave(desk, sub, aborted(batch, reason))  # first: the end lets in those who wait
     end(desk, batch, S.ABORTED, reason=reason)
-    for sub in waiting:
-        leave(desk, sub, aborted(batch, reason))
 
 
 async def _abort_passing(batch: BatchRecord, passing: asyncio.Task[object], reason: str) -> None:

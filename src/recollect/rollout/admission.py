@@ -11,7 +11,7 @@ from recollect.rollout.ending import raise_in
 from recollect.rollout.finalize import look
 from recollect.rollout.records import BatchRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, move
-from recollect.rollout.submission import Submission, check_arguments, make_batch, no_room
+from recollect.rollout.submission import Submission, check_arguments, make_batch, no_room, plain_id
 from recollect.rollout.tasks import Task
 
 
@@ -19,6 +19,7 @@ async def submit(desk: Desk, batch_id: BatchId, tasks: list[Task], batch_type: A
                  priority: int | None) -> BatchRecord:  # fmt: skip
     """Register a batch and return it once it is admitted; a refused one leaves no trace."""
     check_arguments(batch_id, tasks, batch_type, min_wait_num, priority)
+    batch_id = plain_id(batch_id)
     forget_cancelled(desk)
     if batch_id in desk.batches:
         raise ValueError(
@@ -60,7 +61,13 @@ def _refuse(desk: Desk, sub: Submission) -> None:
 
 
 def withdraw(desk: Desk, sub: Submission, error: Exception | None) -> None:
-    """Take a waiting submission back; nothing of it stays."""
+    """Take a waiting submission back; nothing of it stays, and it holds up nobody behind it."""
+    _take_back(desk, sub, error)
+    if desk.is_open:
+        admit(desk)
+
+
+def _take_back(desk: Desk, sub: Submission, error: Exception | None) -> None:
     batch = sub.batch
     if desk.batches.get(batch.id) is batch and not batch.admitted:
         del desk.batches[batch.id]
@@ -81,7 +88,7 @@ def leave(desk: Desk, sub: Submission, error: Exception | None = None) -> None:
 def forget_cancelled(desk: Desk) -> None:
     """A cancelled submission is withdrawn in the turn of its cancel, before its own task hears of it."""
     for sub in [sub for sub in desk.waiting if sub.future.cancelled()]:
-        withdraw(desk, sub, None)
+        _take_back(desk, sub, None)
 
 
 def admit(desk: Desk) -> None:

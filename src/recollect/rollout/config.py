@@ -10,13 +10,7 @@ from typing import Any, Literal
 import msgspec
 
 from recollect.errors import SchemaError
-
-
-def _nearest(name: str, known: Any) -> str:
-    import difflib
-
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
-    return f"; did you mean {close[0]!r}?" if close else f"; there are {sorted(known)}"
+from recollect.text import nearest
 
 
 class _Checked(msgspec.StructMeta):
@@ -27,7 +21,7 @@ class _Checked(msgspec.StructMeta):
         for name in fields:
             if name not in known:
                 raise SchemaError(
-                    f"{name}: must be a field of Config, got an unknown one{_nearest(name, known)}"
+                    f"{name}: must be a field of Config, got an unknown one{nearest(name, known)}"
                 )
         return super().__call__(*args, **fields)
 
@@ -122,9 +116,7 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> Config:
         """Read a TOML file whose keys are fields; `overrides` win."""
-        import tomllib
-
-        return cls.from_fields(tomllib.loads(Path(path).read_text()) | overrides)
+        return cls.from_fields(read_toml(path) | overrides)
 
     @classmethod
     def from_fields(cls, given: Mapping[str, Any]) -> Config:
@@ -136,6 +128,16 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         return cls(**fields)
 
 
+def read_toml(path: str | Path) -> dict[str, Any]:
+    """Read a TOML file; SchemaError if it is none."""
+    import tomllib
+
+    try:
+        return tomllib.loads(Path(path).read_bytes().decode())
+    except (ValueError, RecursionError) as error:  # no UTF-8 either, or too many levels
+        raise SchemaError(f"{path}: must be TOML, got {error}; correct it") from None
+
+
 def _check_field(name: str, kind: Any, value: Any) -> None:
     if isinstance(value, Path) and name in ("journal", "trace"):
         value = str(value)
@@ -145,7 +147,7 @@ def _check_field(name: str, kind: Any, value: Any) -> None:
         path = str(error).rpartition(" - at `$")[2].rstrip("`") if " - at `$" in str(error) else ""
         text = str(error).partition(" - at")[0]
         choices = getattr(kind, "__args__", ())
-        hint = _nearest(value, choices) if isinstance(value, str) and value and _is_choice(kind) else ""
+        hint = nearest(value, choices) if isinstance(value, str) and value and _is_choice(kind) else ""
         raise SchemaError(f"{name}{path}: {text[0].lower()}{text[1:]}, got {value!r}{hint}") from None
     low, high = _RANGES.get(name, (-math.inf, math.inf))
     if isinstance(value, int | float) and not isinstance(value, bool) and name in _RANGES:

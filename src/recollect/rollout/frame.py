@@ -90,7 +90,7 @@ def _head(data: memoryview, crc: int) -> Head:
         raise FormatError("payload: head does not have its checksum; it was damaged on the way")
     try:
         head = _decode(data)
-    except msgspec.MsgspecError as error:
+    except (ValueError, RecursionError) as error:  # text that is no UTF-8 is no MsgspecError
         raise FormatError(f"payload: head must be that of an experience, got {error}") from None
     n = head.n
     if n < 0 or len(head.metrics) not in (0, n) or len(head.info) not in (0, n):

@@ -30,6 +30,11 @@ class Pending:
             self._is_done = True
             self._changed.notify_all()
 
+    @property
+    def is_done(self) -> bool:
+        """Whether it has a result or an error."""
+        return self._is_done
+
     def __await__(self) -> Generator[Any, None, Any]:
         return asyncio.wrap_future(self._future).__await__()
 
@@ -68,18 +73,31 @@ class LocalHandle:
     def __init__(self, cls: Any, config: Any, models: Any, auxiliary: Any = None) -> None:
         self._coordinator = cls(config, models, auxiliary)
         self._loop = asyncio.new_event_loop()
-        self._closed = False
+        self._lock = threading.Lock()  # taken only while Ctrl-C is deferred
+        self._ending: Pending | None = None  # the shutdown, once `close` was called
+        self._is_closed = False  # and a call of `close` has told how it ended
         self._thread = threading.Thread(target=self._serve, name=f"{config.name}-coordinator", daemon=True)
         self._thread.start()
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
-        self._loop.run_forever()
+        try:
+            self._loop.run_forever()
+            left = asyncio.all_tasks(self._loop)  # calls of other threads, who would wait for ever
+            for task in left:
+                task.cancel()
+            if left:
+                self._loop.run_until_complete(asyncio.gather(*left, return_exceptions=True))
+        finally:
+            self._loop.close()
 
     def _submit(self, name: str, args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
-        if self._closed:
-            raise ClosedError("coordinator: the handle was closed; make another with get_local")
+        with self._lock:
+            if self._ending is not None:
+                raise ClosedError("coordinator: the handle was closed; make another with get_local")
+            return self._call(name, args, kwargs)
 
+    def _call(self, name: str, args: Any, kwargs: Any) -> concurrent.futures.Future[Any]:
         async def call() -> Any:
             found = getattr(self._coordinator, name)
             if callable(found):
@@ -96,21 +114,37 @@ class LocalHandle:
         return Method(self, name)
 
     def close(self) -> None:
-        """Shut down and end the thread; may be called twice."""
-        if self._closed:
+        """Shut down and end the thread; may be called twice.
+
+        A Ctrl-C meanwhile does not stop the shutdown: it goes on in the thread, and the next call waits for it.
+        """
+        with interrupts.deferred():
+            ending = self._end()
+        if self._is_closed:
             return
         try:
-            Method(self, "shutdown")()
+            ending.result()
         finally:
             with interrupts.deferred():
-                self._closed = True
-                self._loop.call_soon_threadsafe(self._loop.stop)
-                self._thread.join(10.0)
-                if not self._thread.is_alive():
-                    self._loop.close()
+                if ending.is_done:
+                    self._is_closed = True
+                    self._thread.join(10.0)
+
+    def _end(self) -> Pending:
+        """Have the coordinator shut down, once, and its loop stop when that is done."""
+        with self._lock:
+            if self._ending is None:
+                shutdown = self._call("shutdown", (), {})
+                self._ending = Pending(shutdown)
+                shutdown.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
+            return self._ending
 
     def __enter__(self) -> Self:
-        Method(self, "prepare")()
+        try:
+            Method(self, "prepare")()
+        except BaseException:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import random
-import tomllib
 from collections.abc import Awaitable, Callable
 from importlib import import_module
 from pathlib import Path
@@ -20,10 +19,11 @@ from typing import Any
 import msgspec
 
 from recollect.errors import SchemaError
-from recollect.rollout.config import Config
+from recollect.files.record import read_bytes
+from recollect.rollout.config import Config, read_toml
 from recollect.rollout.coordinator import RolloutCoordinator
 from recollect.rollout.state import BatchLifecycleState
-from recollect.rollout.tasks import Task, import_modules
+from recollect.rollout.tasks import Task, find_workflow, import_modules
 
 Told = Callable[[dict[str, Any]], None]
 
@@ -98,26 +98,35 @@ class Job:
             _check_count(f"train.{number}", getattr(spec.train, number), 1)
         _check_count("train.ahead", spec.train.ahead, 0)
         import_modules(self.config.workflow_modules)
+        for place, source in (("train", spec.train), ("eval", spec.eval)):
+            if source is not None:
+                self._check_workflow(place, source.workflow)
         self.train_rows = self._rows("train", spec.train)
         self.eval_rows = [] if spec.eval is None else self._rows("eval", spec.eval)
 
     @classmethod
     def from_toml(cls, path: str | Path, **overrides: Any) -> Job:
         """Read a job; SchemaError names the place of what is wrong. `overrides` are fields of `[rollout]`."""
-        given = tomllib.loads(Path(path).read_text())
-        given["rollout"] = given.get("rollout", {}) | overrides
         try:
-            spec = msgspec.convert(given, JobSpec)
+            spec = msgspec.convert(read_toml(path), JobSpec)
+            spec.rollout |= overrides
         except msgspec.ValidationError as error:
             text, _, place = str(error).partition(" - at `$")
             raise SchemaError(f"{path}: {place.strip('.`') or 'the file'}: {text}") from None
         return cls(spec, Path(path).parent)
 
+    def _check_workflow(self, place: str, name: str) -> None:
+        try:
+            find_workflow(name, modules=self.config.workflow_modules)
+        except ValueError as error:
+            raise SchemaError(f"{place}.{error}; name its module in rollout.workflow_modules") from None
+
     def _rows(self, place: str, source: Source) -> list[dict[str, Any]]:
         path = self.folder / source.tasks
         try:
-            rows = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        except (OSError, ValueError) as error:
+            lines = read_bytes(path.absolute(), most=1 << 40, follow=True).splitlines()
+            rows = [json.loads(line) for line in lines if line.strip()]
+        except (OSError, ValueError, RecursionError) as error:
             raise SchemaError(f"{place}.tasks: must be a JSONL file, got {path}: {error}") from None
         if not rows or not all(isinstance(row, dict) for row in rows):
             raise SchemaError(f"{place}.tasks: must have one object per line and at least one, got {path}")
@@ -212,9 +221,13 @@ def first_step(c: RolloutCoordinator, steps: int) -> int:
 
 def _placed(fields: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Paths of a job are meant from where its file is."""
-    found = fields | {key: str(folder / fields[key]) for key in ("journal", "trace") if fields.get(key)}
+    found = fields | {
+        key: str(folder / fields[key])
+        for key in ("journal", "trace")
+        if fields.get(key) and isinstance(fields[key], str)
+    }
     sink = fields.get("sink", "queue")
-    if isinstance(sink, dict) and "path" in sink:
+    if isinstance(sink, dict) and isinstance(sink.get("path"), str):
         found["sink"] = sink | {"path": str(folder / sink["path"])}
     elif isinstance(sink, str) and sink != "queue":
         found["sink"] = str(folder / sink)

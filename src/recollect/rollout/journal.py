@@ -282,7 +282,7 @@ class Journal:
                     f"{self.path}: the journal is held by a live process; shut that one down"
                 ) from None
             raise FormatError(f"{self.path}: must be a journal, got {error}") from None
-        except sqlite3.DatabaseError as error:
+        except (sqlite3.DatabaseError, UnicodeError) as error:  # UnicodeError: a damaged name
             database.close()
             raise FormatError(f"{self.path}: must be a journal, got {error}") from None
         return database

@@ -85,7 +85,7 @@ class Trace:
     """
 
     def __init__(self, path: Path) -> None:
-        self.path = path
+        self.path = path.absolute()
         self._kept: list[str] = []
         self._failure: OSError | None = None
         self.path.write_text('{"traceEvents": [\n')

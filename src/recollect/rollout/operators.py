@@ -19,6 +19,7 @@ import numpy as np
 from recollect.errors import SchemaError
 from recollect.rollout.experience import Experiences
 from recollect.rollout.schema import Array
+from recollect.text import nearest
 
 Operator = Callable[[Experiences], Any]
 Outcome = tuple[Experiences, dict[str, float]]
@@ -51,8 +52,6 @@ def is_known(spec: Any) -> bool:
 
 def make_operator(spec: Any, path: str = "operator") -> tuple[str, Operator]:
     """Return (name, operator) of a callable, a name or a table; SchemaError naming `path`."""
-    from recollect.rollout.config import _nearest
-
     if callable(spec) and not isinstance(spec, type):
         return _name_of(spec), spec
     options: dict[str, Any] = {}
@@ -63,13 +62,13 @@ def make_operator(spec: Any, path: str = "operator") -> tuple[str, Operator]:
     if not isinstance(name, str):
         raise SchemaError(f"{path}: must be a callable, a name or a table with a name, got {spec!r}")
     if name not in _registered:
-        raise SchemaError(f"{path}.name: must be a known operator, got {name!r}{_nearest(name, _registered)}")
+        raise SchemaError(f"{path}.name: must be a known operator, got {name!r}{nearest(name, _registered)}")
     made = _registered[name]
     fields = getattr(made, "__dataclass_fields__", {})
     for key in options:
         if fields and key not in fields:
             raise SchemaError(
-                f"{path}.{key}: must be an option of {name!r}, got an unknown one{_nearest(key, fields)}"
+                f"{path}.{key}: must be an option of {name!r}, got an unknown one{nearest(key, fields)}"
             )
     try:
         return name, made(**options)

@@ -31,6 +31,7 @@ def pass_of(desk: Desk, batch: BatchRecord, reason: str | None = None) -> asynci
         batch.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         batch.passing = desk.loop.create_task(_deliver(desk, batch))
         batch.passing.add_done_callback(partial(_after, desk, batch, batch.outcome, desk.clock.time()))
+        desk.scheduler.owner.room_made()  # by what the cut took back
     outcome = batch.outcome
     if outcome is None:
         raise RuntimeError(f"batch {batch.id!r}: a pass without an outcome")

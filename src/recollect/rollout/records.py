@@ -17,6 +17,9 @@ from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.state import BatchId, BatchState, TaskStatus
 from recollect.rollout.tasks import Task, Workflow, run_seed
 
+MOST_RUNS = 1 << 22
+"""Runs that a batch of a journal may have: each takes memory when it is read."""
+
 
 class TaskRecord:
     """One task of a live batch: its runs that are good, those that failed, and the units still open."""

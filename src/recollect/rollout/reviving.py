@@ -9,8 +9,8 @@ from recollect.files.record import brief, damage_in
 from recollect.rollout.config import Config
 from recollect.rollout.desk import Desk
 from recollect.rollout.journal import Journal
-from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
-from recollect.rollout.saved import MOST_RUNS, Kept, SavedTask
+from recollect.rollout.records import MOST_RUNS, BatchRecord, Cut, TaskRecord, Unit
+from recollect.rollout.saved import Kept, SavedTask
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.tasks import Task, Workflow, find_workflow, is_registered, task_key

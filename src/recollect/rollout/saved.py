@@ -11,12 +11,10 @@ from msgspec import Meta
 
 from recollect.rollout.desk import Ending
 from recollect.rollout.execute import Outcome
-from recollect.rollout.records import BatchRecord, Cut, TaskRecord
+from recollect.rollout.records import MOST_RUNS, BatchRecord, Cut, TaskRecord
 from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
 from recollect.text import encoded
 
-MOST_RUNS = 1 << 22
-"""Runs that a batch of a journal may have: each takes memory when it is read."""
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
 
 

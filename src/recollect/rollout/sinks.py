@@ -12,6 +12,8 @@ import os
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from hashlib import blake2b
 from math import inf
 from pathlib import Path
 from typing import Any, Protocol
@@ -21,13 +23,17 @@ import numpy as np
 from recollect._core import Condition
 from recollect.errors import ClosedError, DeadlineError, MissingExtraError, SchemaError, class_name
 from recollect.files import OwnedDirectory, make_directory, replace_file
+from recollect.interrupts import deferred
 from recollect.replay import ReplayBuffer
 from recollect.rollout.clock import checked_seconds
 from recollect.rollout.experience import Experiences, experience_buffer
 from recollect.rollout.schema import Plan
+from recollect.text import nearest
 
 REMEMBERED = 4096
+_MOST_NAME = 233  # what a temporary name has beside it, a file system takes too
 _TURN_S = 10.0  # for another sink that writes to the same directory
+_TEMPORARY = re.compile(r"\.[A-Za-z0-9._-]*\.(parquet|jsonl)\.[0-9a-f]{16}\.tmp")  # of `replace_file`
 
 
 class Sink(Protocol):
@@ -50,15 +56,17 @@ class ReplaySink:
 
     def write(self, x: Experiences, commit_id: str) -> None:
         """Extend the buffer by all rows at once."""
-        if len(x):
-            capacity = self.buffer.capacity
-            if capacity is not None and len(x) > capacity:
-                raise ValueError(
-                    f"sink: a batch must fit the buffer's {capacity} rows, got {len(x)}; make it larger"
-                )
-            tracked = self.buffer.engine.tracked
-            self.buffer.extend(x.get_at(slice(None)), **({"ends": x.ends} if tracked else {}))
-        _remember(self._done, commit_id)
+        capacity = self.buffer.capacity
+        if capacity is not None and len(x) > capacity:
+            raise ValueError(
+                f"sink: a batch must fit the buffer's {capacity} rows, got {len(x)}; make it larger"
+            )
+        # What is in the buffer is remembered. Where a limiter may let it wait, Ctrl-C is not kept waiting too.
+        with deferred() if self.buffer.limiter is None else nullcontext():
+            if len(x):
+                ends = {"ends": x.ends} if self.buffer.engine.tracked else {}
+                self.buffer.extend(x.get_at(slice(None)), **ends)
+            _remember(self._done, commit_id)
 
     def holds(self, commit_id: str) -> bool:
         """Tell whether this commit was written, by this process or one before it (by its group ids)."""
@@ -104,7 +112,7 @@ class FileSink:
     def __init__(self, path: str | Path, format: str = "parquet") -> None:
         if format not in ("parquet", "jsonl"):
             raise ValueError(f"format: must be 'parquet' or 'jsonl', got {format!r}")
-        self.path, self.format = Path(path), format
+        self.path, self.format = Path(path).absolute(), format
         self._refused: set[str] = set()  # commits whose file is another sink's
 
     def write(self, x: Experiences, commit_id: str) -> None:
@@ -112,7 +120,7 @@ class FileSink:
         make_directory(self.path)
         file, write = self._file(commit_id), _write_parquet if self.format == "parquet" else _write_jsonl
         with OwnedDirectory.take(self.path, wait_s=_TURN_S) as owned:
-            owned.remove_noted(())  # what a killed sink left
+            _remove_temporaries(owned)  # what a killed sink left
             if os.path.lexists(file):
                 self._refused.add(commit_id)
                 raise FileExistsError(
@@ -121,7 +129,7 @@ class FileSink:
             try:
                 replace_file(file, lambda f: write(x, f), note=lambda name: owned.note([name]))
             finally:
-                owned.remove_noted(())
+                _remove_temporaries(owned)
 
     def holds(self, commit_id: str) -> bool:
         """Tell whether the file of this commit is there, and not another sink's."""
@@ -131,7 +139,17 @@ class FileSink:
         """Nothing is open between writes."""
 
     def _file(self, commit_id: str) -> Path:
-        return self.path / f"{re.sub(r'[^A-Za-z0-9._-]', '_', commit_id)}.{self.format}"
+        name = re.sub(r"[^A-Za-z0-9._-]", "_", commit_id)
+        if len(name) + len(self.format) + 1 > _MOST_NAME:
+            name = f"{name[:120]}-{blake2b(commit_id.encode(), digest_size=16).hexdigest()}"
+        return self.path / f"{name}.{self.format}"
+
+
+def _remove_temporaries(owned: OwnedDirectory) -> None:
+    """Remove what sinks noted. What else is on the list may belong to a dump in the same directory."""
+    names = [name for name in owned.noted if _TEMPORARY.fullmatch(name)]
+    owned.remove(names)
+    owned.cross_off(names)
 
 
 def _columns(x: Experiences) -> dict[str, list[Any]]:
@@ -209,11 +227,12 @@ class QueueSink:
             self._wanted.discard(commit_id)
             if self._closed:
                 raise ClosedError("sink: the queue is closed; prepare the coordinator again")
-            if len(x):
-                self._parts.append(x)
-                self._n += len(x)
-            _remember(self._done, commit_id)
-            self._wake()
+            with deferred():  # what is in the queue is counted and remembered, and who waits hears of it
+                if len(x):
+                    self._parts.append(x)
+                    self._n += len(x)
+                _remember(self._done, commit_id)
+                self._wake()
 
     def holds(self, commit_id: str) -> bool:
         """Tell whether this commit is in the queue or was taken from it."""
@@ -261,34 +280,38 @@ class QueueSink:
             self._drop_below(min_version)
         if self._n < n:
             return None
-        taken, need = [], n
-        while need:
-            part = self._parts.popleft()
+        taken, rest, need = [], None, n
+        for part in self._parts:
             if len(part) > need:
-                self._parts.appendleft(part.where(np.arange(need, len(part))))
-                part = part.where(np.arange(need))
+                part, rest = part.where(np.arange(need)), part.where(np.arange(need, len(part)))
             taken.append(part)
             need -= len(part)
-        self._n -= n
+            if not need:
+                break
+        found = taken[0] if len(taken) == 1 else Experiences.concat(taken)
+        with deferred():  # the rows and their count change together
+            for _ in taken:
+                self._parts.popleft()
+            if rest is not None:
+                self._parts.appendleft(rest)
+            self._n -= n
         self._wake()
-        return taken[0] if len(taken) == 1 else Experiences.concat(taken)
+        return found
 
     def _drop_below(self, version: int) -> None:
-        kept: deque[Experiences] = deque()
-        for part in self._parts:
-            fresh = part.where(part.model_version >= version)
-            self.dropped_stale += len(part) - len(fresh)
-            if len(fresh):
-                kept.append(fresh)
-        self._parts = kept
-        self._n = sum(map(len, kept))
-        self._wake()
+        fresh = [part.where(part.model_version >= version) for part in self._parts]
+        n = sum(map(len, fresh))
+        with deferred():
+            self.dropped_stale += self._n - n
+            self._parts, self._n = deque(part for part in fresh if len(part)), n
+            self._wake()
 
     def _wake(self) -> None:
-        self._changed.notify_all()
-        waiting, self._waiting = self._waiting, []
-        for wake in waiting:
-            wake()
+        with deferred():  # nobody is left out
+            self._changed.notify_all()
+            waiting, self._waiting = self._waiting, []
+            for wake in waiting:
+                wake()
 
     def reopen(self) -> None:
         """Take writes again, after the coordinator was prepared anew."""
@@ -297,26 +320,26 @@ class QueueSink:
 
     def close(self) -> None:
         """Refuse writes; what is there can still be taken."""
-        with self._changed:
+        with deferred(), self._changed:
             self._closed = True
             self._wake()
 
 
 def check_sink(spec: Any) -> None:
     """Raise SchemaError unless `spec` is something that `make_sink` can make a sink of."""
-    from recollect.rollout.config import _nearest
-
     if isinstance(spec, Mapping):
         kinds = {"replay": {"storage", "path", "capacity", "max_tokens"}, "file": {"path", "format"},
                  "queue": {"capacity"}}  # fmt: skip
         kind = spec.get("kind")
-        if kind not in kinds:
+        if not isinstance(kind, str) or kind not in kinds:
             raise SchemaError(f"sink.kind: must be one of {sorted(kinds)}, got {kind!r}")
-        for key in spec:
+        for key, value in spec.items():
             if key != "kind" and key not in kinds[kind]:
                 raise SchemaError(
-                    f"sink.{key}: must be an option of {kind!r}{_nearest(str(key), kinds[kind])}"
+                    f"sink.{key}: must be an option of {kind!r}{nearest(str(key), kinds[kind])}"
                 )
+            if key in ("path", "format") and not isinstance(value, str | Path):
+                raise SchemaError(f"sink.{key}: must be a text, got {value!r}")
     elif not isinstance(spec, str | Path | ReplayBuffer) and not all(
         callable(getattr(spec, name, None)) for name in ("write", "holds", "close")
     ):

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import inspect
+import operator
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -19,8 +21,12 @@ WorkflowFunction = Callable[..., Any]
 _MASK = 2**64 - 1
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _count(name: str, value: Any, least: int) -> int:
+    """A plain int that a record can hold: what is written must be read again."""
+    plain = -1 if isinstance(value, bool) or not hasattr(value, "__index__") else operator.index(value)
+    if not least <= plain < 2**62:
+        raise ValueError(f"{name}: must be an int of at least {least}, got {value!r}")
+    return plain
 
 
 class GiveUp(Exception):
@@ -58,12 +64,13 @@ class Task:
         max_retries: int | None = None,
     ) -> None:
         """Check and set everything."""
-        if not _is_int(repeat_times) or repeat_times < 1:
-            raise ValueError(f"repeat_times: must be an int of at least 1, got {repeat_times!r}")
-        if timeout_s is not None and not 0 <= timeout_s < float("inf"):
-            raise ValueError(f"timeout_s: must be a finite number of seconds, got {timeout_s!r}")
-        if max_retries is not None and max_retries < 0:
-            raise ValueError(f"max_retries: must be at least 0, got {max_retries!r}")
+        repeat_times = _count("repeat_times", repeat_times, 1)
+        if timeout_s is not None:
+            if not 0 <= timeout_s <= sys.float_info.max:
+                raise ValueError(f"timeout_s: must be a finite number of seconds, got {timeout_s!r}")
+            timeout_s = float(timeout_s)
+        if max_retries is not None:
+            max_retries = _count("max_retries", max_retries, 0)
         set_field = object.__setattr__
         set_field(self, "workflow", workflow)
         set_field(self, "data", {} if data is None else data)
@@ -196,7 +203,7 @@ def import_modules(names: Iterable[str]) -> None:
     for name in names:
         try:
             import_module(name)
-        except ImportError as error:
+        except (ImportError, TypeError, ValueError) as error:  # "" and ".x" are no names of modules
             raise SchemaError(f"workflow_modules: must be importable, got {name!r}: {error}") from error
 
 

@@ -11,6 +11,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect._core import Turn
+from recollect.backends import Backend
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import drawn
 from recollect.batch.combined import CombinedBatch
@@ -19,12 +20,14 @@ from recollect.batch.structure import fill
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.transformed import TransformedBatch
 from recollect.batch.view import Read, View, as_source
+from recollect.errors import class_name
 from recollect.interrupts import is_entered
 from recollect.replay import RateLimiter, ReplayBuffer
 from recollect.replay.limiter import Admission
 from recollect.sampling.epoch import Epoch
 from recollect.sampling.stream import IndexStream, Ints, mix
 from recollect.spaces import batch_space
+from recollect.spaces.tree import brief
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +69,7 @@ class BatchSampler(View):
 
     batch: Any
     _data: Any
+    _wanted: tuple[Any, str | Backend | None] = (None, None)
     draws_in_parent = False
     """Whether only one process can draw (priorities): MultiprocessingSampler then calls `_draw_places` itself."""
 
@@ -121,12 +125,21 @@ class BatchSampler(View):
 
     @data.setter
     def data(self, data: BatchBase) -> None:
-        self._bind(data, None)
+        self._bind(data, *self._wanted)
 
-    def _bind(self, data: BatchBase, device: Any) -> None:
+    def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
         self._data = as_source(data)
         self._limiter = limiter_of(data)
-        self.batch = data if device is None else ToBackendOrDeviceBatch(data, None, device)
+        self.batch = self._moved(data, device, backend)
+
+    def _moved(self, data: BatchBase, device: Any, backend: str | Backend | None) -> BatchBase:
+        """`data` with the arrays that the caller wants, and note which these are."""
+        self._wanted = device, backend
+        is_as_wanted = device is None and backend is None
+        return data if is_as_wanted else ToBackendOrDeviceBatch(data, backend, device)
+
+    def _located(self) -> Any:
+        return self.batch._located()
 
     def _drawn_rows(self) -> tuple[Any, Any] | None:
         """Return the core's rows and codec if a batch is nothing but uniform draws of whole rows, else None."""
@@ -154,6 +167,11 @@ class BatchSampler(View):
     def skipped(self) -> int:
         """How many samples epochs have left out because they were overwritten before their turn."""
         return self._skipped
+
+    def __repr__(self) -> str:
+        backend = "" if self._wanted[1] is None else f", {self.backend.name}"
+        length = self._told_length() if isinstance(self._data, BatchBase) else "no data yet"
+        return f"{type(self).__name__}({self.batch_size} of {length}{backend}: {brief(self.single_space)})"
 
     # Draws
 
@@ -320,20 +338,40 @@ class BatchSampler(View):
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on where `state_dict` was called; a state of another configuration raises ValueError."""
+        """Go on where `state_dict` was called.
+
+        A state of another configuration, or one that is damaged, raises ValueError, and nothing is changed.
+        """
+        name = type(self).__name__
+        if not isinstance(state, dict):
+            raise ValueError(f"{name}: state must be what state_dict() returned, got {class_name(state)}")
         self._check_configuration(state)
         with self._turn:
-            self._load(state)
+            try:
+                self._load(state)
+            except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+                raise ValueError(
+                    f"{name}: state must be what state_dict() returned, got another ({error!r}); it is damaged"
+                ) from error
 
     def _load(self, state: dict[str, Any]) -> None:
+        """Take over a state: first all that may fail, then the change."""
         epoch = state["epoch"]
         resumed = None if epoch is None else Epoch.restore(self._epoch_batch, epoch)
-        self._stream.load_state_dict(state["stream"])
-        self.rng.bit_generator.state = state["rng"]
-        for t, saved in zip(self._transformations("load_state_dict"), state["transformations"]):
-            t.load_state_dict(saved)
+        stream, rng = IndexStream.restored(state["stream"]), _restored_generator(state["rng"])
+        batches, skipped = counted_in(state)
+        transformations = self._transformations("load_state_dict")
+        before = [t.state_dict() for t in transformations]
+        try:
+            for t, saved in zip(transformations, state["transformations"]):
+                t.load_state_dict(saved)
+        except BaseException:
+            for t, saved in zip(transformations, before):
+                t.load_state_dict(saved)
+            raise
+        self._stream, self._rng = stream, rng
         self._epoch, self._resumed = None, resumed
-        self._batches, self._skipped = int(state["batches"]), int(state["skipped"])
+        self._batches, self._skipped = batches, skipped
 
     def _configuration(self) -> dict[str, Any]:
         """What must be equal for a state to be loaded."""
@@ -394,6 +432,22 @@ def limiter_of(batch: BatchBase) -> RateLimiter | None:
 def _generator(seed: int) -> np.random.Generator:
     # Philox: its state is words and arrays of words, which any file format can hold.
     return np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, 0x7261_6E64])))
+
+
+def counted_in(state: dict[str, Any]) -> tuple[int, int]:
+    """The batches that a state says were drawn, and the samples skipped; ValueError if they cannot be."""
+    batches, skipped = int(state["batches"]), int(state["skipped"])
+    if not (0 <= batches < 1 << 62 and 0 <= skipped < 1 << 62):
+        raise ValueError(f"batches and skipped must be counts, got {batches} and {skipped}")
+    return batches, skipped
+
+
+def _restored_generator(state: Any) -> np.random.Generator:
+    found = _generator(0)
+    if int(state["buffer_pos"]) < 0:  # it is an index, which numpy does not check
+        raise ValueError(f"rng: buffer_pos must be at least 0, got {state['buffer_pos']}; it is damaged")
+    found.bit_generator.state = state
+    return found
 
 
 def _copied(state: Any) -> Any:

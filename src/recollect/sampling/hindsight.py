@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
-from recollect.backends import move
+from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import Lapped, Runs, again_and_again, as_labels, check_known, drawn, is_same
 from recollect.batch.location import Bools, Ints, Location
@@ -39,7 +39,8 @@ class HindsightSampler(BatchSampler):
     `next_obs`, and the reward becomes what `compute_reward(achieved, desired, info)` says of `next_obs/achieved_goal`
     and the new goals; it gets whole batches, `info` being the relabelled batch, and its answer counts for the
     relabelled samples. Metadata: `goal_segment` and `goal_step` say where the goal is from (-1 if it is the
-    sample's own), `relabelled` where it was changed. Getters show samples as they are.
+    sample's own), `relabelled` where it was changed. Getters show samples as they are. `backend="torch"` (or `"jax"`)
+    gives tensors; `compute_reward` gets the arrays of `data`.
 
     Ownership: holds no data; a batch is the caller's own.
     Concurrency: one thread at a time, a second raises RuntimeError; several samplers may share a source.
@@ -66,6 +67,9 @@ class HindsightSampler(BatchSampler):
         strategy: str = "future",
         ratio: float = 0.8,
         seed: int | None = None,
+        *,
+        device: Any = None,
+        backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`, which must keep segments; no sample is read yet."""
         check_known(as_source(data), type(self).__name__)
@@ -80,26 +84,26 @@ class HindsightSampler(BatchSampler):
             raise ValueError(f"ratio: must be in [0, 1], got {ratio}; pass the share of draws to relabel")
         self.compute_reward, self.strategy, self.ratio = compute_reward, strategy, float(ratio)
         super().__init__(data.single_space, _metadata_space(data), batch_size)
-        self.data = data
+        self._bind(data, device, backend)
         if seed is not None:
             self._seed(seed)
 
-    def _bind(self, data: BatchBase, device: Any) -> None:
+    def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
         check_known(as_source(data), type(self).__name__)
         _check_single_steps(data)
         _check_leaves(data.single_space)
         self._data, self._limiter = data, limiter_of(data)
-        self.batch = _Labelled(data, _metadata_space(data))
+        self.batch = _Labelled(self._moved(data, device, backend), _metadata_space(data))
 
     @property
     def _epoch_batch(self) -> BatchBase:
-        return _Relabelled(self._data, self.batch.single_metadata_space, self)
+        return _Relabelled(self.batch.batch, self.batch.single_metadata_space, self)
 
     def _draw_index(self) -> Ints:
         size = len(self._data)
         if not size:
             raise self._data._empty()
-        return self._stream.indices(size, self.batch_size)
+        return np.asarray(self._data._pick(self._stream, size, self.batch_size))
 
     def _sample_once(self, flat: bool, metadata: bool) -> Read:
         return again_and_again(self, lambda: self._draw_once(flat, metadata))
@@ -177,7 +181,10 @@ def relabelled(
     sampler: HindsightSampler, stream: IndexStream, runs: Runs, flat: bool, metadata: bool
 ) -> Read:
     """Read the samples at the places of `runs` and change the goals of a share of them; Lapped if one is gone."""
-    source = sampler._data
+    source, shown = (
+        sampler._data,
+        sampler.batch.batch,
+    )  # `shown` are the same samples as the caller wants them
     changed = _share(stream, sampler.ratio, len(runs.place))
     step = runs.place.step.copy()
     step[changed] = _goal_steps(stream, sampler.strategy, runs)[changed]
@@ -191,10 +198,12 @@ def relabelled(
         data = _with_goals(sampler, data, new[0], changed)
     if flat:
         data = source._flatten(data, False)
+    if shown is not source:
+        data, meta = move((data, meta), shown.backend, shown.device)
     if not metadata:
         return data, None
     labels = _goal_labels(np.where(changed, runs.place.segment, -1), np.where(changed, step, -1), changed)
-    return data, {**(meta or {}), **as_labels(source, labels)}
+    return data, {**(meta or {}), **as_labels(shown, labels)}
 
 
 def _share(stream: IndexStream, ratio: float, n: int) -> Bools:

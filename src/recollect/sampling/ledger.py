@@ -2,7 +2,8 @@
 
 `RowLedger` is for buffers of packed rows, and for views that show them row by row: the native core notices what is
 new, changed and gone by the lanes' windows, at the cost of what was written. `AnyLedger` is for every other batch: it
-asks where all samples are and compares, which costs a pass over the batch whenever it has changed.
+asks where all samples are and compares, which costs a pass over the batch whenever it has changed. Sequences are known
+by the row at which they begin, in both.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from recollect.batch.combined import CombinedBatch
 from recollect.batch.location import Ints, Location
 from recollect.batch.subindex import SubIndexedBatch
 from recollect.batch.view import View
+from recollect.batch.windows import WindowBatch
 from recollect.replay import ReplayBuffer
 from recollect.replay.engine import RowsEngine
 from recollect.sampling.stream import unit_floats
@@ -66,11 +68,14 @@ class RowLedger:
     Concurrency: one thread at a time; writers anywhere.
     """
 
-    def __init__(self, buffer: ReplayBuffer, alpha: float, eps: float) -> None:
-        """Begin with every sample new; nothing is read yet."""
+    def __init__(
+        self, buffer: ReplayBuffer, alpha: float, eps: float, windows: WindowBatch | None = None
+    ) -> None:
+        """Begin with every sample new, or every one of `windows`; nothing is read yet."""
         engine: Any = buffer.engine
         self.buffer = buffer
-        self._native = _core.Priorities(engine.native.share(), alpha, eps)
+        wanted = () if windows is None else (windows.wanted.length, windows.wanted.pad)
+        self._native = _core.Priorities(engine.native.share(), alpha, eps, *wanted)
         self._next = _core.PriorityDrawer(self._native, engine.codec, LABEL_CODEC).next
         self._decode = None if engine.layout.is_fixed else engine.layout.decode_batch
 
@@ -235,8 +240,11 @@ def ledger_of(batch: BatchBase, alpha: float, eps: float) -> Ledger:
     """Return the ledger that fits a batch; TypeError if samples of several batches cannot be told apart by row."""
     _refuse_combined(batch)
     source = shown_by(batch)
+    windows = source if isinstance(source, WindowBatch) else None
+    if windows is not None:
+        source = shown_by(windows.batch)
     if isinstance(source, ReplayBuffer) and isinstance(source.engine, RowsEngine):
-        return RowLedger(source, alpha, eps)
+        return RowLedger(source, alpha, eps, windows)
     return AnyLedger(batch, alpha, eps)
 
 
@@ -269,6 +277,8 @@ def _moment_of(batch: BatchBase) -> Any:
     if not batch._moves:
         return len(batch)
     source = shown_by(batch)
+    if isinstance(source, WindowBatch):
+        source = shown_by(source.batch)
     return getattr(source.engine, "moment", None) if isinstance(source, ReplayBuffer) else None
 
 

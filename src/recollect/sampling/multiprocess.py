@@ -19,7 +19,7 @@ from recollect.batch.structure import fill
 from recollect.batch.view import Read
 from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_name
 from recollect.memory.ring import checked_int, checked_seconds
-from recollect.sampling.base import BatchSampler, SamplerStats
+from recollect.sampling.base import BatchSampler, SamplerStats, counted_in
 from recollect.sampling.planned import Gathers, Item, PlannedEpoch
 from recollect.sampling.pool import LOOK_S, Pool, check_shared
 from recollect.sampling.requests import DRAW, Request, key_of
@@ -390,16 +390,26 @@ class MultiprocessingSampler(BatchSampler):
 
     def _load(self, state: dict[str, Any]) -> None:
         self._check_open()
-        self.sampler.load_state_dict(state["sampler"])
         epoch = state["epoch"]
         resumed: Any = None
         if epoch is not None:
             resumed = PlannedEpoch.restore(self.sampler._epoch_batch, epoch, self.batch_size)
-        self._stream.load_state_dict(state["stream"])
-        self._restart(int(state["number"]))
-        self._resumed = resumed
-        self._given = deque(Item(p["places"], p["metadata"]) for p in state["pending"])
-        self._batches, self._skipped = int(state["batches"]), int(state["skipped"])
+        stream, number = IndexStream.restored(state["stream"]), int(state["number"])
+        given = deque(Item(self._checked_places(p["places"]), p["metadata"]) for p in state["pending"])
+        batches, skipped = counted_in(state)
+        self.sampler.load_state_dict(state["sampler"])
+        self._stream = stream
+        self._restart(number)
+        self._resumed, self._given = resumed, given
+        self._batches, self._skipped = batches, skipped
+
+    def _checked_places(self, places: dict[str, Any]) -> dict[str, Any]:
+        found = {name: np.asarray(array, np.int64) for name, array in places.items()}
+        if "index" not in found or any(a.ndim != 1 or len(a) > self.batch_size for a in found.values()):
+            raise ValueError(
+                f"pending: places must be at most {self.batch_size} a batch; the state is damaged"
+            )
+        return found
 
     def _configuration(self) -> dict[str, Any]:
         inner = {f"sampler_{name}": value for name, value in self.sampler._configuration().items()}

@@ -1,4 +1,4 @@
-"""PrioritizedSampler: single steps, in proportion to what they can still teach."""
+"""PrioritizedSampler: steps or sequences, in proportion to what they can still teach."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.backends import move
+from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
-from recollect.batch.boundaries import CONTENTION_S, Lapped, again_and_again, counted
+from recollect.batch.boundaries import CONTENTION_S, Lapped, again_and_again, counted, is_same
 from recollect.batch.location import Ints, Location
 from recollect.batch.structure import Keys, fill, unbatch
 from recollect.batch.to_backend import ToBackendOrDeviceBatch
@@ -51,6 +51,8 @@ class PrioritizedSampler(BatchSampler):
     largest that any sample has. New samples, whoever wrote them, have the largest priority so far (at first 1).
     `update_priorities(meta, values)` gives those drawn their own. Sources of packed rows, and views that show them one
     by one, cost O(log capacity) a sample and what was written since the last call; others a pass when they change.
+    Over a SequenceSampler every sequence that it could draw has a priority; its own `batch_size` plays no part.
+    `backend="torch"` (or `"jax"`) gives tensors.
 
     Ownership: a batch is one copy, the caller's own; of what was dropped up to two are kept to be filled again.
     Concurrency: one thread at a time, a second raises RuntimeError; priorities are this sampler's, writers anywhere.
@@ -78,6 +80,8 @@ class PrioritizedSampler(BatchSampler):
         eps: float = 1e-6,
         seed: int | None = None,
         device: Any = None,
+        *,
+        backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`; nothing is read yet. `alpha=0` is uniform; `beta` may be assigned."""
         as_source(data)
@@ -85,7 +89,7 @@ class PrioritizedSampler(BatchSampler):
         self.beta = beta
         self._applied = self._late = 0
         super().__init__(data.single_space, _labelled_space(data), batch_size)
-        self._bind(data, device)
+        self._bind(data, device, backend)
         if seed is not None:
             self._seed(seed)
 
@@ -98,9 +102,9 @@ class PrioritizedSampler(BatchSampler):
     def beta(self, beta: float) -> None:
         self._beta = _checked("beta", beta)
 
-    def _bind(self, data: BatchBase, device: Any) -> None:
+    def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
         self._ledger = ledger_of(data, self.alpha, self.eps)
-        super()._bind(data, device)
+        super()._bind(data, device, backend)
         self._source = self.batch  # the data, on its device
         self.batch = _Labelled(self._source, self)
         at_home = self._source.backend.name == "numpy"
@@ -198,7 +202,7 @@ class PrioritizedSampler(BatchSampler):
         return self._labels(None, row, generation, *self._ledger.look(row, generation, self._beta))
 
     def _nothing(self) -> EmptyError:
-        if not len(self._data):
+        if not len(self._data._existing()):
             return self.data._empty()
         return EmptyError(
             "PrioritizedSampler: some sample must have a mass above zero, got none; update priorities or pass eps"
@@ -256,8 +260,13 @@ class PrioritizedSampler(BatchSampler):
 
     def _load(self, state: dict[str, Any]) -> None:
         beta, applied, late = _checked("beta", state["beta"]), int(state["applied"]), int(state["late"])
-        self._ledger.load(state["priorities"])
-        super()._load(state)
+        before = self._ledger.state()
+        try:
+            self._ledger.load(state["priorities"])
+            super()._load(state)
+        except BaseException:
+            self._ledger.load(before)
+            raise
         self._beta, self._applied, self._late = beta, applied, late
 
     def _configuration(self) -> dict[str, Any]:
@@ -271,6 +280,9 @@ class _Labelled(View):
         super().__init__(batch, batch.single_space, sampler.single_metadata_space)
         self._sampler = sampler
 
+    def _located(self) -> Any:
+        return self.batch._located()
+
     def _read(self, idx: Any, keys: Keys = (), flat: bool = False, metadata: bool = False) -> Read:
         if not metadata:
             return self.batch._read(idx, keys, flat, False)
@@ -282,10 +294,15 @@ class _Labelled(View):
 
     def _read_at(self, index: Ints, keys: Keys, flat: bool) -> Read:
         """Samples and the labels of the very same; Lapped if any was overwritten meanwhile."""
-        found = self.get_located(self.batch.locate(index), keys, flat, True)
-        if found is None:
+        place = self.batch.locate(index)
+        found = self.get_located(place, keys, flat, True)
+        if found is not None:
+            return found
+        # Where no sequence begins, none is found by its place: read by index, if that is of the same sample afterwards.
+        data, own = self.batch._read(index, keys, flat, True)
+        if not is_same(self.batch.locate(index), place):
             raise Lapped
-        return found
+        return data, {**(own or {}), **self._labels_of(place)}
 
     def _first(self, found: Read, keys: Keys, flat: bool) -> Read:
         data, meta = found
@@ -299,8 +316,10 @@ class _Labelled(View):
         found = self.batch.get_located(location, keys, flat, metadata)
         if found is None or not metadata:
             return found
-        labels = self._sampler._labels_at({"row": location.row, "generation": location.generation})
-        return found[0], {**(found[1] or {}), **labels}
+        return found[0], {**(found[1] or {}), **self._labels_of(location)}
+
+    def _labels_of(self, location: Location) -> dict[str, Any]:
+        return self._sampler._labels_at({"row": location.row, "generation": location.generation})
 
 
 def _key(key: int, again: int) -> int:

@@ -6,11 +6,12 @@ from typing import Any
 
 import numpy as np
 
+from recollect.backends import Backend
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import check_known
-from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.view import Read, as_source
 from recollect.batch.windows import WindowBatch
+from recollect.errors import EmptyError
 from recollect.sampling.base import BatchSampler, limiter_of
 from recollect.sampling.stream import Ints
 
@@ -25,7 +26,8 @@ class SequenceSampler(BatchSampler):
     of the `length` samples, and `valid_mask` `(B, burn_in + length)`, False where zeros are.
 
     No window: EmptyError. An epoch yields each window that exists at its start once. The cost of a draw does not
-    depend on the capacity, unless windows are so rare that few random starts have one.
+    depend on the capacity, unless windows are so rare that few random starts have one. `backend="torch"` (or `"jax"`)
+    gives tensors.
 
     Ownership: holds no data; a batch is one copy, the caller's own.
     Concurrency: one thread at a time. With live writers each window is whole and of one moment; one that is
@@ -52,24 +54,25 @@ class SequenceSampler(BatchSampler):
         pad: bool = False,
         seed: int | None = None,
         device: Any = None,
+        *,
+        backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`, which must keep segments; no sample is read yet."""
         self.length = _checked("length", length, 1)
         self.burn_in = _checked("burn_in", burn_in, 0)
         self.pad = bool(pad)
-        windows = self._windows(data, device)
+        windows = self._windows(data, device, backend)
         super().__init__(windows.single_space, windows.single_metadata_space, batch_size)
         self._data, self.batch, self._limiter = data, windows, limiter_of(data)
         if seed is not None:
             self._seed(seed)
 
-    def _windows(self, data: BatchBase, device: Any) -> WindowBatch:
+    def _windows(self, data: BatchBase, device: Any, backend: str | Backend | None) -> WindowBatch:
         check_known(as_source(data), type(self).__name__)
-        source = data if device is None else ToBackendOrDeviceBatch(data, None, device)
-        return WindowBatch(source, self.length, self.burn_in, self.pad)
+        return WindowBatch(self._moved(data, device, backend), self.length, self.burn_in, self.pad)
 
-    def _bind(self, data: BatchBase, device: Any) -> None:
-        self._data, self.batch, self._limiter = data, self._windows(data, device), limiter_of(data)
+    def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
+        self._data, self.batch, self._limiter = data, self._windows(data, device, backend), limiter_of(data)
 
     def _sample_once(self, flat: bool, metadata: bool) -> Read:
         found: Read = self.batch.draw(self._stream, self.batch_size, flat, metadata)
@@ -79,6 +82,9 @@ class SequenceSampler(BatchSampler):
         """Draw the indices at which windows begin."""
         place = self.batch.draw_starts(self._stream, self.batch_size)
         return np.asarray(place.index)
+
+    def _empty(self) -> EmptyError:
+        return self.batch._empty()
 
     def _configuration(self) -> dict[str, Any]:
         mine = {"length": self.length, "burn_in": self.burn_in, "pad": self.pad}

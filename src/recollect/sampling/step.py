@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
+
 from recollect._core import Drawer
+from recollect.backends import Backend
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import drawn
 from recollect.batch.structure import fill
@@ -21,8 +24,9 @@ def _no_batch(stream: Any, n: int) -> None:
 class StepSampler(BatchSampler):
     """Draws `batch_size` samples of `data`, uniformly over what exists now, with replacement.
 
-    `replace=False` draws without (too few samples: ValueError). `device` moves the result. Equal seeds and
-    lengths give equal indices on every device; `seed=None` is a fresh one.
+    `replace=False` draws without (too few samples: ValueError). `backend="torch"` (or `"jax"`) gives tensors, on the
+    CPU without another copy where the library can share memory; `device` moves the result. Equal seeds and lengths
+    give equal indices on every device; `seed=None` is a fresh one.
 
     Ownership: a batch is one copy, the caller's own; of what was dropped up to two are kept to be filled again.
     Concurrency: one thread at a time, a second raises RuntimeError; several samplers may share a source.
@@ -44,17 +48,18 @@ class StepSampler(BatchSampler):
         device: Any = None,
         *,
         replace: bool = True,
+        backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`; nothing is read yet."""
         as_source(data)
         super().__init__(data.single_space, data.single_metadata_space, batch_size)
         self.replace = replace
-        self._bind(data, device)
+        self._bind(data, device, backend)
         if seed is not None:
             self._seed(seed)
 
-    def _bind(self, data: BatchBase, device: Any) -> None:
-        super()._bind(data, device)
+    def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
+        super()._bind(data, device, backend)
         self._choose_draw()
 
     def _choose_draw(self) -> None:
@@ -103,13 +108,16 @@ class StepSampler(BatchSampler):
         if not size:
             raise self._data._empty()
         if self.replace:
-            return self._stream.indices(size, n)
+            return np.asarray(self._data._pick(self._stream, size, n))
+        existing = self._data._existing()
+        size = len(existing)
         if n > size:
             raise ValueError(
                 f"StepSampler: batch_size must be at most {size} without replacement, got {n}; "
                 "draw with replacement or fewer"
             )
-        return self._stream.choice(size, n)
+        chosen = self._stream.choice(size, n)
+        return chosen if isinstance(existing, range) else np.asarray(existing, np.int64)[chosen]
 
     def _draw_limited(self, stream: Any, n: int) -> Any:
         with self._drawing(n):

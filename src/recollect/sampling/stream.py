@@ -90,8 +90,15 @@ class IndexStream(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called."""
-        seed, key, counter = (int(state[name]) for name in ("seed", "key", "counter"))
+        seed, key, counter = (_checked_seed(state[name], name) for name in ("seed", "key", "counter"))
         self.seed, self.key, self.counter = seed, key, counter
+
+    @classmethod
+    def restored(cls, state: dict[str, Any]) -> IndexStream:
+        """A new stream that goes on where `state_dict` was called."""
+        found = cls(0)
+        found.load_state_dict(state)
+        return found
 
     def __getstate__(self) -> dict[str, Any]:
         return self.state_dict()
@@ -118,12 +125,12 @@ def _ranked(words: Words) -> Ints:
     return (tagged & low).view(np.int64)
 
 
-def _checked_seed(seed: Any) -> int:
+def _checked_seed(seed: Any, name: str = "seed") -> int:
     if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"seed: must be an int or None, got {type(seed).__name__}; pass an int")
+        raise TypeError(f"{name}: must be an int or None, got {type(seed).__name__}; pass an int")
     number = operator.index(seed)
     if not 0 <= number <= _WORD:
-        raise ValueError(f"seed: must be in [0, 2**64), got {number}; take it modulo 2**64")
+        raise ValueError(f"{name}: must be in [0, 2**64), got {number}; take it modulo 2**64")
     return number
 
 

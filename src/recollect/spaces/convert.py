@@ -20,7 +20,7 @@ Items = list[Any] | tuple[Any, ...]
 _NUMPY = (np.ndarray, np.generic)  # tuples, not unions: a union is built anew at every call
 _NUMBER = (int, float)
 _LIST = (list, tuple)
-_DTYPE_HINT = "cast before writing, create with cast=True, or change the space"
+_DTYPE_HINT = "cast it first, create the buffer with cast=True, or change the space"
 
 
 def to_array(value: Any, dtype: np.dtype[Any], shape: Shape, name: str, cast: bool) -> Array:
@@ -39,12 +39,14 @@ def to_array(value: Any, dtype: np.dtype[Any], shape: Shape, name: str, cast: bo
 def to_batch(value: Any, dtype: np.dtype[Any], shape: Shape, name: str, cast: bool) -> Array:
     """Return `value` as an array of `dtype` and shape `(n, *shape)`, whatever n it has."""
     if isinstance(value, _LIST):
+        if shape and _shape_of(value) == shape:
+            raise _axis_error(name, f"shape {shape}")
         return _from_list(value, dtype, (len(value), *shape), name, cast)
     if isinstance(value, _NUMBER) and not isinstance(value, np.generic):
         raise _axis_error(name, type(value).__name__)
     array = foreign(value, name, dtype)
-    if array.ndim == 0:
-        raise _axis_error(name, "shape ()")
+    if array.shape == shape or array.ndim == 0:
+        raise _axis_error(name, f"shape {array.shape}")
     return _fit(array, dtype, (array.shape[0], *shape), name, cast)
 
 
@@ -180,7 +182,9 @@ def _shape_of(value: Any) -> Shape:
 
 
 def _axis_error(name: str, got: str) -> SchemaError:
-    return SchemaError(f"{name}: must have a leading batch axis, got {got}; write one sample with append")
+    return SchemaError(
+        f"{name}: must have a leading batch axis, got {got}; write one sample with append(), several as arrays (n, ...)"
+    )
 
 
 def _range_error(name: str, dtype: np.dtype[Any], got: Any) -> SchemaError:
@@ -196,4 +200,7 @@ def shown(number: Any) -> str:
 
 
 def _shape_error(name: str, shape: Shape, got: Shape) -> SchemaError:
-    return SchemaError(f"{name}: shape must be {shape}, got {got}; reshape the value or change the space")
+    hint = "reshape the value or change the space"
+    if len(got) == len(shape) + 1 and got[1:] == shape:
+        hint = f"write several samples with extend(), or {hint}"
+    return SchemaError(f"{name}: shape must be {shape}, got {got}; {hint}")

@@ -10,7 +10,6 @@ import json
 from collections.abc import Callable
 from copy import copy
 from functools import lru_cache
-from itertools import pairwise
 from math import prod
 from typing import Any
 
@@ -91,7 +90,9 @@ def _size_of(obj: Any) -> tuple[int, set[Ranges]]:
     if kind == "sequence":
         return _size_of(obj["feature"])
     if kind == "text":
-        return 0, {_ranges(obj)}
+        ranges = _ranges(obj)
+        widest = chr(ranges[-1][1]) if ranges else " "
+        return _whole(obj["max_length"]) * len(widest.encode("utf-8", "surrogatepass")), {ranges}
     if kind == "multibinary":
         n = obj["n"]
         return prod(_whole(x) for x in (n if isinstance(n, list) else [n])), set()
@@ -205,10 +206,14 @@ def _text_to_json(space: Any) -> Json:
 
 @lru_cache(maxsize=2)
 def _ranges_of(charset: frozenset[str]) -> Ranges:
+    if not charset:
+        return ()
     # The set, sorted: older gymnasium keeps it in hash order, which differs from process to process.
-    codes = sorted(map(ord, charset))
-    breaks = [i + 1 for i, (a, b) in enumerate(pairwise(codes)) if b != a + 1]
-    return tuple((codes[a], codes[b - 1]) for a, b in pairwise([0, *breaks, len(codes)])) if codes else ()
+    codes = np.frombuffer("".join(charset).encode("utf-32-le", "surrogatepass"), "<u4").astype(np.int64)
+    codes.sort()
+    breaks = np.flatnonzero(np.diff(codes) != 1) + 1
+    firsts, lasts = codes[np.r_[0, breaks]], codes[np.r_[breaks, len(codes)] - 1]
+    return tuple(zip(firsts.tolist(), lasts.tolist()))
 
 
 def _text_from_json(obj: Json) -> Space[Any]:

@@ -8,7 +8,7 @@ JSON and hash in every process, which is how two processes know that they speak 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from json import loads
@@ -170,14 +170,22 @@ def compile_layout(space: Any, max_lengths: Mapping[str, int] | None = None) -> 
         raise TypeError("space: must be a space or short form, got a Layout; pass layout.space")
     space = as_space(space)
     most = _checked_lengths(space, max_lengths or {})
-    layout = _compiled(canonical([space_to_json(space), most]))
+    layout = _compiled(_Described(canonical([space_to_json(space), most]), space, most))
     return replace(layout, space=space)
 
 
+@dataclass(frozen=True, slots=True)
+class _Described:
+    """A space with the text that says all of it, by which it is known."""
+
+    text: str
+    space: Space[Any] = field(compare=False)
+    most: Mapping[str, int] = field(compare=False)
+
+
 @lru_cache(maxsize=256)
-def _compiled(text: str) -> Layout:
-    obj, most = loads(text)
-    return _assemble(space_from_json(obj), most)
+def _compiled(known: _Described) -> Layout:
+    return _assemble(known.space, known.most)
 
 
 @lru_cache(maxsize=256)

@@ -38,6 +38,11 @@ def _as_space(spec: Any, path: Path) -> Space[Any]:
     if isinstance(spec, tuple):
         if _is_short_leaf(spec):
             return full_box(tuple(spec[0]), dtype_from(spec[1], path_name(path)))
+        if len(spec) == 2 and isinstance(spec[0], int | np.integer) and is_dtype_like(spec[1]):
+            dtype = dtype_from(spec[1], path_name(path)).name
+            raise TypeError(
+                f"{path_name(path)}: shape must be a tuple, got {spec[0]}; write (({spec[0]},), {dtype!r})"
+            )
         return spaces.Tuple([_as_space(value, (*path, i)) for i, value in enumerate(spec)])
     return _from_example(spec, path)
 
@@ -48,8 +53,19 @@ def _is_short_leaf(spec: tuple[Any, ...]) -> bool:
     return all(isinstance(d, int | np.integer) and not isinstance(d, bool) and d >= 0 for d in spec[0])
 
 
+def _named_dtype(value: Any) -> str | None:
+    try:
+        return dtype_from(value, "").name if is_dtype_like(value) else None
+    except TypeError:
+        return None
+
+
 def _from_example(value: Any, path: Path) -> Space[Any]:
     name = path_name(path)
+    if (dtype := _named_dtype(value)) is not None:
+        raise TypeError(
+            f"{name}: must have a shape beside its dtype, got {value!r}; write ((), {dtype!r}) for one number"
+        )
     try:
         array = as_numpy(value)
     except Exception as error:

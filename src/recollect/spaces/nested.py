@@ -99,7 +99,8 @@ def _dict_error(sample: Any, keys: tuple[Any, ...], path: Path) -> SchemaError:
     if not isinstance(sample, Mapping):
         given = class_name(sample)
         return SchemaError(
-            f"{subject(path)}: must be a dict with keys {list(keys)}, got {given}; pass a dict"
+            f"{subject(path)}: must be a dict with keys {list(keys)}, got {given}; pass a dict, "
+            "of arrays (n, ...) for several samples"
         )
     missing = [key for key in keys if key not in sample]
     if missing:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from heapq import nsmallest
 from typing import Any, Literal
 
 import numpy as np
@@ -30,6 +31,7 @@ _KINDS: tuple[tuple[type[Any], NodeKind], ...] = (
     (spaces.Tuple, "tuple"),
 )
 
+_SHOWN = 120  # characters of a charset, of which those that are no white space fill a message
 _ATTRIBUTES = "dtype shape n start nvec low high min_length max_length character_set".split()
 
 
@@ -83,6 +85,25 @@ def leaf_paths(space: Space[Any], path: Path = ()) -> list[tuple[Path, Space[Any
     if not isinstance(space, spaces.Dict | spaces.Tuple):
         return [(path, space)]
     return [found for key, part in children(space) for found in leaf_paths(part, (*path, key))]
+
+
+def brief(space: Space[Any], most: int = 8) -> str:
+    """Return the leaves of a space for a person: `obs float32[4], action Discrete(2), reward float32`."""
+    leaves = leaf_paths(space)
+    shown = [
+        f"{path_name(path)} {_brief_leaf(leaf)}" if path else _brief_leaf(leaf)
+        for path, leaf in leaves[:most]
+    ]
+    return ", ".join(shown + ([f"and {len(leaves) - most} more"] if len(leaves) > most else []))
+
+
+def _brief_leaf(leaf: Space[Any]) -> str:
+    if isinstance(leaf, spaces.Discrete):
+        return f"Discrete({leaf.n})"
+    if has_no_array(leaf):
+        return type(leaf).__name__
+    dtype, shape = array_form(leaf)
+    return f"{dtype}{list(shape) if shape else ''}"
 
 
 def has_no_array(space: Space[Any]) -> bool:
@@ -169,6 +190,6 @@ def _difference(path: Path, pairs: Iterable[tuple[str, Any, Any]]) -> str | None
 
 def _brief(value: Any) -> str:
     if isinstance(value, frozenset):
-        value = "".join(sorted(value))
+        value = "".join(nsmallest(_SHOWN, value))
     text = " ".join(str(value).split())
     return text if len(text) <= 60 else text[:57] + "..."

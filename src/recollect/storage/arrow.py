@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect.budget import check_fits
 from recollect.errors import FormatError
 from recollect.spaces import Layout
 from recollect.spaces.dtypes import is_extended, native
@@ -21,6 +22,7 @@ from recollect.spaces.tree import ELEMENT, Path, array_form, children, path_name
 from recollect.storage.columns import wide_layout
 
 Array = np.ndarray[Any, Any]
+_SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))
 
 
 def raw_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -60,7 +62,7 @@ def _to_arrow(pa: Any, space: Space[Any], arrays: Iterator[Array], n: int) -> An
 
 def _text_type(pa: Any, space: spaces.Text) -> Any:
     # A lone surrogate has no UTF-8; where the charset has one, the column is bytes.
-    return pa.binary() if any("\ud800" <= c <= "\udfff" for c in space.character_set) else pa.string()
+    return pa.string() if _SURROGATES.isdisjoint(space.character_set) else pa.binary()
 
 
 def _text_to_arrow(pa: Any, space: spaces.Text, data: Array, lengths: Array, n: int) -> Any:
@@ -162,6 +164,9 @@ def _text_from_arrow(pa: Any, space: spaces.Text, column: Any, n: int) -> list[A
     lengths = np.diff(at).astype(np.int32)
     if n and int(lengths.max()) > width:
         raise ValueError(f"a text of {int(lengths.max())} bytes for at most {width}")
+    check_fits(
+        2 * n * width, f"{n} texts of {width} bytes", "free memory, or it is damaged", when=" to be read"
+    )
     out = np.zeros((n, width), np.uint8)
     if data is not None:
         used = np.frombuffer(data, np.uint8)[int(at[0]) : int(at[-1])]

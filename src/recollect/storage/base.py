@@ -32,6 +32,7 @@ class SpaceStorage(ABC):
     """
 
     short_name: ClassVar[str] = ""
+    create_options: ClassVar[tuple[str, ...] | None] = None  # what `create` takes of its own; None: anything
     single_file_ext: ClassVar[str | None] = None
     capacity: int | None = None
     cache_filename: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, Self
 import numpy as np
 
 from recollect import interrupts
-from recollect.errors import FormatError, SchemaError
+from recollect.errors import FormatError, SchemaError, check_installed
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
 from recollect.spaces.tree import as_keys, path_name
@@ -71,6 +71,7 @@ class DictStorage(FiledStorage):
     def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
                   *, storages: Any = None, **options: Any) -> Self:  # fmt: skip
         parts = divide(space, storages)
+        _check_installed([_chosen(storages[part.pattern])[0] for part in parts])
         inner: list[SpaceStorage] = []
         try:
             for part, shared in zip(parts, _shared_out(options, parts)):
@@ -87,6 +88,7 @@ class DictStorage(FiledStorage):
     def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, *, storages: Any = None,
               **options: Any) -> Self:  # fmt: skip
         parts = divide(as_space(space), storages)
+        _check_installed([_chosen(storages[part.pattern])[0] for part in parts])
         inner: list[SpaceStorage] = []
         for number, (part, shared) in enumerate(zip(parts, _shared_out(options, parts))):
             child, more = _chosen(storages[part.pattern])
@@ -96,7 +98,6 @@ class DictStorage(FiledStorage):
                     "does not; leave out cache_path and use dumps(path)"
                 )
             check_capacity(child, capacity)
-            child.need()
             below = prefix + directory_of(number, part) + "/"
             inner.append(child.under(live, below, part.space, capacity, **{**shared, **more}))
         return cls(space, parts, inner, live)
@@ -105,6 +106,9 @@ class DictStorage(FiledStorage):
     def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         parts = saved_parts(live.home.path, saved, space)
+        _check_installed(
+            [find_stored(child["name"], str(live.home.path)) for child in saved["children"].values()]
+        )
         inner: list[SpaceStorage] = [
             reopen_child(live, prefix + child["path"] + "/", child, part.space, capacity, length)
             for part, child in zip(parts, saved["children"].values())
@@ -124,6 +128,7 @@ class DictStorage(FiledStorage):
     def over_parts(cls, path: Path, manifest: dict[str, Any], space: Any, **options: Any) -> Self:
         saved = manifest["storage"]
         parts = saved_parts(path, saved, space)
+        _check_installed([find_stored(child["name"], str(path)) for child in saved["children"].values()])
         base = manifest["storage_path_relative"]
         inner = [
             open_part(
@@ -354,6 +359,8 @@ class DictStorage(FiledStorage):
     def close(self) -> None:
         if self._closed:
             return
+        if self.live is not None:
+            self.live.check_free()
         try:
             if self.live is not None:
                 self.live.close()
@@ -385,6 +392,12 @@ def _shared_out(options: dict[str, Any], parts: list[Part]) -> list[dict[str, An
     if most:
         raise ValueError(f"max_lengths: keys must be Sequence leaves of the space, got {sorted(most)}")
     return found
+
+
+def _check_installed(children: list[type[SpaceStorage]]) -> None:
+    """MissingExtraError for all children at once whose packages are not there."""
+    pairs = [getattr(child, "requires", None) for child in children]
+    check_installed("DictStorage", *dict.fromkeys(pair[0].split(".")[0] for pair in pairs if pair))
 
 
 def _chosen(spec: Any) -> tuple[type[SpaceStorage], dict[str, Any]]:

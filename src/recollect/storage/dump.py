@@ -109,7 +109,7 @@ class DumpWriter:
             failed = kind is not None and self.owned.is_held and is_committed(self.path, self.commit) is False
             try:
                 if failed:
-                    self.owned.remove_noted({*named_files(self.path, self._last)})
+                    remove_unnamed(self.owned, self._last)
             finally:
                 self._end(failed)
 
@@ -244,7 +244,7 @@ def check_owned(owned: OwnedDirectory) -> dict[str, Any]:
             "choose another directory, or remove it"
         )
     if owned.left:
-        owned.remove_noted({*named_files(path, manifest)})
+        remove_unnamed(owned, manifest)
     return manifest
 
 
@@ -266,19 +266,22 @@ def remove_dump(path: Path, more: Collection[str] = ()) -> None:
 
 
 def last_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a directory, {} if there is none that can be read."""
+    """The manifest of a directory, {} if there is none, or a damaged one; OSError if that cannot be told now."""
     try:
         return read_manifest(path, DUMPS)
-    except (FormatError, OSError):
+    except FormatError:
         return {}
 
 
 def _is_foreign(place: Path) -> bool:
-    """Whether something of this name is not an empty directory."""
+    """Whether something of this name is anything but a directory with none but empty directories in it.
+
+    Those a writer leaves that is killed before its first file.
+    """
     if place.is_symlink() or not place.is_dir():
         return True
     with os.scandir(place) as found:
-        return next(found, None) is not None
+        return any(_is_foreign(Path(entry.path)) for entry in found)
 
 
 def _last_number(place: Path) -> int:
@@ -287,8 +290,35 @@ def _last_number(place: Path) -> int:
     return max((int(match[1] or match[2]) for match in found if match is not None), default=0)
 
 
+def remove_unnamed(owned: OwnedDirectory, manifest: dict[str, Any]) -> None:
+    """Remove what was noted and does not belong to a manifest; if that cannot be told now, the next writer does it."""
+    try:
+        keep = _all_named(owned.path, manifest)
+    except (FormatError, MissingExtraError, OSError):
+        return
+    owned.remove_noted({*keep})
+
+
 def named_files(path: Path, manifest: dict[str, Any]) -> list[str]:
-    """All files that belong to a manifest: those that it names, the live one, and those that named files name."""
+    """All files that belong to a manifest, as far as they can be told, to remove them: what cannot be read stays."""
+    try:
+        return _all_named(path, manifest)
+    except (FormatError, MissingExtraError, OSError):
+        return _named(path, manifest)
+
+
+def _all_named(path: Path, manifest: dict[str, Any]) -> list[str]:
+    """All files that belong to a manifest: those that it names, the live one, and those that named files name.
+
+    Raises if the files that name others cannot be read.
+    """
+    names = _named(path, manifest)
+    if manifest and _has_more(manifest["storage"]):
+        names += _more_files(path, manifest, manifest.get("storage_path_relative", STORAGE))
+    return names
+
+
+def _named(path: Path, manifest: dict[str, Any]) -> list[str]:
     if not manifest:
         return []
     base, storage = manifest.get("storage_path_relative", STORAGE), manifest["storage"]
@@ -297,8 +327,6 @@ def named_files(path: Path, manifest: dict[str, Any]) -> list[str]:
         names.append(check_name(path, manifest["log"]))
     if manifest.get("live") and isinstance(storage["options"].get("file"), str):
         names.append(f"{base}/{storage['options']['file']}")
-    if _has_more(storage):
-        names += _more_files(path, manifest, base)
     return names
 
 
@@ -315,15 +343,12 @@ def _more_files(path: Path, manifest: dict[str, Any], base: str) -> list[str]:
     from recollect.storage.registry import find_stored
     from recollect.storage.rows import stored_layout
 
-    try:
-        cls = find_stored(manifest["storage"]["name"], str(path))
-        if not issubclass(cls, FiledStorage) or cls.is_in_parts(path, manifest["storage"]):
-            return []
-        space = stored_layout(path, manifest).space
-        with cls.from_manifest(path, manifest, space, read_only=True, verify=False) as storage:
-            return [f"{base}/{name}" for name in storage.more_files()]
-    except (FormatError, MissingExtraError, OSError):
-        return []  # what cannot be read stays
+    cls = find_stored(manifest["storage"]["name"], str(path))
+    if not issubclass(cls, FiledStorage) or cls.is_in_parts(path, manifest["storage"]):
+        return []
+    space = stored_layout(path, manifest).space
+    with cls.from_manifest(path, manifest, space, read_only=True, verify=False) as storage:
+        return [f"{base}/{name}" for name in storage.more_files()]
 
 
 def write_manifest(path: Path, manifest: dict[str, Any], owned: OwnedDirectory | None = None) -> None:
@@ -411,7 +436,8 @@ def check_files(
         nbytes = _size_of(path, name, real)
         if nbytes != about["bytes"]:
             raise FormatError(
-                f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is truncated"
+                f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; "
+                f"it is {'truncated' if nbytes < about['bytes'] else 'longer than it was written'}"
             )
         if verify or name in read_whole:
             with open_named(path, name) as f:

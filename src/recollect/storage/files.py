@@ -118,7 +118,7 @@ class FiledStorage(SpaceStorage):
         """Open a directory at its last commit; `read_only=False` makes this process its writer."""
         if multiprocessing and not read_only:
             raise ValueError(f"multiprocessing: {cls.__name__} has one writer; load it with read_only=True")
-        path = Path(path)
+        path = Path(path).absolute()  # what is read later, or in another process, is there too
         manifest = read_manifest(path, FORMATS)
         check_files(path, manifest, verify=verify)
         if manifest["storage"]["name"] != cls.short_name:
@@ -240,6 +240,8 @@ class FiledStorage(SpaceStorage):
     def close(self) -> None:
         if self._closed:
             return
+        if self.live is not None:
+            self.live.check_free()
         try:
             if self.live is not None:
                 self.live.close()
@@ -261,7 +263,7 @@ def make_live(cls: type[Any], space: Any, capacity: int | None, path: PathName, 
     """Make a directory, the storage in it, and its first commit; nothing is left if that fails."""
     check_capacity(cls, capacity)
     cls.need()
-    home = Home.create(Path(path), overwrite)
+    home = Home.create(Path(path).absolute(), overwrite)
     live = Live(home)
     try:
         live.root = cls.under(live, "", as_space(space), capacity, **options)

@@ -23,7 +23,7 @@ from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_chunks
 from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
 from recollect.storage.columns import part_of
 from recollect.storage.files import Ints
-from recollect.storage.hdf5_file import HDF5File
+from recollect.storage.hdf5_file import HDF5File, own_node
 from recollect.storage.home import Home
 from recollect.storage.live import FLUSH, Live
 from recollect.storage.rows import encode_at
@@ -52,6 +52,7 @@ class HDF5Storage(FileStorage):
 
     load_options = ("cache_nbytes",)
     short_name = "hdf5"
+    create_options = ("compression", "cache_nbytes")
     single_file_ext = ".hdf5"
     requires = ("h5py", "hdf5")
     commits_from = FLUSH
@@ -167,7 +168,12 @@ class HDF5Storage(FileStorage):
                 disk.settle()
             else:
                 with self.home.open_file(old) as source:
-                    disk.take_all(source)
+                    if (
+                        disk.take_all(source) != self.home.about(old)["crc32c"]
+                    ):  # else the copy would vouch for it
+                        raise FormatError(
+                            f"{self.home.path}: {old}: its checksum does not match; it is damaged"
+                        )
             _core.fault_point()
         except BaseException:
             disk.close()
@@ -196,9 +202,10 @@ class HDF5Storage(FileStorage):
             disk.close()
             self.home.take_back(name)
             raise
-        self._name, self._disk, self._is_doubtful = name, disk, False
-        old.close()
-        self.home.take_back(doubtful)
+        with interrupts.deferred():
+            self._name, self._disk, self._is_doubtful = name, disk, False
+            old.close()
+            self.home.take_back(doubtful)
 
     def _make_datasets(self, f: Any) -> None:
         for field in self.layout.fields:
@@ -214,20 +221,26 @@ class HDF5Storage(FileStorage):
 
     def _close_file(self) -> None:
         if self._file is not None:
-            self._file.close()
+            try:
+                self._file.close()
+            except (OSError, RuntimeError) as error:  # of the disk it hears nothing
+                raise FormatError(
+                    f"{self.home.path}: {self._name}: cannot be written to its end ({error}); it is damaged"
+                ) from None
             self._file = None
 
     def _readable_file(self) -> Any:
         if self._disk is not None:
             return self._writable_file()
         if self._file is None and self._name is not None:
+            self.home.check_place()
             try:
                 self._file = self._h5.File(self.home.path / self.home.base / self._name, "r")
-            except FileNotFoundError:
-                raise FormatError(
-                    f"{self.home.path}: {self._name} is gone; it was replaced: load again"
-                ) from None
             except (OSError, RuntimeError, ValueError) as error:
+                if not self.home.has(self._name):  # the library does not always say so
+                    raise FormatError(
+                        f"{self.home.path}: {self._name} is gone; it was replaced: load again"
+                    ) from None
                 raise FormatError(
                     f"{self.home.path}: {self._name}: must be HDF5, got {error}; it is damaged"
                 ) from None
@@ -246,7 +259,7 @@ class HDF5Storage(FileStorage):
         """Sync the file and name it. Where that fails, the rows stay as they are, and the next time goes on there."""
         if self._disk is None:
             return
-        with interrupts.deferred():
+        with interrupts.deferred(*interrupts.ASKING):
             self._close_file()
         self._disk.settle()
         if self._is_doubtful:
@@ -254,11 +267,12 @@ class HDF5Storage(FileStorage):
         self._is_doubtful = True
         self.home.adopt(str(self._name))
         self._is_doubtful = False
-        self._disk.close()
-        self._disk = None
-        if self._old is not None:
-            self.home.drop(self._old)
-            self._old = None
+        with interrupts.deferred():  # it is closed and gone at once: the next call would read a closed file
+            self._disk.close()
+            self._disk = None
+            if self._old is not None:
+                self.home.drop(self._old)
+                self._old = None
 
     # -- rows
 
@@ -292,7 +306,7 @@ class HDF5Storage(FileStorage):
                 out.append(np.zeros((end - first, *field.shape), field.dtype))
                 continue
             try:
-                with interrupts.deferred():
+                with interrupts.deferred(*interrupts.ASKING):
                     found: Array = f[dataset_name(field)][first:end]
             except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
                 raise FormatError(
@@ -309,7 +323,7 @@ class HDF5Storage(FileStorage):
                 return
             rows, last = _last_of_each(rows)
             arrays = [a[last] for a in arrays]
-            with interrupts.deferred():
+            with interrupts.deferred(*interrupts.ASKING):
                 self._write_all(rows, arrays)
             for keys, cache in self._caches.items():
                 chosen = self.layout.field_indices(keys) if keys else range(len(arrays))
@@ -340,7 +354,7 @@ class HDF5Storage(FileStorage):
                     f[dataset_name(field)][first:end] = array[part].view(raw_dtype(field.dtype))
 
     def _truncate(self, length: int) -> None:
-        with interrupts.deferred():
+        with interrupts.deferred(*interrupts.ASKING):
             self._resize(length)
 
     def _resize(self, length: int) -> None:
@@ -386,13 +400,13 @@ class HDF5Storage(FileStorage):
         write_single(self, Path(path))
 
     def _release(self) -> None:
-        with interrupts.deferred():
+        with interrupts.deferred(*interrupts.ASKING):
             self._close_file()
-        self._caches.clear()
-        if self._disk is not None:  # never committed
-            self._disk.close()
-            self._disk = None
-            self.home.take_back(str(self._name))
+            self._caches.clear()
+            if self._disk is not None:  # never committed
+                self._disk.close()
+                self._disk = None
+                self.home.take_back(str(self._name))
 
 
 def write_single(storage: HDF5Storage, path: Path) -> None:
@@ -426,13 +440,7 @@ def dataset_name(field: Field) -> str:
 
 def check_dataset(f: Any, field: Field, length: int, where: str) -> None:
     """Raise FormatError unless a dataset has the dtype and shape of its field, and at least `length` rows."""
-    name = dataset_name(field)
-    try:
-        found = f.get(name)
-    except (OSError, KeyError, ValueError, RuntimeError) as error:
-        raise FormatError(f"{where}: {field.name}: cannot be read ({error}); it is damaged") from None
-    if found is None:
-        raise FormatError(f"{where}: {field.name}: must be a dataset, got none; it is damaged or foreign")
+    found = own_node(f, dataset_name(field), where)
     shape, dtype = getattr(found, "shape", None), getattr(found, "dtype", None)
     if dtype != raw_dtype(field.dtype) or shape is None or shape[1:] != field.shape or shape[0] < length:
         raise FormatError(

@@ -9,9 +9,14 @@ that was promised, since rows count once they are committed.
 from __future__ import annotations
 
 import os
+from math import prod
 from typing import Any
 
+from recollect import _core, interrupts
+from recollect.budget import check_fits
+from recollect.errors import FormatError
 from recollect.files import write_at
+from recollect.spaces.json import MOST_NBYTES
 
 _PART = 1 << 22
 
@@ -99,12 +104,15 @@ class HDF5File:
         if os.fstat(self._fd).st_size != self._nbytes:
             os.ftruncate(self._fd, self._nbytes)
 
-    def take_all(self, source: Any) -> None:
-        """Copy another file into this one, which is new; OSError if the disk does not take it."""
+    def take_all(self, source: Any) -> str:
+        """Copy another file into this one, which is new; return its crc32c. OSError if the disk does not take it."""
         source.seek(0)
+        crc = 0
         while part := source.read(_PART):
             self.write(part)
             self.settle()
+            crc = _core.crc32c(part, crc)
+        return f"{crc:08x}"
 
     def close(self) -> None:
         """Give up the descriptor and what waits; may be called twice."""
@@ -112,3 +120,45 @@ class HDF5File:
         self._waiting = []
         if fd >= 0:
             os.close(fd)
+
+    def __del__(self) -> None:  # one that was cut short before its owner knew it
+        self.close()
+
+
+@interrupts.undivided  # inside of h5py it would leave the file open
+def own_node(f: Any, name: str, where: Any) -> Any:
+    """The dataset or group of this name, if it lies in the file itself; FormatError otherwise.
+
+    Links, virtual datasets and external storage make a file read others, any that the user may read.
+    """
+    from h5py import HardLink
+
+    node = f
+    for part in name.split("/"):
+        try:
+            link = node.get(part, getlink=True)
+            node = node.get(part) if isinstance(link, HardLink) else None
+        except (OSError, KeyError, ValueError, RuntimeError, TypeError, AttributeError) as error:
+            raise FormatError(f"{where}: {name}: cannot be read ({error}); it is damaged") from None
+        if node is None:
+            what = "none" if link is None else f"a {type(link).__name__}, which leads elsewhere"
+            raise FormatError(
+                f"{where}: {name}: must be in the file itself, got {what}; copy it into the file"
+            )
+    if hasattr(node, "is_virtual"):
+        _check_own(node, f"{where}: {name}")
+    return node
+
+
+def _check_own(dataset: Any, where: str) -> None:
+    """FormatError for a dataset whose rows lie in other files, or whose chunks have no measure."""
+    if dataset.is_virtual or dataset.external:
+        what = "a virtual dataset" if dataset.is_virtual else "external storage"
+        raise FormatError(f"{where}: must be in the file itself, got {what}; copy it into the file")
+    nbytes = prod(dataset.chunks or ()) * dataset.dtype.itemsize
+    if nbytes > max(MOST_NBYTES, dataset.nbytes):
+        raise FormatError(
+            f"{where}: a chunk must have at most {MOST_NBYTES} bytes, got {nbytes}; it is damaged or forged"
+        )
+    if nbytes > 1 << 20:
+        check_fits(nbytes, f"{where}: a chunk", "free memory", when=" to be read")

@@ -36,6 +36,7 @@ from recollect.storage.dump import (
     is_committed,
     last_commit,
     named_files,
+    remove_unnamed,
     write_manifest,
 )
 
@@ -51,6 +52,7 @@ class Home:
         self, path: Path, files: dict[str, About], commit: int, base: str, owned: OwnedDirectory | None
     ) -> None:
         self.path, self.files, self.commit, self.base = path, files, commit, base
+        path = path.absolute()  # this process may change its directory
         self._owned = owned
         self._fresh: set[str] = set()  # sealed since the last commit
         self._dropped: set[str] = set()  # committed, but not to be named by the next
@@ -58,6 +60,7 @@ class Home:
         self._serial = 0
         self._open: set[str] = set()  # made, and not sealed yet
         self._made: list[Path] = []  # new directories
+        self._old: dict[str, Any] | None = None  # the manifest that the first commit of `create` replaces
 
     @classmethod
     def create(cls, path: Path, overwrite: bool) -> Self:
@@ -77,6 +80,7 @@ class Home:
             commit = old.get("commit", 0)
             home = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, owned)
             home._dropped = {*named_files(path, old)}  # they go with the first commit
+            home._old = old
         except BaseException:
             owned.release()
             remove_empty(made)
@@ -85,11 +89,14 @@ class Home:
         return home
 
     def give_up(self) -> None:
-        """Take back what `create` made, when no commit came of it."""
-        if self._owned is not None and self._owned.is_held:
-            self._owned.remove_noted(self._dropped)
-        self.close()
-        remove_empty(self._made)
+        """Take back what `create` made, unless a commit came of it."""
+        old = self._old if self._old is not None and self.commit == self._old.get("commit", 0) else None
+        try:
+            if old is not None and self._owned is not None and self._owned.is_held:
+                remove_unnamed(self._owned, old)
+        finally:
+            self.close()
+            remove_empty(self._made if old is not None else [])
 
     @classmethod
     def open(cls, path: Path, manifest: dict[str, Any], writable: bool) -> Self:
@@ -115,6 +122,11 @@ class Home:
         if self._owned is not None:
             self._owned.check()
 
+    def check_place(self) -> None:
+        """Raise if the directory that this object writes is no longer at its path: another's files may be there."""
+        if self._owned is not None and self._owned.is_held:
+            self._owned.check()
+
     # -- files, named relative to the base directory of the storage
 
     def place(self, name: str) -> Path:
@@ -136,6 +148,11 @@ class Home:
     def note_new(self, names: Collection[str]) -> None:
         """Say that files are about to be made that the next commit names by other files."""
         self._writer().note(map(self._key, names))
+
+    def make(self, name: str) -> BinaryIO:
+        """Make a file that was noted and open it; FileExistsError if anything has its name, a link too."""
+        self.place(name)
+        return open_named(self.path, self._key(name), "xb+")
 
     def _writer(self) -> OwnedDirectory:
         if self._owned is None:
@@ -222,8 +239,18 @@ class Home:
             raise FormatError(f"{self.path}: must name the file {name!r}, got none; it is damaged") from None
 
     def open_file(self, name: str) -> BinaryIO:
-        """Open a named file; FormatError, "load again", if it is gone."""
-        return open_named(self.path, self._key(name))
+        """Open a named file; FormatError, "load again", if it is gone or has another size."""
+        self.check_place()
+        key = self._key(name)
+        f, about = open_named(self.path, key), self.files.get(key)
+        nbytes = os.fstat(f.fileno()).st_size
+        if about is not None and nbytes != about["bytes"]:
+            f.close()
+            raise FormatError(
+                f"{self.path / key}: must have {about['bytes']} bytes, got {nbytes}; the dump was replaced or damaged "
+                "meanwhile: load again"
+            )
+        return f
 
     def _key(self, name: str) -> str:
         return f"{self.base}/{name}"
@@ -284,7 +311,7 @@ def refuse_dump(path: Path, overwrite: bool) -> None:
 
 def seal(full: Path) -> About:
     """Sync a file that is complete, and return its size and checksum."""
-    with os.fdopen(open_inside(full.parent, full.name, os.O_RDWR), "rb+") as f:
+    with open_inside(full.parent, full.name, os.O_RDWR) as f:
         os.fsync(f.fileno())
         _core.fault_point()
         return {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}

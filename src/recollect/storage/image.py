@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator
+from contextlib import contextmanager
 from io import BytesIO
 from typing import Any, Self
 
@@ -44,6 +45,7 @@ class ImageStorage(FileStorage):
     """
 
     short_name = "image"
+    create_options = ("format", "quality", "piece_size")
     requires = ("PIL.Image", "images")
     commits_from = PIECE
 
@@ -56,8 +58,11 @@ class ImageStorage(FileStorage):
             self.single_instance_space, type(self).__name__, deep_channel=False
         )
         self._pil.init()
-        if not isinstance(format, str) or format.upper() not in self._pil.SAVE:
-            raise ValueError(f"format: must be one that Pillow writes, as 'png' or 'jpeg', got {format!r}")
+        known = self._pil.SAVE.keys() & self._pil.OPEN.keys()
+        if not isinstance(format, str) or format.upper() not in known:
+            raise ValueError(
+                f"format: must be one that Pillow writes and reads, as 'png' or 'jpeg', got {format!r}"
+            )
         if self._dtype == np.uint16 and format.lower() not in _DEEP:
             raise ValueError(f"format: uint16 needs one of {list(_DEEP)}, got {format!r}")
         if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
@@ -144,8 +149,8 @@ class ImageStorage(FileStorage):
         part = self._entries[number * _BLOCK : (number + 1) * _BLOCK]
         if part["generation"].any():
             name = self.home.new_name(f"{self.prefix}index-{number}-", ".bin")
-            with self.home.writing(name) as path:
-                path.write_bytes(part.tobytes())
+            with self.home.writing(name), self.home.make(name) as f:
+                f.write(part.tobytes())
             self._index[number] = name
         else:
             self._index.pop(number, None)
@@ -170,16 +175,14 @@ class ImageStorage(FileStorage):
             raise FormatError(f"{self.home.path}: row {row} must have a file, got none; it was never written")
         name = self._name(row, int(entry["generation"]))
         with self.home.open_file(name) as f:
-            data = f.read()
-        if entry["bytes"] and (len(data) != entry["bytes"] or _core.crc32c(data) != entry["crc32c"]):
+            is_whole = entry["bytes"] in (0, os.fstat(f.fileno()).st_size)  # 0: not committed yet
+            data = f.read() if is_whole else b""
+        if not is_whole or (entry["bytes"] and _core.crc32c(data) != entry["crc32c"]):
             raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
-        try:
-            with self._pil.open(BytesIO(data)) as image:
-                found = np.asarray(image)
-        except (OSError, ValueError, SyntaxError) as error:
-            raise FormatError(
-                f"{self.home.path}: {name}: must be an image, got {error}; it is damaged"
-            ) from None
+        make, _ = self._pil.OPEN[self.format.upper()]  # what the storage was given it reads, of any size
+        with image_damage(f"{self.home.path}: {name}"), make(BytesIO(data)) as image:
+            check_side(image, self._shape)
+            found = np.asarray(image)
         if found.dtype != self._dtype or found.size != int(np.prod(self._shape)):
             raise FormatError(
                 f"{self.home.path}: {name}: must be {self._dtype}{self._shape}, got {found.dtype}{found.shape}"
@@ -207,10 +210,11 @@ class ImageStorage(FileStorage):
             self.home.note_new([self._name(row, self._newest) for row in last])
             try:
                 for row, i in last.items():
-                    name = self._name(row, self._newest)
-                    written.append((row, name))
+                    name, data = self._name(row, self._newest), self._encode(frames[i])
                     _core.fault_point()
-                    self.home.place(name).write_bytes(self._encode(frames[i]))
+                    with self.home.make(name) as f:
+                        written.append((row, name))
+                        f.write(data)
             except BaseException:
                 for _, name in written:
                     self.home.take_back(name)
@@ -276,6 +280,23 @@ class ImageStorage(FileStorage):
             except FormatError as error:
                 name = self._name(row, int(self._entries[row]["generation"]))
                 yield f"{self.home.base}/{name}", str(error)
+
+
+@contextmanager
+def image_damage(where: str) -> Iterator[None]:
+    """Raise FormatError for whatever Pillow raises within: of a damaged file that may be nearly anything."""
+    try:
+        yield
+    except (FormatError, MemoryError):
+        raise
+    except Exception as error:
+        raise FormatError(f"{where}: must be an image, got {error!r}; it is damaged") from None
+
+
+def check_side(image: Any, shape: tuple[int, ...]) -> None:
+    """Raise ValueError if an image's header says another size, before memory is taken for the pixels."""
+    if image.size != (shape[1], shape[0]):
+        raise ValueError(f"{image.height} x {image.width} where {shape[0]} x {shape[1]} is said")
 
 
 def _numbers(name: str) -> tuple[int, int]:

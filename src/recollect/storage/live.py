@@ -11,7 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from recollect.errors import FormatError
+from recollect.errors import FormatError, LaneBusyError
 from recollect.spaces import space_to_json
 from recollect.storage.base import PathName, SpaceStorage
 from recollect.storage.dump import DumpWriter
@@ -36,6 +36,7 @@ class Live:
         self.root: SpaceStorage | None = None
         self.owner: Owner | None = None  # a buffer: counters and segments for so many stored rows
         self.mend: Callable[[], None] | None = None  # of the owner: what an interrupt left unfinished
+        self.is_busy: Callable[[], bool] | None = None  # of the owner: whether it writes, in this very thread
         self.lock = threading.RLock()
         self._due = -1
         self.waits_for_flush = (
@@ -57,8 +58,17 @@ class Live:
             with self.lock:
                 self.root.write_out(PIECE)
 
+    def check_free(self) -> None:
+        """Raise LaneBusyError within a write or commit of this thread: then a signal handler calls."""
+        if self.lock._is_owned() or (self.is_busy is not None and self.is_busy()):  # type: ignore[attr-defined]
+            raise LaneBusyError(
+                f"{self.home.path}: a write or commit of this thread is under way, got a call in the midst of it; let "
+                "a signal handler set a flag, and save or close after the call"
+            )
+
     def commit(self, urgency: int = FLUSH) -> None:
         """Write out what is pending and name it; less urgent than what the storages take part in: nothing."""
+        self.check_free()
         if self.mend is not None:
             self.mend()
         self._commit(urgency)
@@ -74,6 +84,7 @@ class Live:
 
     def close(self) -> None:
         """Commit all, once, and give the directory back."""
+        self.check_free()
         try:
             self.commit()
         finally:

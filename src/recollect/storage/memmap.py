@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Self
 
@@ -20,8 +20,8 @@ from recollect.storage.dump import (
     check_owned,
     claim_live,
     last_manifest,
-    named_files,
     read_manifest,
+    remove_unnamed,
 )
 from recollect.storage.home import refuse_dump
 from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
@@ -35,7 +35,7 @@ class MemmapStorage(RowStorage):
     """One file of header, stamps and rows, live at its `cache_path`: each commit is there for whoever opens it next.
 
     It survives `kill -9` with no repair step; against power loss there is `dumps`. The disk space is taken at once
-    (`sparse=True`: as rows are written), so a full disk is an error at `create`.
+    (`sparse=True`: as rows are written), so a full disk is an error at `create` (`sparse=True`: SIGBUS at a write).
 
     Ownership: the file stays; `close()` unmaps it.
     Concurrency: as shared memory, between processes of one machine.
@@ -49,6 +49,7 @@ class MemmapStorage(RowStorage):
     """
 
     short_name = "memmap"
+    create_options = ("sparse",)
     is_multiprocessing_safe = True
     needs_path = True
     commit = 0  # the number of the dump that was loaded
@@ -69,14 +70,12 @@ class MemmapStorage(RowStorage):
         """
         if cache_path is None:
             raise ValueError(f"cache_path: {cls.__name__} needs the directory of its file, got None")
-        path = Path(cache_path)
+        path = Path(cache_path).absolute()  # this process may change its directory
         refuse_dump(path, bool(kwargs.get("overwrite")))
         with owned_directory(path) as owned:
             refuse_dump(path, bool(kwargs.get("overwrite")))
             claim_live(owned, check_owned(owned))
-            storage = super().create(
-                single_instance_space, *args, cache_path=cache_path, owned=owned, **kwargs
-            )
+            storage = super().create(single_instance_space, *args, cache_path=path, owned=owned, **kwargs)
             storage.live_as = live_as
             storage._begin_live(owned)
         return storage
@@ -152,7 +151,9 @@ class MemmapStorage(RowStorage):
         # Several processes may use the file: they take turns.
         path = Path(str(self.cache_filename))
         with DumpWriter(path, owned, live=self.file_name, wait_s=_TURN_S) as writer:
-            if owned is None and not writer.replaces_live:
+            if owned is None and not (
+                writer.replaces_live and self.rows.is_at(path / STORAGE / self.file_name)
+            ):
                 raise FormatError(
                     f"{path}: was replaced meanwhile, got dumps() of the buffer before; load again"
                 )
@@ -211,7 +212,8 @@ def owned_directory(path: Path) -> Iterator[OwnedDirectory]:
                 yield owned
             except BaseException:
                 if owned.is_held:
-                    owned.remove_noted({*named_files(path, last_manifest(path))})
+                    with suppress(OSError):  # what cannot be told or removed now, the next writer removes
+                        remove_unnamed(owned, last_manifest(path))
                 raise
     except BaseException:
         remove_empty(made)

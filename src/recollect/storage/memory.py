@@ -24,6 +24,7 @@ class MemoryStorage(RowStorage):
     """
 
     short_name = "memory"
+    create_options = ()
 
     @classmethod
     def _make_rows(

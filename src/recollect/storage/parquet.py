@@ -52,6 +52,7 @@ class ParquetStorage(AppendStorage):
 
     load_options = ("cache_nbytes",)
     short_name = "parquet"
+    create_options = ("piece_size", "compression", "cache_nbytes")
     requires = ("pyarrow", "parquet")
     commits_from = PIECE
 
@@ -89,6 +90,8 @@ class ParquetStorage(AppendStorage):
             storage._layout = wide_layout(storage.single_instance_space, known["contents"]["longest"])
             storage._pending = Columns(storage._layout)
             check_sizes([piece.n for piece in storage._pieces], "pieces")
+            if max((piece.n for piece in storage._pieces), default=0) > storage.piece_size:
+                raise ValueError(f"piece_size {storage.piece_size}, which is less than a piece has")
             storage._ends = _ends_of(storage._pieces)
             return storage
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
+from recollect import plugins
 from recollect.errors import FormatError
 from recollect.storage.base import SpaceStorage
 
@@ -47,7 +48,14 @@ def find_storage(name: Any) -> type[SpaceStorage]:
         module, _, attribute = _OWN[name].partition(":")
         found = getattr(import_module(module), attribute)
         return found  # noqa: RET504: typed
-    known = sorted({*_OWN, *_registered})
+    given = plugins.find(plugins.STORAGES, name) if isinstance(name, str) else None
+    if given is not None:
+        if not _is_storage(given):
+            raise plugins.failure(plugins.STORAGES, name, f"{given!r}, which is no SpaceStorage class")
+        register_storage(name, given)
+        found = given
+        return found  # noqa: RET504: typed
+    known = sorted({*_OWN, *_registered, *plugins.names(plugins.STORAGES)})
     raise ValueError(f"storage: must be a SpaceStorage class or one of {known}, got {name!r}")
 
 
@@ -57,7 +65,7 @@ def find_stored(name: Any, where: str) -> type[SpaceStorage]:
         return find_storage(name if isinstance(name, str) else repr(name))
     except ValueError as error:
         raise FormatError(
-            f"{where}: its storage is not known here ({error}); call register_storage first"
+            f"{where}: its storage is not known here ({error}); install its package, or call register_storage first"
         ) from None
 
 

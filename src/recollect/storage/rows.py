@@ -116,7 +116,7 @@ class RowStorage(SpaceStorage):
             raise ValueError(
                 f"multiprocessing: {cls.__name__} belongs to one process; use SharedMemoryStorage"
             )
-        path = Path(path)
+        path = Path(path).absolute()  # what is read later, or in another process, is there too
         manifest = read_manifest(path, FORMATS)
         space = checked_space(path, manifest, single_instance_space, capacity)
         cast = stored_cast(manifest) if cast is None else cast

@@ -25,6 +25,7 @@ class SharedMemoryStorage(RowStorage):
     """
 
     short_name = "shared"
+    create_options = ()
     is_multiprocessing_safe = True
     allows_none = False
 

@@ -126,6 +126,7 @@ class VideoStorage(AppendStorage):
 
     load_options = ("cache_nbytes",)
     short_name = "video"
+    create_options = ("codec", "codec_options", "cache_nbytes")
     requires = ("av", "video")
     commits_from = SEGMENT
     is_cut_by_segment = True

@@ -108,7 +108,8 @@ class ListBatch(BatchBase):
 
     def extend(self, value: Any, ends: Any = None) -> None:
         rows = self._encode_block(value)
-        self._refuse_open()
+        if ends is None:
+            self._refuse_open()
         flags = np.zeros(len(rows), np.bool_) if ends is None else np.asarray(ends)
         if flags.shape != (len(rows),) or flags.dtype != np.bool_:
             raise SchemaError(
@@ -118,7 +119,8 @@ class ListBatch(BatchBase):
             self._open = self._new_segment() if self._tracked and self._open is None else self._open
             self._add(fields, self._open, self._next_step())
             self._open = None if ends_here else self._open
-        self._open = None
+        if ends is None:
+            self._open = None
 
     def set_at(self, idx: Any, value: Any) -> None:
         index = normalize(idx, len(self))

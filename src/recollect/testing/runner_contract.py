@@ -149,6 +149,10 @@ class RunnerContract:
             assert result["metrics"][r"rollout/run \ud83d/mean"] == 2.0
             x = await rig.c.sink.get(1)
             assert x.info[0] == {"said": r"half \ud83d"} and x.row_metrics[0] == {r"step \ud83d": 1.0}
+            with pytest.raises(ValueError, match=r"task_id: must be text that UTF-8 can hold"):
+                await rig.submit(rr.Task(PREFIX + "good", task_id="cut \ud83d"))
+            assert (await rig.train(*(rr.Task(PREFIX + "good") for _ in range(4))))["ok_task_count"] == 4
+            assert len(await rig.c.sink.get(4)) == 4  # no runner was lost
 
         rig.run(work)
 

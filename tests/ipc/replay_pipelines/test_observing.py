@@ -116,8 +116,19 @@ class NamesOnly:
         self.calls.append((name, {"ts_ns": ts_ns, "value": value}))
 
 
-def test_a_recorder_may_take_its_arguments_by_name_alone() -> None:
-    recorder = NamesOnly()
+class SomeNames(NamesOnly):
+    """As it, but what need not be given is all that goes by name alone."""
+
+    def add_slice(self, name: str, category: str, start_ns: int, end_ns: int, *, args: Any = None) -> None:  # type: ignore[override]
+        super().add_slice(name=name, category=category, start_ns=start_ns, end_ns=end_ns, args=args)
+
+    def add_counter(self, **given: Any) -> None:  # type: ignore[override]
+        super().add_counter(**given)
+
+
+@pytest.mark.parametrize("kind", [NamesOnly, SomeNames])
+def test_a_recorder_may_take_its_arguments_by_name_alone(kind: type[NamesOnly]) -> None:
+    recorder = kind()
     with buffer(40) as buf, pipeline(buf, trace_recorder=recorder) as pipe:
         pipe.sample_large_batch(0, N)
     assert {name.removeprefix("replay_pipeline/") for name, _ in recorder.calls} >= {"pack", "misses"}

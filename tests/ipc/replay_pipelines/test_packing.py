@@ -163,7 +163,7 @@ def test_nobody_waits_for_a_collector_to_be_asked_where_the_learner_packs() -> N
         pipe._cold.asked = never  # type: ignore[assignment]
         pipe.wait_asked()
         add(buf, 1)
-        pipe.wait_until_ready(0, N, timeout=20)
+        pipe.wait_until_ready(0, N, timeout=200)
 
 
 def test_before_anybody_packs_the_live_writers_are_waited_for(setting: Setting) -> None:

@@ -339,7 +339,7 @@ def test_a_copy_that_never_ends_is_a_deadline_error_and_does_not_poison(
             pipe.start_prepare(2, N)
             with pytest.raises(DeadlineError, match="slot 0: its copy must finish in .* does fake hang"):
                 pipe.wait_ready()
-        assert pipe.wait_until_ready(2, N, timeout=20)
+        assert pipe.wait_until_ready(2, N, timeout=200)
 
 
 WAITS: dict[str, Callable[[Pipeline], object]] = {

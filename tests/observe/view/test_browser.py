@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.datasets import sets
 from tests.observe.browser import chromium
 from tests.observe.view.test_catalogue import recorded
 from tests.observe.view.test_site import pictured
 
 import recollect as rc
+from recollect.datasets import from_lerobot
 from recollect.observe.view.catalogue import Catalogue
 from recollect.observe.view.site import site_routes
 from recollect.observe.web import WebServer, make_app
@@ -23,11 +26,18 @@ def browser() -> Iterator[Any]:
         yield started
 
 
+def robot(directory: Path) -> Any:
+    """A LeRobot set of ten steps a second."""
+    root = sets.lerobot_v2(directory, "v2.1")
+    return from_lerobot(root, features=["observation.state", "task_index"])
+
+
 @pytest.fixture
-def opened(browser: Any, request: pytest.FixtureRequest) -> Iterator[Any]:
+def opened(browser: Any, request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Any]:
     """The page of a set, ready; whatever goes wrong in it fails the test."""
     buf, scheme = request.param
-    with Catalogue(buf(), name="set") as catalogue, WebServer(make_app(site_routes(catalogue))) as server:
+    made = buf(tmp_path) if buf is robot else buf()
+    with Catalogue(made, name="set") as catalogue, WebServer(make_app(site_routes(catalogue))) as server:
         page = browser.new_page(color_scheme=scheme, viewport={"width": 1200, "height": 800})
         wrong: list[str] = []
         page.on("pageerror", lambda error: wrong.append(str(error)))
@@ -115,6 +125,22 @@ def test_frames_are_shown_exactly_and_play(opened: Any) -> None:
     assert page.evaluate(pixel) == [180, 180, 180]
     page.click("#theme")
     assert page.evaluate("document.documentElement.dataset.theme") == "light"
+
+
+@pytest.mark.parametrize("opened", [(robot, "light")], indirect=True)
+def test_a_lerobot_set_has_names_tasks_and_time(opened: Any) -> None:
+    page = opened
+    assert "10 steps a second" in page.inner_text("#summary")
+    labels = page.locator("[data-leaf='observation.state'] .u-legend .u-label").all_inner_texts()
+    assert [label.strip(": ") for label in labels] == ["step", "x", "y", "z"]
+    assert page.locator(".leaf").count() == 1 and page.input_value("#speed") == "10"
+    page.keyboard.press("ArrowRight")
+    page.wait_for_selector("#now table[data-step='1']")
+    assert page.inner_text("#at") == "step 1 / 3 · 0.10 s"
+    page.fill("[name=task]", "vu")
+    page.locator("#more", has_text="1 of 1 listed").wait_for()
+    page.click("#list tbody tr")
+    assert "déjà vu" in page.inner_text("#heads")
 
 
 @pytest.mark.parametrize("opened", [(cameras, "light")], indirect=True)

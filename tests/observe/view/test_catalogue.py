@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import io
+import json
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.datasets import sets
 
 import recollect as rc
 from recollect.observe.view.catalogue import Catalogue, open_catalogue
@@ -84,12 +86,26 @@ def test_returns_span_the_blocks_of_the_pass(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_set_without_boundaries_is_cut_into_runs() -> None:
-    buf = rc.ReplayBuffer.create("memory", ((), "float32"), capacity=3000)
-    buf.extend(np.ones(2500, "float32"))
+    buf = rc.ReplayBuffer.create("memory", {"reward": ((), "float32")}, capacity=3000)
+    buf.extend({"reward": np.ones(2500, "float32")})
     with Catalogue(buf) as catalogue:
+        catalogue.list.finish()
         assert not catalogue.list.are_real and catalogue.about()["reward"] is None
         assert numbers(catalogue.episodes(), "length") == [1000, 1000, 500]
         assert numbers(catalogue.episodes(), "return") == [None] * 3
+
+
+def test_a_flag_called_dones_counts_limits_too() -> None:
+    space = {"rewards": ((), "float32"), "dones": ((), "float32"), "truncated": ((), "float32")}
+    buf = rc.ReplayBuffer.create("memory", space, capacity=8, maintain_segment_metadata=True)
+    done, cut = np.array([[0, 1, 0, 1, 0], [0, 0, 0, 1, 0]], "float32")
+    reward = np.array([1, 2, 3, 4, np.nan], "float32")
+    buf.extend({"rewards": reward, "dones": done, "truncated": cut}, ends=np.array([0, 1, 0, 1, 1], bool))
+    with Catalogue(buf) as catalogue:
+        catalogue.list.finish()
+        found = catalogue.episodes()
+    assert numbers(found, "end") == ["terminated", "truncated", "cut"]
+    assert numbers(found, "return") == [3.0, 7.0, None]  # what is not a number has no sum
 
 
 def test_an_empty_set_has_no_episodes() -> None:
@@ -224,6 +240,37 @@ def test_depth_is_stretched_over_the_greys() -> None:
     depth = np.array([[100, 600], [1100, 100]], np.uint16).repeat(8, 0).repeat(8, 1)
     pixels = as_pixels(depth)
     assert pixels.dtype == np.uint8 and pixels[0, 0] == 0 and pixels[8, 0] == 255 and pixels[0, 8] == 128
+
+
+@pytest.mark.parametrize("version", ["v2.1", "v3.0"])
+def test_a_lerobot_set_is_shown_in_its_own_words(version: str, tmp_path: Path) -> None:
+    root = sets.lerobot_v3(tmp_path / "s") if version == "v3.0" else sets.lerobot_v2(tmp_path / "s", version)
+    about = json.loads((root / "meta/info.json").read_text())
+    about["features"]["action"]["names"] = {"motors": ["pan", "lift"]}
+    about["features"]["observation.grid"]["names"] = ["three", "are", "wrong"]
+    (root / "meta/info.json").write_text(json.dumps(about))
+    with open_catalogue(root) as catalogue:
+        catalogue.list.finish()
+        found = catalogue.about()
+        assert (found["fps"], found["tasks"]) == (sets.FPS, sets.TASKS)
+        curves = [leaf["name"] for leaf in found["leaves"] if leaf["shown"] == "curves"]
+        assert curves == [
+            "observation.state",
+            "observation.grid",
+            "action",
+            "next.done",
+        ]  # no column that only counts
+        assert catalogue.curves(0, "observation.state")["names"] == ["x", "y", "z"]
+        assert catalogue.curves(0, "action")["names"] == ["pan", "lift"]
+        assert catalogue.curves(0, "observation.grid")["names"][1] == "[0, 1]"
+        step = catalogue.step(1, 0)
+        pan, lift = sets.numbers(1)["action"][0]
+        assert step["action"] == f"pan {pan:.6g}, lift {lift:.6g}"
+        assert step["task_index"] == "1: déjà vu" and step["frame_index"] == "0"
+        assert numbers(catalogue.episodes(), "task") == [sets.TASKS[k] for k in (0, 1, 0)]
+        assert numbers(catalogue.episodes(Filter(task="CUBE"))) == [0, 2]
+        with pytest.raises(KeyError, match="leaf: must be one of"):
+            catalogue.curves(0, "frame_index")
 
 
 @pytest.mark.parametrize("storage", ["memory", "memmap", "hdf5", "parquet"])

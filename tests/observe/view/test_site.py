@@ -79,7 +79,7 @@ def test_a_garbled_question_is_refused_and_says_why(server: WebServer, client: A
 def test_answers(server: WebServer, client: Any) -> None:
     assert client.get(server.url + "about").json()["episodes"] == 2
     rows = client.get(server.url + "episodes?sort=return&descending=1&min_length=5").json()["rows"]
-    assert rows == [{"episode": 1, "length": 6, "return": 39.0, "end": ""}]
+    assert rows == [{"episode": 1, "length": 6, "return": 39.0, "end": "", "task": ""}]
     assert client.get(server.url + "curves?episode=1&leaf=reward&first=1&end=3").json()["values"] == [
         [5.0, 6.0]
     ]

@@ -11,7 +11,7 @@ from contextlib import suppress
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, WrongTickError, class_name
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import native_h2d, packing
@@ -84,7 +84,8 @@ class CPUPinnedDoubleBufferReplayPipeline:
         )
         if collector_pack_shared_slots is not None:
             _check_slots(collector_pack_shared_slots, sample_count, replay_buffer.row_nbytes)
-        self._buffer, self._run = replay_buffer, replay_buffer.capacity // replay_buffer.num_lanes
+        n_rings = replay_buffer.num_lanes * max(1, replay_buffer.envs_per_lane)
+        self._buffer, self._run = replay_buffer, replay_buffer.capacity // n_rings
         self._transfer = make_transfer(device) if transfer is None else transfer
         self._trace = Trace(trace_recorder, trace_cuda_events)
         self._log = TickLog(verbose, verbose_output_dir)
@@ -107,9 +108,10 @@ class CPUPinnedDoubleBufferReplayPipeline:
         self._closing = threading.RLock()
         self._watch: Watch | None = None
         self._started, self._hits, self._misses, self._wait_us = 0, 0, 0, 0.0
-        self._packer = Packer(replay_buffer, self._slots, self._transfer, queues, self._trace, self._log)
         self._lock = threading.RLock()
-        self._end = weakref.finalize(self, self._packer.stop)  # also before the interpreter goes down
+        with interrupts.deferred():
+            self._packer = Packer(replay_buffer, self._slots, self._transfer, queues, self._trace, self._log)
+            self._end = weakref.finalize(self, self._packer.stop)  # also before the interpreter goes down
 
     # -- what it is
 
@@ -150,7 +152,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         """Start a tick; False if it is already pending, ready or hot. Another one pending or ready: WrongTickError.
 
         The snapshot is taken as soon as `min_snapshot_ptr` rows were ever added (None: now) and leaves out what the
-        next `headroom` rows of each lane will overwrite.
+        next `headroom` rows of each lane (of each environment, where they are kept apart) will overwrite.
         """
         if min_snapshot_ptr is not None:
             check_count("min_snapshot_ptr", min_snapshot_ptr, 0)
@@ -276,12 +278,13 @@ class CPUPinnedDoubleBufferReplayPipeline:
         for slot in (1 - self._last_slot, self._last_slot):
             self._transfer.synchronize_ready(slot, self.deadline)
             self._packer.retire(slot)
-        self._log.close()
-        self._hot = self._cold = None
-        self._fields = []
-        self._transfer.close()
-        if self._owns_slots:
-            self._slots.cleanup()
+        with interrupts.deferred():
+            self._log.close()
+            self._hot = self._cold = None
+            self._fields = []
+            self._transfer.close()
+            if self._owns_slots:
+                self._slots.cleanup()
 
     # -- under the lock
 
@@ -292,16 +295,19 @@ class CPUPinnedDoubleBufferReplayPipeline:
         snapshot = _core.take_snapshot(memory, headroom) if self._packs_here and there >= floor else None
         slot = 1 - (self._last_slot if self._hot is None else self._hot.slot)
         seed = sample_seed(self.base_seed, tick)
-        job = self._cold = Job(tick, seed, slot, floor, headroom, self.deadline, snapshot)
-        self._started += 1
+        job = Job(tick, seed, slot, floor, headroom, self.deadline, snapshot)
         if here and snapshot is not None:  # the learner has nothing to do but wait: two wake-ups saved
             try:
+                self._cold, self._started = job, self._started + 1
                 self._packer.do(job)
-            except BaseException:
-                self._cold = None
+            except BaseException as error:
+                # Ctrl-C is no failure of the tick: it was never started.
+                self._cold, self._started = None, self._started - (not isinstance(error, Exception))
                 raise
         else:
-            self._packer.start(job)
+            with interrupts.deferred():  # one that nobody has would stay pending
+                self._cold, self._started = job, self._started + 1
+                self._packer.start(job)
         return job
 
     def _bring(self, job: Job) -> None:
@@ -316,10 +322,14 @@ class CPUPinnedDoubleBufferReplayPipeline:
         self._bring(job)
         self._transfer.wait_current_stream_for_ready(job.slot)
         self._trace.slice("gpu_wait_for_batch", start, tick=job.tick, hit=hit)
-        self._hot, self._cold, self._last_slot = job, None, job.slot
+        job.wait_us = 0.0 if hit else (waited - start) / 1e3
+        self._hot, self._cold, self._last_slot = (
+            job,
+            None,
+            job.slot,
+        )  # no call from here: all of it or nothing
         self._packer.served[job.slot] = job
         self._hits, self._misses = self._hits + hit, self._misses + (not hit)
-        job.wait_us = 0.0 if hit else (waited - start) / 1e3
         self._wait_us += job.wait_us
         self._trace.slice("hot_cold_swap", waited, tick=job.tick)
         if not hit:
@@ -336,8 +346,8 @@ class CPUPinnedDoubleBufferReplayPipeline:
             left = end - monotonic()
             if left <= 0:
                 return False
-            self._lock.release()
             try:
+                self._lock.release()
                 self._rings(job.done, left)
             finally:
                 self._lock.acquire()

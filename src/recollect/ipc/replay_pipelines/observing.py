@@ -41,7 +41,7 @@ class Trace:
 
     def __init__(self, recorder: Any, gpu: bool = False) -> None:
         self._recorder, self._gpu = recorder, gpu
-        self._by_name: dict[str, bool] = {}  # methods that take their arguments by name alone
+        self._by_name: dict[str, bool] = {}  # methods that take some of their arguments by name alone
 
     def slice(self, name: str, start_ns: int, **args: Any) -> None:
         """Record what began at `start_ns` and ends now."""
@@ -72,7 +72,7 @@ class Trace:
         try:
             record = getattr(self._recorder, method)
             if method not in self._by_name:
-                self._by_name[method] = _takes_names_only(record)
+                self._by_name[method] = not _takes_places(record, len(values))
             if self._by_name[method]:
                 record(**values)
             else:
@@ -82,12 +82,14 @@ class Trace:
             _log.warning("the trace recorder failed; tracing ends here", exc_info=True)
 
 
-def _takes_names_only(method: Any) -> bool:
+def _takes_places(method: Any, n: int) -> bool:
     try:
-        found = inspect.signature(method).parameters.values()
-    except (TypeError, ValueError):  # not written in Python
+        inspect.signature(method).bind(*range(n))
+    except TypeError:
         return False
-    return any(p.kind is p.KEYWORD_ONLY and p.default is p.empty for p in found)
+    except ValueError:  # not written in Python
+        pass
+    return True
 
 
 class TickLog:

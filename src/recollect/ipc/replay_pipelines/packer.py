@@ -122,10 +122,10 @@ class Packer:
         try:
             self._finish(job, self._prepare(job))
         except BaseException as error:
-            self.failed += 1
             job.error, job.state = _told(error, job), BROKEN
             if not isinstance(error, Exception):
                 raise  # Ctrl-C in the learner's thread is no failure of the tick
+            self.failed += 1
         finally:
             job.asked.put(None)
             job.done.put(None)

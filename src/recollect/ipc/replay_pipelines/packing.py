@@ -8,11 +8,20 @@ from functools import lru_cache
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import ClosedError, EmptyError, RecollectError
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines.observing import Trace
-from recollect.ipc.replay_pipelines.slots import ASKED_AT, READY_AT, SLICE_S, STOP_AT, Bell, Packed, PackSlots
+from recollect.ipc.replay_pipelines.slots import (
+    ASKED_AT,
+    READY_AT,
+    SLICE_S,
+    STOP_AT,
+    Bell,
+    Packed,
+    PackSlots,
+    Request,
+)
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
 from recollect.memory.rows import packed_codec
@@ -103,8 +112,13 @@ def _serve_one(buffer: ReplayBuffer, ready: Any, slots: PackSlots, end: float, t
     if request is None:
         return False
     left = min(max(0.0, end - monotonic()), SLICE_S)
-    if wait_for_rows(buffer, slots, request.floor, left) != REACHED or not slots.take(request.number):
+    if wait_for_rows(buffer, slots, request.floor, left) != REACHED:
         return False
+    with interrupts.deferred():  # what is taken is answered: nobody else may
+        return slots.take(request.number) and _serve_taken(buffer, ready, slots, request, trace)
+
+
+def _serve_taken(buffer: ReplayBuffer, ready: Any, slots: PackSlots, request: Request, trace: Trace) -> bool:
     start = monotonic_ns()
     try:
         packed = pack(buffer, slots, request.slot, request.sample_seed, request.headroom)

@@ -21,7 +21,7 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import AttachError, ClosedError, LaneBusyError
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory import shared
@@ -205,10 +205,11 @@ class PackSlots:
                 raise LaneBusyError(
                     f"slots: must be packed by one process, {_core.describe_process(packer)} does; close there first"
                 )
-            if mapping.swap_if(_PACKER, packer, me):
-                number, state = self.claim()
-                if state == TAKEN:  # by the one before, which can write no more
-                    self._move(number, TAKEN, OPEN)
+            with interrupts.deferred():
+                if mapping.swap_if(_PACKER, packer, me):
+                    number, state = self.claim()
+                    if state == TAKEN:  # by the one before, which can write no more
+                        self._move(number, TAKEN, OPEN)
         self._enlisted = (pid, me)
 
     def request(self) -> Request | None:
@@ -251,13 +252,14 @@ class PackSlots:
     def close(self) -> None:
         """Detach this object, and give up packing if this process does; may be called twice."""
         if self.segment is not None:
-            segment, self.segment = self.segment, None
-            if self._enlisted[0] == os.getpid() and segment.mapping.swap_if(
-                _PACKER, self._enlisted[1], _LEFT
-            ):
-                segment.mapping.add(READY_AT, 1)
-                segment.mapping.wake(READY_AT)
-            segment.release()
+            with interrupts.deferred():
+                segment, self.segment = self.segment, None
+                if self._enlisted[0] == os.getpid() and segment.mapping.swap_if(
+                    _PACKER, self._enlisted[1], _LEFT
+                ):
+                    segment.mapping.add(READY_AT, 1)
+                    segment.mapping.wake(READY_AT)
+                segment.release()
 
     def cleanup(self) -> None:
         """Close; in the process that made it, for everybody."""

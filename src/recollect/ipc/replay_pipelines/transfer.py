@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from time import monotonic
 from typing import Any, Protocol, runtime_checkable
 
+from recollect import interrupts
 from recollect.backends import get_backend
 from recollect.errors import DeadlineError
 from recollect.ipc.shared_buffer import NUMPY
@@ -232,11 +233,12 @@ class StreamTransfer(ABC):
         return list(self._blocks)
 
     def submit_h2d(self, slot: int) -> None:
-        self._side.wait_event(self._released[slot])
-        self._started[slot].record(self._side)
-        self.queue_copy(self._blocks[slot], self._host[slot], self._side)
-        self._copied[slot].record(self._side)
-        self._pending[slot] = True
+        with interrupts.deferred():  # a copy that nobody waits for would read what is packed next
+            self._side.wait_event(self._released[slot])
+            self._started[slot].record(self._side)
+            self.queue_copy(self._blocks[slot], self._host[slot], self._side)
+            self._copied[slot].record(self._side)
+            self._pending[slot] = True
 
     def clear_ready(self, slot: int) -> None:
         self._pending[slot] = False

@@ -5,7 +5,6 @@ Nothing is read before it is asked for, and nothing is read whole: a list comes 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,6 +12,7 @@ import numpy as np
 
 from recollect.batch import BatchBase
 from recollect.observe.view.episodes import Episodes, Filter, read
+from recollect.observe.view.labels import labels_of
 from recollect.observe.view.leaves import Leaf, leaves_of
 from recollect.observe.view.pictures import film_strip, png
 from recollect.observe.view.series import plain, series
@@ -20,6 +20,7 @@ from recollect.observe.view.series import plain, series
 Array = np.ndarray[Any, Any]
 _MOST_CURVES = 32
 _STRIP_FRAMES = 12
+_MOST_TASKS = 100
 
 
 class Catalogue:
@@ -41,8 +42,9 @@ class Catalogue:
     def __init__(self, batch: BatchBase, *, name: str = "", reward: str | None = None) -> None:
         """Show the episodes that `batch` holds now; `reward` names the leaf that is summed to returns."""
         self.batch, self.name = batch, name
-        self.leaves = leaves_of(batch.single_space)
-        self.list = Episodes(batch, self.leaves, reward)
+        self.labels = labels_of(batch)
+        self.leaves = leaves_of(batch.single_space, self.labels)
+        self.list = Episodes(batch, self.leaves, reward, self.labels.tasks)
 
     def about(self) -> dict[str, Any]:
         """The set as a whole, without reading samples."""
@@ -51,6 +53,8 @@ class Catalogue:
             "samples": self.list.n_samples,
             "episodes": len(self.list),
             "has_episodes": self.list.are_real,
+            "fps": self.labels.fps,
+            "tasks": list(dict.fromkeys(filter(None, self.list.tasks)))[:_MOST_TASKS],
             "reward": None if self.list.reward is None else self.list.reward.name,
             "leaves": [
                 {"name": leaf.name, "kind": leaf.kind, "dtype": leaf.dtype, "shape": list(leaf.shape),
@@ -82,7 +86,7 @@ class Catalogue:
 
         first = min(max(0, first), end)
         steps, values, exact = series(values_of, first, end, max(width, 1), leaf.nbytes)
-        names = [_component_name(leaf.shape, i) for i in range(component, last)]
+        names = [_component_name(leaf, i) for i in range(component, last)]
         return {"steps": steps.tolist(), "values": [plain(v) for v in values.T], "names": names, "exact": exact,
                 "first": component, "of": leaf.n_values, "length": length}  # fmt: skip
 
@@ -90,7 +94,16 @@ class Catalogue:
         """One step in words: the value of each leaf but pictures."""
         index = self.list.index(episode, step)
         told = [leaf for leaf in self.leaves if leaf.shown != "picture"]
-        return {leaf.name: _words(self.batch.get_column_at(leaf.path, index)) for leaf in told}
+        return {leaf.name: self._told(leaf, self.batch.get_column_at(leaf.path, index)) for leaf in told}
+
+    def _told(self, leaf: Leaf, value: Any) -> str:
+        if leaf.components:
+            values = np.asarray(value).reshape(-1).tolist()
+            return ", ".join(f"{name} {_number(x)}" for name, x in zip(leaf.components, values))
+        words = _words(value)
+        if leaf.last_word == "task_index" and (task := self.labels.task_of.get(int(np.asarray(value)))):
+            return f"{words}: {task}"
+        return words
 
     def frame(self, episode: int, step: int, name: str) -> bytes:
         """A picture leaf at one step, as PNG."""
@@ -126,9 +139,10 @@ class Catalogue:
 
 def open_catalogue(path: str | Path, *, split: str | None = None, reward: str | None = None) -> Catalogue:
     """Open what `recollect inspect` opens; packed rows are mapped where they lie, and read when they are shown."""
+    from recollect.datasets.hub import located
     from recollect.datasets.opening import kind_of, open_dataset
 
-    path = Path(path)
+    path = located(path)
     batch: BatchBase
     if kind_of(path) == "recollect" and _has_packed_rows(path):
         from recollect.replay import ReplayBuffer
@@ -150,8 +164,14 @@ def _has_packed_rows(path: Path) -> bool:
     return manifest is not None and manifest["storage"]["name"] in ("memory", "shared", "memmap")
 
 
-def _component_name(shape: Sequence[int], flat: int) -> str:
-    return "[" + ", ".join(map(str, np.unravel_index(flat, shape))) + "]" if shape else ""
+def _component_name(leaf: Leaf, flat: int) -> str:
+    if leaf.components:
+        return leaf.components[flat]
+    return "[" + ", ".join(map(str, np.unravel_index(flat, leaf.shape))) + "]" if leaf.shape else ""
+
+
+def _number(value: Any) -> str:
+    return f"{value:.6g}" if isinstance(value, float) else str(value)
 
 
 def _words(value: Any) -> str:

@@ -7,6 +7,7 @@ thread makes while the list is shown already.
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,6 +32,7 @@ class Filter:
     min_return: float | None = None
     max_return: float | None = None
     end: str = ""
+    task: str = ""
     sort: str = "episode"
     descending: bool = False
 
@@ -41,18 +43,24 @@ class Episodes:
     Concurrency: any thread may ask while the pass goes on; a return is known once `is_known`.
     """
 
-    def __init__(self, batch: BatchBase, leaves: list[Leaf], reward: str | None = None) -> None:
-        """List them now and begin to sum the leaf `reward` (default: the one called so)."""
+    def __init__(
+        self, batch: BatchBase, leaves: list[Leaf], reward: str | None = None, tasks: Sequence[str] = ()
+    ) -> None:
+        """List them now and begin to sum the leaf `reward` (default: the one called so); `tasks` has their texts."""
         self.reward = reward_of(leaves, reward)
-        self._done = named(leaves, "terminated", "terminations", "done")
         self._cut = named(leaves, "truncated", "truncations")
+        self._done = named(leaves, "terminated", "terminations", "done", "dones")
+        # A leaf called done is set by a limit too; one called terminated has the last word.
+        self._cut_first = self._done is not None and self._done.last_word in ("done", "dones")
         self._batch = batch
         segments = batch.get_segments()
         self.are_real = segments is not None
         if segments is None:
+            self.reward = None  # the sum over a stretch of samples that is no episode is no return
             segments = [(a, min(a + RUN_LENGTH, len(batch))) for a in range(0, len(batch), RUN_LENGTH)]
         bounds = np.array(segments, np.int64).reshape(-1, 2)
         self.starts, self.lengths = bounds[:, 0], bounds[:, 1] - bounds[:, 0]
+        self.tasks = list(tasks) if len(tasks) == len(bounds) else [""] * len(bounds)
         self._places = batch.locate(self.starts) if len(bounds) else None
         self.returns: Array = np.zeros(len(bounds))
         self.ends: Array = np.zeros(len(bounds), np.int8)
@@ -98,7 +106,7 @@ class Episodes:
         sums = plain(self.returns[part]) if self.reward is not None and known else [None] * len(part)
         lengths, ends = self.lengths[part].tolist(), self.ends[part].tolist()
         rows = [
-            {"episode": e, "length": n, "return": total, "end": ENDS[end]}
+            {"episode": e, "length": n, "return": total, "end": ENDS[end], "task": self.tasks[e]}
             for e, n, total, end in zip(part.tolist(), lengths, sums, ends)
         ]
         progress = 1.0 if known else self._n_passed / max(1, self.n_samples)
@@ -114,6 +122,9 @@ class Episodes:
             keep &= (values <= high) if high is not None else True
         if wanted.end:
             keep &= self.ends == ENDS.index(wanted.end)
+        if wanted.task:
+            part = wanted.task.casefold()
+            keep &= np.array([part in task.casefold() for task in self.tasks], bool)
         chosen = np.flatnonzero(keep)
         if wanted.sort in ("length", "return"):
             values = self.lengths if wanted.sort == "length" else self.returns
@@ -169,6 +180,7 @@ class Episodes:
         if self._done is not None or self._cut is not None:
             last = inside & (index == ends[episode] - 1)
             done, cut = (_flags(found, leaf, last) for leaf in (self._done, self._cut))
+            done = done & ~cut if self._cut_first else done
             self.ends[episode[last]] = np.where(done, 1, np.where(cut, 2, 3))
 
 

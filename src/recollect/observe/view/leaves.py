@@ -1,16 +1,17 @@
-"""Which leaves a set has, and how a page shows each: as curves, as pictures, or as text."""
+"""Which leaves a set has, and how a page shows each: as curves, as pictures, as text, or as a mere value."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from recollect.errors import MissingLeafError
+from recollect.observe.view.labels import Labels
 from recollect.spaces.tree import Path, has_no_array, leaf_paths, node_kind, path_name
 
-Shown = Literal["curves", "picture", "text"]
+Shown = Literal["curves", "picture", "text", "value"]
 
 _LEAST_SIDE = 8  # a narrower array of bytes is a table of numbers, not a picture
 _MOST_TILES = 16
@@ -26,6 +27,12 @@ class Leaf:
     dtype: str
     shape: tuple[int, ...]
     shown: Shown
+    components: tuple[str, ...] = ()
+
+    @property
+    def last_word(self) -> str:
+        """The end of its name: `done` of `next.done`."""
+        return str(self.path[-1]).rsplit(".", 1)[-1] if self.path else ""
 
     @property
     def n_values(self) -> int:
@@ -46,14 +53,27 @@ class Leaf:
         return self.dtype[:3] in ("int", "uin", "boo")
 
 
-def leaves_of(space: Any) -> list[Leaf]:
-    """Every leaf of a space, in leaf order.
+def leaves_of(space: Any, labels: Labels | None = None) -> list[Leaf]:
+    """Every leaf of a space, in leaf order, with the names that `labels` gives to its components.
+
+    What only numbers the rows is told as a value, not drawn.
 
     >>> from recollect import as_space
     >>> leaves_of(as_space({"obs": ((96, 96, 3), "uint8"), "reward": ((), "float32")}))[0].shown
     'picture'
     """
-    return [_leaf(path, part) for path, part in leaf_paths(space)]
+    return [_labelled(_leaf(path, part), labels or Labels()) for path, part in leaf_paths(space)]
+
+
+def _labelled(leaf: Leaf, labels: Labels) -> Leaf:
+    if leaf.shown != "curves":
+        return leaf
+    names = tuple(labels.components.get(leaf.name, ()))
+    return replace(
+        leaf,
+        shown="value" if leaf.name in labels.counting else "curves",
+        components=names if len(names) == leaf.n_values and leaf.shape else (),
+    )
 
 
 def _leaf(path: Path, space: Any) -> Leaf:
@@ -99,7 +119,6 @@ def reward_of(leaves: list[Leaf], name: str | None = None) -> Leaf | None:
 def named(leaves: list[Leaf], *names: str) -> Leaf | None:
     """The leaf of one number that has one of these names, also as the last word of `next.done`."""
     for leaf in leaves:
-        last = str(leaf.path[-1]).rsplit(".", 1)[-1] if leaf.path else ""
-        if last in names and leaf.shown == "curves" and leaf.n_values == 1:
+        if leaf.last_word in names and leaf.shown == "curves" and leaf.n_values == 1:
             return leaf
     return None

@@ -60,7 +60,7 @@ def site_routes(catalogue: Catalogue) -> list[BaseRoute]:
 
     def episodes(q: Query) -> Any:
         bounds = {name: q.number(name) for name in ("min_length", "max_length", "min_return", "max_return")}
-        wanted = Filter(**bounds, end=q.word("end", ENDS), sort=q.word("sort", _SORTS),
+        wanted = Filter(**bounds, end=q.word("end", ENDS), task=q.text("task", ""), sort=q.word("sort", _SORTS),
                         descending=q.text("descending", "") == "1")  # fmt: skip
         return catalogue.episodes(wanted, max(0, q.whole("offset", 0)), min(1000, q.whole("limit", 200)))
 

@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from time import monotonic
 from typing import Any, Self
 
+from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import records
 from recollect.remote.carriers.absent import Absent
@@ -59,13 +60,15 @@ class StreamCarrier:
         self._epoll: select.epoll | None = None
         self._bell: Bell | None = None
         self._looked_at = 0.0  # when the sockets were polled last
+        self._closing = threading.RLock()
+        self._is_released = False
 
     # -- opening
 
     def _ensure_open(self) -> None:
         self._check_open()
         if self._epoll is None:
-            with self._cond:
+            with interrupts.deferred(), self._cond:  # open or not, never half of it
                 self._check_open()
                 if self._epoll is None:
                     self._open()
@@ -145,30 +148,33 @@ class StreamCarrier:
     def _work(self, timeout: float) -> None:
         """Poll once; read and write what is possible. By the leader alone."""
         if self._absent:
-            self._reach_absent()
+            with interrupts.deferred():  # a frame that has left waits no more
+                self._reach_absent()
             timeout = min(timeout, _NAP_S) if self._absent else 0.0
         epoll, bell = self._epoll, self._bell
         if epoll is None or bell is None:
             return
         self._looked_at = monotonic()
-        for fd, event in epoll.poll(min(timeout, 3600.0)):
-            if fd == bell.fileno():
-                bell.hush()
-                continue
-            link = self._links.get(fd)
-            if link is None:
-                continue
-            try:
-                if event & select.EPOLLOUT:
-                    self._send_more(link)
-                if event & ~select.EPOLLOUT:
-                    self._take(link)
-            except (EOFError, OSError):
-                self._drop(link)
-            except FrameError:
-                with self._cond:
-                    self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
-                self._drop(link)
+        found = epoll.poll(min(timeout, 3600.0))
+        with interrupts.deferred():  # a byte that was read or sent is counted, or the stream is out of step
+            for fd, event in found:
+                if fd == bell.fileno():
+                    bell.hush()
+                elif (link := self._links.get(fd)) is not None:
+                    self._serve(link, event)
+
+    def _serve(self, link: Link, event: int) -> None:
+        try:
+            if event & select.EPOLLOUT:
+                self._send_more(link)
+            if event & ~select.EPOLLOUT:
+                self._take(link)
+        except (EOFError, OSError):
+            self._drop(link)
+        except FrameError:
+            with self._cond:
+                self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
+            self._drop(link)
 
     def _take(self, link: Link) -> None:
         frames = link.read()
@@ -206,19 +212,21 @@ class StreamCarrier:
         A frame for a peer that has not come yet is kept here, and leaves when it comes.
         """
         check_timeout(timeout)
-        outgoing = self._start(dest, tag, parts)
-        if outgoing.is_done:
-            return
-        if self._absent.keep(outgoing):
-            self._ensure_flusher()
-            return
+        with interrupts.deferred():  # as in `_work`
+            outgoing = self._start(dest, tag, parts)
+            if outgoing.is_done:
+                return
+            if self._absent.keep(outgoing):
+                self._ensure_flusher()
+                return
         self._wait_sent(outgoing, timeout)
 
     def isend(self, dest: int, tag: int, parts: Sequence[Any]) -> Outgoing:
         """Begin to send a frame, and never wait; the handle completes by itself."""
-        outgoing = self._start(dest, tag, parts)
-        if not outgoing.is_done:
-            self._ensure_flusher()
+        with interrupts.deferred():
+            outgoing = self._start(dest, tag, parts)
+            if not outgoing.is_done:
+                self._ensure_flusher()
         return outgoing
 
     def _start(self, dest: int, tag: int, parts: Sequence[Any]) -> Outgoing:
@@ -390,9 +398,13 @@ class StreamCarrier:
 
     def close(self) -> None:
         """Wake all waiters with ClosedError and give up all sockets; may be called twice."""
+        with self._closing:
+            if not self._is_released:
+                self._close()
+                self._is_released = True  # last: a call that was cut short goes on when it is made again
+
+    def _close(self) -> None:
         with self._cond:
-            if self.is_closed:
-                return
             self.is_closed = True
             self._cond.notify_all()
         self._wake()
@@ -404,7 +416,10 @@ class StreamCarrier:
             flusher = self._flusher
         if flusher is not None and flusher is not threading.current_thread():
             flusher.join(5.0)
-        self._release()
+        with (
+            interrupts.deferred()
+        ):  # each descriptor is closed once: its number may be another file's by then
+            self._release()
 
     def _stop_listening(self) -> None:
         pass

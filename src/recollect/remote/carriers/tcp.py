@@ -26,6 +26,7 @@ from contextlib import suppress
 from time import monotonic
 from typing import Any
 
+from recollect import interrupts
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
 from recollect.remote.carriers.link import Link, Outgoing
@@ -95,17 +96,18 @@ class TcpCarrier(StreamCarrier):
         carrier = cls(rank, secrets.token_bytes(32) if found is None else found, max_frame, ssl_context)
         host, port = _split(address)
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listener = socket.create_server((host, port), family=family, backlog=128)
-        bound = listener.getsockname()
-        carrier.address = (
-            f"[{bound[0]}]:{bound[1]}" if family == socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
-        )
-        carrier._listener = listener
-        carrier._ensure_open()
-        carrier._acceptor = threading.Thread(
-            target=_accept, args=(weakref.ref(carrier), listener), name="recollect-accept", daemon=True
-        )
-        carrier._acceptor.start()
+        with interrupts.deferred():
+            listener = socket.create_server((host, port), family=family, backlog=128)
+            bound = listener.getsockname()
+            carrier.address = (
+                f"[{bound[0]}]:{bound[1]}" if family == socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+            )
+            carrier._listener = listener
+            carrier._ensure_open()
+            carrier._acceptor = threading.Thread(
+                target=_accept, args=(weakref.ref(carrier), listener), name="recollect-accept", daemon=True
+            )
+            carrier._acceptor.start()
         return carrier
 
     @classmethod
@@ -368,7 +370,7 @@ class TcpCarrier(StreamCarrier):
             stranger.sock.close()
         if self._listener is not None:
             self._listener.close()
-        self.is_closed = True
+        self.is_closed = self._is_released = True
 
 
 class _Stranger:
@@ -430,5 +432,5 @@ def _token(token: bytes | str | None) -> bytes | None:
 def _split(address: str) -> tuple[str, int]:
     host, colon, port = address.rpartition(":")
     if not colon or not port.isdigit() or int(port) > 65535:
-        raise ValueError(f"address: must be 'host:port', got {address!r}")
+        raise ValueError(f"address: must be 'host:port' with a port up to 65535, got {address!r}")
     return host.strip("[]"), int(port)

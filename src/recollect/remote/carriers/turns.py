@@ -49,8 +49,11 @@ class Turns:
                             raise too_late(what(), timeout)
                         self.cond.wait(left)
                 self._work(max(left, 0.0))
-            finally:
-                self._follow(me)
+            finally:  # not by a call, at whose begin an interrupt could come: nobody would ever lead again
+                if self._leader is me:
+                    with self.cond:
+                        self._leader = None
+                        self.cond.notify_all()
             if left <= 0:  # a last look at what the last poll brought
                 with self.cond:
                     self._check(what)
@@ -69,12 +72,8 @@ class Turns:
                     return
                 self._leader = me
             self._work(0.0)
-        finally:
-            self._follow(me)
-
-    def _follow(self, me: object) -> None:
-        """Leave the lead to others, if it was taken: an interrupt may come before, or right after."""
-        if self._leader is me:
-            with self.cond:
-                self._leader = None
-                self.cond.notify_all()
+        finally:  # as in `wait`
+            if self._leader is me:
+                with self.cond:
+                    self._leader = None
+                    self.cond.notify_all()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -13,6 +13,7 @@ from recollect.rollout.experience import Experience
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]
+MOST_WORDS = 4000  # characters of a prompt or an answer that an experience's info holds
 
 
 class Generation:
@@ -23,7 +24,7 @@ class Generation:
     1.0
     """
 
-    __slots__ = ("finish_reason", "logprobs", "prompt_length", "text", "tokens", "version")
+    __slots__ = ("finish_reason", "logprobs", "prompt", "prompt_length", "text", "tokens", "version")
 
     def __init__(
         self,
@@ -34,7 +35,9 @@ class Generation:
         logprobs: Any = None,
         finish_reason: str = "stop",
         version: int = 0,
+        prompt: str = "",
     ) -> None:
+        self.prompt = prompt  # in words, where they are known
         self.text, self.prompt_length, self.finish_reason, self.version = (
             text,
             prompt_length,
@@ -45,7 +48,10 @@ class Generation:
         self.logprobs = None if logprobs is None else np.asarray(logprobs, np.float32)
 
     def experience(self, reward: float = float("nan"), **leaves: Any) -> Experience:
-        """Return a token-level experience of this answer; SchemaError if the server gave no tokens."""
+        """Return a token-level experience of this answer; SchemaError if the server gave no tokens.
+
+        The words of prompt and answer go along in `info`, for people; of long ones the beginning.
+        """
         if self.tokens is None or self.logprobs is None:
             what = "tokens" if self.tokens is None else "logprobs"
             raise SchemaError(
@@ -60,10 +66,29 @@ class Generation:
             "truncated": self.finish_reason == "length",
             "model_version": self.version,
         }
-        return Experience(**given | leaves)
+        said = {name: text for name, text in (("prompt", self.prompt), ("answer", self.text)) if text}
+        info = {name: _beginning(text) for name, text in said.items()} | dict(leaves.pop("info", None) or {})
+        return Experience(info=info, **given | leaves)
 
     def __repr__(self) -> str:
         return f"Generation({self.text!r}, finish_reason={self.finish_reason!r}, version={self.version})"
+
+
+def _beginning(text: str) -> str:
+    return text if len(text) <= MOST_WORDS else text[: MOST_WORDS - 1] + "…"
+
+
+def prompt_words(prompt: Any) -> str:
+    """Return a prompt or messages in words; token ids have none.
+
+    >>> prompt_words([{"role": "user", "content": "2+3?"}])
+    'user: 2+3?'
+    """
+    if isinstance(prompt, str):
+        return prompt
+    if not isinstance(prompt, Sequence) or not prompt or not isinstance(prompt[0], Mapping):
+        return ""
+    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
 
 
 @runtime_checkable

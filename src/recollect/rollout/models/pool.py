@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.errors import ClosedError
+from recollect.rollout.models.base import Generation, prompt_words
 
 FAILURES_TO_REST = 5
 
@@ -163,10 +164,10 @@ class Bound:
         return int(self._replica.model.version)
 
     async def generate(self, prompt: Any, *, n: int = 1, **sampling: Any) -> Any:
-        return await self._call("generate", prompt, n=n, **sampling)
+        return _asked(prompt, await self._call("generate", prompt, n=n, **sampling))
 
     async def chat(self, messages: Any, *, n: int = 1, **sampling: Any) -> Any:
-        return await self._call("chat", messages, n=n, **sampling)
+        return _asked(messages, await self._call("chat", messages, n=n, **sampling))
 
     async def logprobs(self, tokens: Any, prompt_length: int = 0) -> Any:
         return await self._call("logprobs", tokens, prompt_length)
@@ -200,6 +201,15 @@ class Bound:
         if self._versions is not None and isinstance(answer, list):
             self._versions.extend([int(g.version) for g in answer])
         return answer
+
+
+def _asked(prompt: Any, answers: Any) -> Any:
+    """Note in answers what was asked, in words."""
+    words = prompt_words(prompt)
+    for answer in answers if isinstance(answers, list) else ():
+        if isinstance(answer, Generation):
+            answer.prompt = answer.prompt or words
+    return answers
 
 
 class Blocking:

@@ -70,7 +70,7 @@ class LeafCurves {
       hooks: { setSelect: [(plot) => this.selected(plot)], draw: [(plot) => this.drawStep(plot, colour("--ink"))] },
     }, [one.steps, ...one.values], place);
     this.listen(made);
-    this.tellStep(made, one);
+    setTimeout(() => this.plots.includes(made) && this.tellStep(made, one)); // uPlot empties its legend when it is ready
     return made;
   }
 

@@ -29,6 +29,9 @@ class EpisodeList {
       if (at.scrollTop + at.clientHeight > at.scrollHeight - 200) this.more();
     });
     if (about.reward === null) for (const id of ["return-filter", "return-head"]) document.getElementById(id).hidden = true;
+    this.hasTasks = about.tasks.length > 1;
+    for (const id of ["task-filter", "task-head"]) document.getElementById(id).hidden = !this.hasTasks;
+    document.getElementById("tasks").append(...about.tasks.map((task) => element("option", { value: task })));
     this.tellSummary();
   }
 
@@ -38,6 +41,10 @@ class EpisodeList {
       ? `${count(this.about.samples, "step")} in ${count(this.about.episodes, "episode")}` + (this.about.reward === null
         ? "; no leaf is called reward, so there are no returns (--reward names another)" : `; return is the sum of ${this.about.reward}`)
       : `${count(this.about.samples, "sample")}; where episodes begin is not known, so they are shown in runs of 1,000`;
+    const { tasks, fps } = this.about, more = [];
+    if (tasks.length === 1) more.push(`task: ${tasks[0]}`);
+    if (fps) more.push(`${shortNumber(fps)} steps a second`);
+    if (more.length) document.getElementById("summary").append("; " + more.join("; "));
   }
 
   order(sort) {
@@ -59,8 +66,9 @@ class EpisodeList {
     if (mine !== this.asked) return undefined; // a later question is under way
     this.rows = [];
     this.body.replaceChildren();
-    this.take(found);
     const returns = found.progress < 1 && this.about.has_episodes;
+    this.summing = returns;
+    this.take(found);
     this.tell(found.problem || (returns ? `summing returns, ${Math.floor(100 * found.progress)} %` : ""));
     if (returns) setTimeout(() => mine === this.asked && this.reload(), 300);
     return undefined;
@@ -96,8 +104,9 @@ class EpisodeList {
     const versus = element("button", { title: "Show beside the other episode", "aria-label": `Compare with episode ${row.episode}` }, "compare");
     versus.addEventListener("click", (event) => { event.stopPropagation(); this.compare(row); });
     const cells = [number(String(row.episode)), number(row.length.toLocaleString("en-US"))];
-    if (this.about.reward !== null) cells.push(number(row.return === null ? "…" : shortNumber(row.return)));
+    if (this.about.reward !== null) cells.push(number(row.return !== null ? shortNumber(row.return) : this.summing ? "…" : "–"));
     if (row.end) cells.push(element("td", {}, row.end));
+    if (this.hasTasks) cells.push(element("td", { class: "task", title: row.task }, row.task));
     const line = element("tr", { "data-episode": row.episode }, ...cells, element("td", {}, versus));
     line.addEventListener("click", () => this.choose(row));
     return line;

@@ -15,7 +15,19 @@ class View {
     document.getElementById("now").hidden = about.leaves.every((leaf) => leaf.shown === "picture");
     this.frames = [];
     this.isPlaying = false;
+    if (about.fps) this.playAsRecorded(about.fps);
     this.listen();
+  }
+
+  seconds(steps) { return (steps / this.about.fps).toFixed(2); }
+
+  playAsRecorded(fps) {
+    const speed = document.getElementById("speed"), value = String(fps);
+    let option = [...speed.options].find((one) => one.value === value);
+    if (!option) speed.append(option = element("option", { value }, shortNumber(fps)));
+    option.value = value; // the text was the value before it says more
+    option.textContent += " (as recorded)";
+    speed.value = value;
   }
 
   get rows() { return [this.state.a, this.state.b].filter((row) => row !== null); }
@@ -25,7 +37,7 @@ class View {
     await this.list.reload();
     const kept = new URLSearchParams(location.hash.slice(1));
     const find = async (number) => this.list.rows.find((row) => row.episode === Number(number))
-      || { episode: Number(number), length: (await ask("curves", { episode: number, leaf: this.curves[0].leaf.name, width: 1 })).length, return: null, end: "" };
+      || { episode: Number(number), length: (await ask("curves", { episode: number, leaf: this.curves[0].leaf.name, width: 1 })).length, return: null, end: "", task: "" };
     let a = this.list.rows[0] || null, b = null;
     try {
       if (kept.has("a")) a = await find(kept.get("a"));
@@ -56,7 +68,9 @@ class View {
   head(row, k) {
     const words = [`${row.length.toLocaleString("en-US")} steps`];
     if (row.return !== null) words.push(`return ${shortNumber(row.return)}`);
+    if (this.about.fps) words.push(`${this.seconds(row.length)} s`);
     if (row.end) words.push(row.end);
+    if (row.task) words.push(row.task);
     const head = element("div", { class: k ? "head b" : "head" }, element("b", {}, `${this.about.has_episodes ? "Episode" : "Run"} ${row.episode}`), ` · ${words.join(" · ")}`);
     if (k) {
       const close = element("button", {}, "close");
@@ -76,7 +90,8 @@ class View {
   goTo(step) {
     this.state.step = Math.min(Math.max(0, step), this.length - 1);
     document.getElementById("slider").value = this.state.step;
-    document.getElementById("at").textContent = `step ${this.state.step} / ${this.length - 1}`;
+    const time = this.about.fps ? ` · ${this.seconds(this.state.step)} s` : "";
+    document.getElementById("at").textContent = `step ${this.state.step} / ${this.length - 1}${time}`;
     for (const one of this.curves) one.moveStep();
     this.tellValues();
     this.keepAddress();
