@@ -1,0 +1,1 @@
+"""Recollect inside other frameworks: one module per framework, which needs that framework installed."""
