@@ -3,14 +3,9 @@
 from __future__ import annotations
 
 import re
-import sys
-from pathlib import Path
 from typing import Any
 
 from recollect import __version__
-
-sys.path.insert(0, str(Path(__file__).parent))
-import figures  # beside this file
 
 project = "Recollect"
 author = "the Recollect authors"
@@ -24,7 +19,9 @@ nitpicky = True
 # Annotations name private aliases and other projects' classes; prose is held to its links all the same.
 nitpick_ignore_regex = [("py:.*", ".*")]
 autodoc_member_order = "bysource"
-autodoc_typehints = "none"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+python_use_unqualified_type_names = True
 autodoc_mock_imports = ["torch", "jax", "ray", "mpi4py", "h5py", "pyarrow", "av", "PIL", "httpx", "tqdm"]
 myst_heading_anchors = 3
 
@@ -40,12 +37,6 @@ def _code_in_backticks(
                 for line in lines]  # fmt: skip
 
 
-def _put_figures(app: object, docname: str, source: list[str]) -> None:
-    """Put the measured figures where a page asks for them."""
-    source[0] = source[0].replace("<!-- figures of compare.py -->", figures.compared())
-
-
 def setup(app: Any) -> None:
     """Called by Sphinx."""
-    app.connect("source-read", _put_figures)
     app.connect("autodoc-process-docstring", _code_in_backticks)

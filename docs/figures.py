@@ -1,6 +1,6 @@
 """The tables of figures in the documentation, made from what the benchmarks wrote: one fact in one place.
 
-python docs/figures.py      writes the README's anew; the pages' are made when they are built
+python docs/figures.py      writes the tables of README.md and docs/compare/index.md anew
 """
 
 from __future__ import annotations
@@ -64,20 +64,21 @@ def summary() -> str:
         other = "–" if best is None else f"{_us(results[best])} ({PEERS[best]})"
         cells = [_us(results["recollect"]), other, _us(results.get("memcpy")), _us(plain)]
         lines.append(f"| {work['title']} | " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", _missed(found)])
+    missed = _missed(found)
+    return "\n".join([*lines, "", missed] if missed else lines)
 
 
 def _missed(found: dict[str, Any]) -> str:
-    """Which goals of the benchmark the run did not reach."""
+    """Which goals of the benchmark the run did not reach; nothing if it reached all."""
     missed = [
         f"{found['works'][goal['work']]['title']} {goal['goal']} ({goal['measured']:.2f})"
         for goal in found["goals"]
         if goal["verdict"] == "MISS"
     ]
-    return "Goals that this run missed: " + ";\n".join(missed) + "." if missed else "It reached every goal."
+    return "Goals that this run missed: " + ";\n".join(missed) + "." if missed else ""
 
 
-def in_readme(text: str) -> tuple[str, str, str]:
+def in_page(text: str) -> tuple[str, str, str]:
     """The text before, between and after the marks."""
     before, rest = text.split(BEGIN + "\n")
     between, after = rest.split("\n" + END)
@@ -104,6 +105,6 @@ def _memory(found: dict[str, Any]) -> list[str]:
 
 
 if __name__ == "__main__":
-    readme = ROOT / "README.md"
-    before, _, after = in_readme(readme.read_text())
-    readme.write_text(f"{before}{BEGIN}\n{summary()}\n{END}{after}")
+    for page, made in ((ROOT / "README.md", summary), (ROOT / "docs" / "compare" / "index.md", compared)):
+        before, _, after = in_page(page.read_text())
+        page.write_text(f"{before}{BEGIN}\n{made()}\n{END}{after}")

@@ -162,3 +162,13 @@ def test_a_constant_has_its_value(name: str) -> None:
     for part in name.split(".")[1:]:
         found = getattr(found, part)
     assert found == CONSTANTS[name]
+
+
+def test_every_field_of_the_rollout_config_has_a_row_with_its_default() -> None:
+    rows = re.findall(
+        r"^\| `(\w+)` \| `.+?` \| `(.+?)` \| \S", (REFERENCE / "rollout.md").read_text(), re.MULTILINE
+    )
+    config = rc.rollout.Config()
+    assert {name: eval(default) for name, default in rows} == {
+        name: getattr(config, name) for name in config.__struct_fields__
+    }
