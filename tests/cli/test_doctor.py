@@ -20,7 +20,7 @@ from rich.console import Console
 
 from recollect import _core
 from recollect.cli import machine
-from recollect.cli.doctor_tables import show
+from recollect.cli.doctor import show
 from recollect.cli.machine import EXTRAS, REQUIRED, Fact, look, packages
 from recollect.collect import Finding
 

@@ -17,7 +17,7 @@ from rich.console import Console
 
 import recollect.rollout as rr
 from recollect.cli import run
-from recollect.cli.rollout_view import RolloutView, batch_rows
+from recollect.cli.rollout import RolloutView, batch_rows
 from recollect.errors import SchemaError
 from recollect.observe import find_jobs
 from recollect.observe.view.catalogue import open_catalogue

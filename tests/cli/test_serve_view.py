@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from recollect.cli.serve_view import LEFT_SHOWN, as_table, as_text, figures, rates, shown
+from recollect.cli.serve import LEFT_SHOWN, as_table, as_text, figures, rates, shown
 from recollect.remote import ReplayBufferManager, records
 
 

@@ -13,7 +13,7 @@ import pytest
 from rich.console import Console
 
 from recollect.cli import run
-from recollect.cli.train_view import report
+from recollect.cli.train import report
 from recollect.errors import CollectorDiedError, DeadlineError, PeerDiedError
 from recollect.learners.metrics import RunSummary
 from recollect.learners.sac import SACRunner

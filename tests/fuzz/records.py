@@ -114,7 +114,7 @@ class Watched:
     def _seen(self, random: Random) -> str:
         from rich.console import Console
 
-        from recollect.cli.job_view import line, render
+        from recollect.cli.live import line, render
         from recollect.cli.top import _as_json
         from recollect.observe import find_jobs
 

@@ -16,7 +16,7 @@ from recollect.text import nearest, printable
 
 # Each is a module here, and in it a dataclass of the same name.
 _COMMANDS = {
-    "bench": "time a buffer on this machine, beside memcpy and other libraries",
+    "bench": "time a buffer on this machine, beside memcpy",
     "convert": "copy a dump or data set into another form",
     "dash": "show running jobs live on a web page",
     "demo": "see Recollect at work",

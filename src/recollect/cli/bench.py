@@ -1,4 +1,4 @@
-"""`recollect bench`: what this machine does with a replay buffer, beside its own memcpy and other libraries."""
+"""`recollect bench`: what this machine does with a replay buffer, beside its own memcpy."""
 
 from __future__ import annotations
 
@@ -14,10 +14,13 @@ from time import perf_counter
 from typing import Any
 
 import numpy as np
+from rich.console import Console
+from rich.table import Table
 
-from recollect.cli.peers import Block, Calls, Peer, installed
-from recollect.cli.progress import bar
+from recollect.cli.terminal import bar
 
+Block = dict[str, Any]
+Calls = dict[int, Callable[[], Any]]  # by how many samples a call adds or draws
 _TURN_S = 0.01
 LEAVES = {"obs": (17,), "action": (6,), "reward": (), "next_obs": (17,), "done": ()}
 ROW_NBYTES = 4 * sum(int(np.prod(shape)) for shape in LEAVES.values())
@@ -25,11 +28,11 @@ ROW_NBYTES = 4 * sum(int(np.prod(shape)) for shape in LEAVES.values())
 
 @dataclass
 class Bench:
-    """Time adding to and drawing from a buffer in memory, beside memcpy and the peers that are installed here.
+    """Time adding to and drawing from a buffer in memory, beside memcpy of the same bytes.
 
-    Transitions are obs 17, action 6, reward, next_obs 17, done, in float32: 168 bytes. All take turns of 10 ms in one
-    run, so that a slow moment of the machine is everybody's; figures are medians. Peers: Stable-Baselines3, cpprb,
-    TorchRL, Tianshou, flashbax. Nothing else should run meanwhile.
+    Transitions are obs 17, action 6, reward, next_obs 17, done, in float32: 168 bytes. Both take turns of 10 ms in one
+    run, so that a slow moment of the machine slows both; figures are medians. Nothing else should run meanwhile.
+    Beside other libraries: `make bench` in a clone.
 
     Example: recollect bench --rows 1000000
     """
@@ -40,8 +43,6 @@ class Bench:
     """Samples in the smaller of the two batches that are added and drawn; the other has 4,096."""
     rounds: int = 15
     """Turns of each at each work."""
-    peers: bool = True
-    """Time the peers too; --no-peers leaves them out."""
     json: bool = False
     """Print one JSON object instead of a table."""
 
@@ -49,28 +50,21 @@ class Bench:
         """Measure and report."""
         if min(self.rows, self.batch, self.rounds) < 1:
             sys.exit("recollect bench: rows, batch and rounds must be at least 1")
-        report = measure(self.rows, self.batch, self.rounds, installed() if self.peers else {}, self.json)
+        report = measure(self.rows, self.batch, self.rounds, self.json)
         if self.json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
-            from recollect.cli.bench_table import show
-
             show(report)
 
 
-def measure(rows: int, batch: int, rounds: int, peers: dict[str, Peer], quiet: bool) -> dict[str, Any]:
-    """Time every work by everybody; a peer that cannot do it is left out with the reason."""
+def measure(rows: int, batch: int, rounds: int, quiet: bool) -> dict[str, Any]:
+    """Time every work by both, in turns."""
     sizes = sorted({batch, 4096})
     blocks = {n: _block(n) for n in (1, *sizes)}
-    makers: dict[str, Peer] = {"memcpy": memcpy, "Recollect": recollect, **peers}
     calls: dict[str, tuple[Calls, Calls]] = {}
-    left_out: dict[str, str] = {}
-    with bar("making buffers", len(makers), quiet) as advance:
-        for name, make in makers.items():
-            try:
-                calls[name] = make(rows, blocks, sizes)
-            except Exception as error:  # a peer of another version is no reason to time nobody
-                left_out[name] = f"{type(error).__name__}: {error}"
+    with bar("making buffers", 2, quiet) as advance:
+        for name, make in (("memcpy", memcpy), ("Recollect", recollect)):
+            calls[name] = make(rows, blocks, sizes)
             advance(1)
     works = [("add", 0, n) for n in blocks] + [("draw", 1, n) for n in sizes]
     found = []
@@ -78,17 +72,11 @@ def measure(rows: int, batch: int, rounds: int, peers: dict[str, Peer], quiet: b
         for verb, which, n in works:
             turns = {name: both[which][n] for name, both in calls.items()}
             found.append({"work": f"{verb} {n}", "samples": n, **_timed(turns, n, rounds, advance)})
-    return {
-        "rows": rows,
-        "row_nbytes": ROW_NBYTES,
-        "cores": os.cpu_count(),
-        "works": found,
-        "left_out": left_out,
-    }
+    return {"rows": rows, "row_nbytes": ROW_NBYTES, "cores": os.cpu_count(), "works": found}
 
 
 def _timed(turns: dict[str, Callable[[], Any]], n: int, rounds: int, advance: Any) -> dict[str, Any]:
-    """Median microseconds of each, taking turns, and their ratios to memcpy and to Recollect."""
+    """Median microseconds of each, taking turns, and what Recollect takes over memcpy."""
     n_calls = {name: max(1, int(_TURN_S / max(_seconds(call, 3), 1e-7))) for name, call in turns.items()}
     seen: dict[str, list[float]] = {name: [] for name in turns}
     for k in range(rounds):
@@ -98,14 +86,7 @@ def _timed(turns: dict[str, Callable[[], Any]], n: int, rounds: int, advance: An
         advance(1)
     us = {name: median(values) * 1e6 for name, values in seen.items()}
     ours = us["Recollect"]
-    return {
-        "us": us,
-        "gb_per_s": n * ROW_NBYTES / ours / 1e3,
-        "times_memcpy": ours / us["memcpy"],
-        "peer_times_recollect": {
-            name: t / ours for name, t in us.items() if name not in ("memcpy", "Recollect")
-        },
-    }
+    return {"us": us, "gb_per_s": n * ROW_NBYTES / ours / 1e3, "times_memcpy": ours / us["memcpy"]}
 
 
 def _seconds(work: Callable[[], Any], calls: int) -> float:
@@ -161,3 +142,21 @@ def memcpy(rows: int, blocks: dict[int, Block], draws: list[int]) -> tuple[Calls
         return draw
 
     return {n: adder(n) for n in blocks}, {n: drawer(n) for n in draws}
+
+
+def show(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print the times, and the ratios that travel between machines."""
+    console = console or Console()
+    works = report["works"]
+    table = Table(
+        title=f"{report['rows']:,} transitions of {report['row_nbytes']} bytes, {report['cores']} cores",
+        title_justify="left",
+    )
+    table.add_column("")
+    for work in works:
+        table.add_column(work["work"], justify="right")
+    for name in ("memcpy", "Recollect"):
+        table.add_row(f"{name}, µs a call", *(f"{work['us'][name]:.2f}" for work in works))
+    table.add_row("Recollect, GB/s", *(f"{work['gb_per_s']:.2f}" for work in works))
+    table.add_row("Recollect over memcpy", *(f"{work['times_memcpy']:.2f}×" for work in works))
+    console.print(table)

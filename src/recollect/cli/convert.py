@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
-from recollect.cli.progress import bar
+from recollect.cli.terminal import bar
 from recollect.text import printable
 
 

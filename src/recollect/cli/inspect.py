@@ -10,8 +10,11 @@ from typing import Annotated, Any
 
 import numpy as np
 import tyro
+from rich.console import Console
+from rich.table import Table
 
-from recollect.cli.progress import bar
+from recollect.budget import human_nbytes
+from recollect.cli.terminal import bar, words
 
 
 @dataclass
@@ -21,7 +24,7 @@ class Inspect:
     The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, or a data set of
     LeRobot, Minari or Hugging Face.
 
-    Example: recollect inspect runs/rates
+    Example: recollect inspect runs/demo/model_6000/replay
     """
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -52,8 +55,6 @@ class Inspect:
         if self.json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
-            from recollect.cli.data_tables import show_inspection
-
             show_inspection(report)
 
 
@@ -134,3 +135,54 @@ def _note(seen: dict[str, Any], values: Any, prefix: str) -> None:
 def _files(path: Path) -> dict[str, int]:
     sizes = [f.stat().st_size for f in path.rglob("*") if f.is_file()]
     return {"count": len(sizes), "bytes": sum(sizes)}
+
+
+def show_inspection(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print what a directory holds."""
+    console = console or Console()
+    storage = f", storage {report['storage']}" if report["storage"] else ""
+    told = (
+        f": {report['kind']}{storage}, {report['samples']:,} samples, "
+        f"{report['files']['count']:,} files of {human_nbytes(report['files']['bytes'])}"
+    )
+    console.print(words("\n", (report["path"], "bold"), told))
+    segments = report["segments"]
+    if segments is None:
+        console.print("Segments: not known")
+    elif segments["count"]:
+        console.print(
+            f"Segments: {segments['count']:,}, of {segments['min']:,} to {segments['max']:,} samples, "
+            f"mean {segments['mean']:.1f}"
+        )
+    table = Table()
+    for name in ("leaf", "kind", "dtype", "shape", "min", "max", "NaN"):
+        table.add_column(name, justify="left" if name in ("leaf", "kind", "dtype") else "right")
+    for leaf in report["leaves"]:
+        shape = "×".join(map(str, leaf["shape"] or ())) or "scalar"
+        low, high = (
+            f"{leaf[f'length_{side}']} long" if f"length_{side}" in leaf else leaf.get(side, "")
+            for side in ("min", "max")
+        )
+        table.add_row(
+            words(leaf["name"]),
+            leaf["kind"],
+            words(leaf["dtype"]),
+            shape,
+            _short(low),
+            _short(high),
+            str(leaf.get("nan", "")),
+        )
+    console.print(table)
+    for name, text in report.get("first_texts", {}).items():
+        if text:
+            console.print(words((f"{name} of the first sample: ", "bold"), _cut(text)))
+    for name, why in report["left_out"].items():
+        console.print(words(f"Left out: {name}, which {why}"))
+
+
+def _cut(text: str, most: int = 500) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
+def _short(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)

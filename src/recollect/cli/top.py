@@ -49,7 +49,7 @@ class Top:
                 job.close()
 
     def _list(self, jobs: list[Job]) -> None:
-        from recollect.cli.job_view import line
+        from recollect.cli.live import line
 
         for job in jobs:
             seen = job.snapshot()
@@ -66,7 +66,7 @@ class Top:
     def _follow(self, job: Job) -> None:
         from rich.console import Console
 
-        from recollect.cli.job_view import JobView, render
+        from recollect.cli.live import JobView, render
 
         console = Console()
         seen: Snapshot | None = None

@@ -14,7 +14,10 @@ from typing import Annotated, Any, Literal
 
 import gymnasium
 import tyro
+from rich.console import Console
 
+from recollect.cli.live import clock
+from recollect.cli.terminal import words
 from recollect.errors import DeadlineError, PeerDiedError, RecollectError
 from recollect.learners.config import APPOConfig, SACConfig
 from recollect.text import printable
@@ -66,8 +69,6 @@ class Options:
 
     def run(self) -> None:
         """Train, show and report; status 1 with one line for what went wrong, 130 for Ctrl-C or SIGTERM, which save."""
-        from recollect.cli.train_view import report
-
         try:
             runner = self._trained()
         except (gymnasium.error.Error, ValueError, RuntimeError) as error:
@@ -90,7 +91,7 @@ class Options:
 
     def _trained(self) -> Any:
         """The runner after its run, whole or interrupted."""
-        from recollect.cli.job_view import JobView
+        from recollect.cli.live import JobView
 
         with self.runner() as runner, JobView(quiet=self.json) as view, terminated_as_interrupted():
             try:
@@ -177,3 +178,28 @@ class Train:
     def run(self) -> None:
         """Train."""
         self.algorithm.run()
+
+
+def report(
+    summary: Any,
+    title: str,
+    log_dir: Path,
+    console: Console | None = None,
+    go_on: str = "the same command with",
+) -> None:
+    """Print how a run ended and what to do next; `go_on` is the command that a checkpoint can be given to."""
+    console = console or Console()
+    recent, final = summary.recent_mean_reward, summary.final_mean_reward
+    shown = "no episode ended"
+    if recent is not None:
+        shown = f"mean return of the last 20 episodes {recent:,.1f}, of the last 100 {final:,.1f}"
+    told = (
+        f": {summary.status} after {summary.completed_iterations:,} iterations and "
+        f"{summary.total_env_steps:,} environment steps in {clock(summary.wall_time_s)}; {shown}; "
+        f"{summary.restarts} restarts, {summary.misses} batches late, {summary.dropped} rollouts dropped."
+    )
+    console.print(words("\n", (title, "bold"), told))
+    console.print(words(f"Metrics: {log_dir / 'metrics.jsonl'}"), soft_wrap=True)
+    if summary.last_checkpoint:
+        more = "   (and more --iterations)" if summary.status == "completed" else ""
+        console.print(words(f"Go on: {go_on} --resume {summary.last_checkpoint}{more}"), soft_wrap=True)

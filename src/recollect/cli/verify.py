@@ -6,11 +6,12 @@ import json
 import sys
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import tyro
+from rich.console import Console
 
-from recollect.cli.progress import bar
+from recollect.cli.terminal import bar, words
 
 
 @dataclass
@@ -20,7 +21,7 @@ class Verify:
     Dumps, and LeRobot sets that Recollect wrote, have a checksum for every file. Data sets of others have none: all
     their samples are read. Ends with status 1 if anything is damaged.
 
-    Example: recollect verify runs/rates
+    Example: recollect verify runs/demo/model_6000/replay
     """
 
     path: Annotated[Path, tyro.conf.Positional]
@@ -38,8 +39,33 @@ class Verify:
         if self.json:
             sys.stdout.write(json.dumps(report, indent=2) + "\n")
         else:
-            from recollect.cli.data_tables import show_verification
-
             show_verification(report)
         if not report["ok"]:
             sys.exit(1)
+
+
+def show_verification(report: dict[str, Any], console: Console | None = None) -> None:
+    """Print what is damaged and what can still be read."""
+    console = console or Console()
+    if report["ok"]:
+        told = f", {report['files']:,} files with their checksums" if report["files"] else ""
+        console.print(words(f"{report['path']}: whole, {report['samples']:,} samples{told}"))
+        if report["unchecked"]:
+            console.print(f"Files without a checksum: {len(report['unchecked']):,}; their samples were read")
+        return
+    console.print(words((f"{report['path']}: damaged", "bold red")))
+    for found in report["damaged"]:
+        console.print(words(f"  {found['file']}: {found['problem']}"), soft_wrap=True)
+    if report["readable"]:
+        console.print(f"Still readable: {_counted(report['readable'])} of {report['samples']:,} samples")
+    if report["unsure"]:
+        console.print(
+            f"Can be read, but some of them may be wrong: {_counted(report['unsure'])} of {report['samples']:,} samples"
+        )
+    if not report["readable"] and not report["unsure"]:
+        console.print("Nothing of it can be read.")
+
+
+def _counted(runs: list[list[int]]) -> str:
+    shown = ", ".join(f"{a}..{b - 1}" for a, b in runs[:20])
+    return f"{sum(b - a for a, b in runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"

@@ -25,7 +25,7 @@ class View:
     LeRobot, Minari or Hugging Face. The page is served to this computer alone, at an address with a secret in it, until
     Ctrl-C; it needs no internet.
 
-    Example: recollect view runs/rates
+    Example: recollect view runs/demo/model_6000/replay
     """
 
     path: Annotated[Path, tyro.conf.Positional]

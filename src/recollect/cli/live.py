@@ -14,7 +14,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from recollect.cli.words import words
+from recollect.cli.terminal import words
 from recollect.observe.jobs import COMPLETED, INTERRUPTED, RUNNING, STARTING, Cell, Snapshot
 from recollect.text import printable
 

@@ -10,7 +10,7 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from recollect.cli.job_view import JobView, line, render, sparkline
+from recollect.cli.live import JobView, line, render, sparkline
 from recollect.observe.jobs import History, Snapshot
 
 STATE = Snapshot(

@@ -15,14 +15,12 @@ class Demo:
 
 def demos() -> dict[str, Any]:
     """Return the demos by name; each is a dataclass of options with a `run` method."""
-    from recollect.cli.demo_gflownet import DemoGflownet
-    from recollect.cli.demo_grpo import DemoGrpo
-    from recollect.cli.demo_rates import DemoRates
-    from recollect.cli.demo_sac import DemoSac
+    from recollect.cli.demo.gflownet import DemoGflownet
+    from recollect.cli.demo.grpo import DemoGrpo
+    from recollect.cli.demo.sac import DemoSac
 
     return {
         "sac": DemoSac,
-        "rates": DemoRates,
         "grpo": DemoGrpo,
         "gflownet": DemoGflownet,
     }

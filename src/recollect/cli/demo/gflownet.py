@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from recollect.cli.examples import run_example
+from recollect.cli.demo.examples import run_example
 
 
 @dataclass

@@ -60,7 +60,7 @@ class DemoSac:
         """Train, show, plot, and say what to look at; Ctrl-C saves and shows what there is."""
         import gymnasium
 
-        from recollect.cli.job_view import JobView
+        from recollect.cli.live import JobView
 
         log = RunLog()
         with JobView(quiet=self.json) as view:
@@ -117,7 +117,7 @@ class DemoSac:
         )
 
     def _report(self, summary: Any, log: RunLog) -> None:
-        from recollect.cli.demo_report import draw, show
+        from recollect.cli.demo.report import draw, show
 
         plot: Path | None = self.out / "demo.png"
         try:

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from recollect.budget import human_nbytes
-from recollect.cli.job_view import clock
-from recollect.cli.train_view import report
+from recollect.cli.live import clock
+from recollect.cli.train import report
 from recollect.errors import MissingExtraError
 
 LEARNER = {
@@ -91,7 +91,7 @@ def show(summary: Any, log: Any, title: str, out: Path, plot: Path | None, go_on
     """Print the summary, and the commands to look at what is there and to train on."""
     from rich.console import Console
 
-    from recollect.cli.words import words
+    from recollect.cli.terminal import words
 
     console = Console()
     report(summary, title, out, console, go_on)

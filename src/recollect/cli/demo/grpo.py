@@ -6,7 +6,7 @@ import sys
 from dataclasses import dataclass
 from typing import Literal
 
-from recollect.cli.examples import run_example
+from recollect.cli.demo.examples import run_example
 
 
 @dataclass

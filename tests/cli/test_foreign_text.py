@@ -20,10 +20,11 @@ from tests.rollout.make import run as run_loop
 
 import recollect as rc
 import recollect.rollout as rr
-from recollect.cli import bench_table, data_tables, doctor_tables, run, serve_view, tables, train_view
-from recollect.cli.job_view import JobView
+from recollect.cli import doctor, inspect, run, train
+from recollect.cli import serve as serve_command
+from recollect.cli.live import JobView
 from recollect.cli.machine import Fact
-from recollect.cli.rollout_view import RolloutView
+from recollect.cli.rollout import RolloutView
 from recollect.collect import Finding
 from recollect.observe import Beacon
 from recollect.remote import ReplayBufferManager
@@ -121,10 +122,10 @@ def serve(folder: Path, out: Console) -> None:
     rates = {"state": SAID, "requests_per_s": 2.0, "items_per_s": 30.0, "mb_per_s": 0.25}
     seen = {"live": 1, "offered": 1, "baseline": None, "containers_per_s": 9.0, "senders": {0: rates}}
     with ReplayBufferManager({"id": ((), "int64")}, 0, None) as manager:
-        view = serve_view.ServeView(manager, SAID, 60.0, False, out)
+        view = serve_command.ServeView(manager, SAID, 60.0, False, out)
         with view:
-            view.say({}, serve_view.as_text(seen))
-    out.print(serve_view.as_table(seen))
+            view.say({}, serve_command.as_text(seen))
+    out.print(serve_command.as_table(seen))
 
 
 def train_report(folder: Path, out: Console) -> None:
@@ -132,31 +133,13 @@ def train_report(folder: Path, out: Console) -> None:
         recent_mean_reward=None, final_mean_reward=None, status=SAID, completed_iterations=1, total_env_steps=1,
         wall_time_s=1.0, restarts=0, misses=0, dropped=0, last_checkpoint=folder / SAID,
     )  # fmt: skip
-    train_view.report(summary, SAID, folder / SAID, out)
+    train.report(summary, SAID, folder / SAID, out)
 
 
 def doctor_report(folder: Path, out: Console) -> None:
     facts = [Fact("warning", SAID, SAID, SAID), Fact("ok", SAID, SAID)]
-    doctor_tables.show(facts, facts, SAID, [Finding("error", SAID, SAID, SAID)], out)
-    doctor_tables.show(facts, facts, SAID, [], out)
-
-
-def bench_report(folder: Path, out: Console) -> None:
-    work = {"work": "add", "us": {"memcpy": 1.0, "Recollect": 1.0}, "gb_per_s": 1.0, "times_memcpy": 1.0}
-    works = [{**work, "peer_times_recollect": {}}]
-    report = {"rows": 1, "row_nbytes": 1, "cores": 1, "works": works, "left_out": {"cpprb": SAID}}
-    bench_table.show(report, out)
-
-
-def demo_report(folder: Path, out: Console) -> None:
-    stats = dict.fromkeys(("live", "evicted", "removed", "rejected", "dropped", "offered"), 1)
-    leaf = {"name": SAID, "dtype": SAID, "shape": [], "offset": 0, "nbytes": 8}
-    place = dict.fromkeys(("row_nbytes", "lanes", "nbytes", "header", "stamps", "segments", "rows"), 1)
-    report = {
-        "env": SAID, "recorded": 1, "episodes": 1, "mean_episode_length": 1.0, "drawn": 1, "killed_and_replaced": 1,
-        "stats": stats, "rates": [], "place": {**place, "kind": "memory", "leaves": [leaf]}, "dump": SAID,
-    }  # fmt: skip
-    tables.show(report, out)
+    doctor.show(facts, facts, SAID, [Finding("error", SAID, SAID, SAID)], out)
+    doctor.show(facts, facts, SAID, [], out)
 
 
 def what_was_left_out(folder: Path, out: Console) -> None:
@@ -164,13 +147,12 @@ def what_was_left_out(folder: Path, out: Console) -> None:
         "path": SAID, "kind": "lerobot", "storage": None, "samples": 1, "files": {"count": 1, "bytes": 1},
         "segments": None, "leaves": [], "left_out": {SAID: SAID},
     }  # fmt: skip
-    data_tables.show_inspection(report, out)
+    inspect.show_inspection(report, out)
 
 
 FACES = (
     inspect_leaves, inspect_path, verify_whole, verify_damaged, convert_path, error_of_a_command, top_once, top_list,
-    top_of_another_process, job_lines, rollout, serve, train_report, doctor_report, bench_report, demo_report,
-    what_was_left_out,
+    top_of_another_process, job_lines, rollout, serve, train_report, doctor_report, what_was_left_out,
 )  # fmt: skip
 
 
