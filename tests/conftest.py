@@ -19,7 +19,7 @@ pytest_plugins = ["pytester"]
 
 # Children of the fork server begin with all this imported; a spawned one spends seconds on it.
 multiprocessing.set_forkserver_preload(
-    ["pytest", "gymnasium", "torch.optim", "recollect.ipc.collector", "recollect.learners.sac_learner",
+    ["pytest", "gymnasium", "torch.optim", "recollect.ipc.runner.collector", "recollect.learners.sac_learner",
      "recollect.learners.collectors"]
 )  # fmt: skip
 

@@ -17,7 +17,7 @@ from tests.rollout.test_experience import batch
 import recollect as rc
 import recollect.rollout as rr
 from recollect.datasets import from_lerobot, from_minari
-from recollect.datasets.lerobot_writer import LeRobotWriter
+from recollect.datasets.lerobot.writer import LeRobotWriter
 from recollect.remote import Checkpoint, ReplayBufferManager
 from recollect.rollout.observe import Trace
 

@@ -13,7 +13,7 @@ import pytest
 import recollect as rc
 from recollect.cli import run
 from recollect.datasets import open_dataset
-from recollect.datasets.converting import convert
+from recollect.datasets.convert import convert
 
 SPACE = {"x": ((256,), "float64"), "image": ((32, 32, 3), "uint8"), "n": ((), "int64")}
 N, LENGTH = 160, 16
@@ -57,7 +57,7 @@ def options_for(target: str) -> dict[str, Any]:
 def test_a_full_disk_ends_it_and_room_lets_it_go_on(
     src: Path, small_disk: Path, target: str, monkeypatch: Any
 ) -> None:
-    monkeypatch.setattr("recollect.datasets.converting.FLUSH_S", 0.0)
+    monkeypatch.setattr("recollect.datasets.convert.FLUSH_S", 0.0)
     filler = small_disk / "filler"
     filler.write_bytes(bytes(600 << 10))
     dst, told = small_disk / "dst", []

@@ -15,8 +15,9 @@ from tests.datasets import sets
 
 import recollect as rc
 from recollect.cli import run
-from recollect.datasets import converting, open_dataset
-from recollect.datasets.converting import TARGETS, convert
+from recollect.datasets import convert as converting
+from recollect.datasets import open_dataset
+from recollect.datasets.convert import TARGETS, convert
 from recollect.errors import FormatError
 
 SPACE = {"obs": ((3,), "float32"), "image": ((8, 8, 3), "uint8"), "n": ((), "int64")}

@@ -13,7 +13,7 @@ from tests.process.failing import no_syncs
 
 import recollect as rc
 from recollect.datasets import open_dataset, to_lerobot
-from recollect.datasets.converting import convert
+from recollect.datasets.convert import convert
 
 SPACE: Any = {"x": ((2,), "float64"), "id": ((), "int64")}
 N = 9
@@ -80,7 +80,7 @@ def test_a_second_conversion_to_the_same_place_is_refused_and_harms_nothing(
 def test_half_a_copy_of_another_kind_stays(
     first: str, second: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("recollect.datasets.converting.FLUSH_S", 0.0)
+    monkeypatch.setattr("recollect.datasets.convert.FLUSH_S", 0.0)
     path, told = tmp_path / "data", []
 
     def stop(n: int) -> None:

@@ -16,8 +16,8 @@ from tests.datasets import sets
 
 import recollect as rc
 from recollect.datasets import DatasetBatch, from_lerobot, to_lerobot
-from recollect.datasets.converting import convert
-from recollect.datasets.lerobot_writer import LeRobotWriter
+from recollect.datasets.convert import convert
+from recollect.datasets.lerobot.writer import LeRobotWriter
 from recollect.errors import FormatError
 from recollect.testing.batch_contract import BatchContract
 

@@ -11,9 +11,9 @@ import pytest
 import recollect as rc
 import recollect.rollout as rr
 from recollect.datasets import open_dataset
-from recollect.datasets.converting import convert
-from recollect.datasets.opening import kind_of
-from recollect.datasets.verifying import verify
+from recollect.datasets.convert import convert
+from recollect.datasets.open import kind_of
+from recollect.datasets.verify import verify
 
 
 def answer(prompt: str, text: str, **more: Any) -> rr.Experience:

@@ -13,7 +13,7 @@ import pytest
 import recollect as rc
 from recollect.batch import CastTransformation
 from recollect.datasets import to_lerobot
-from recollect.datasets.verifying import verify
+from recollect.datasets.verify import verify
 
 SPACE: Any = {"obs": ((3,), "float32"), "image": ((8, 6, 3), "uint8"), "n": ((), "int64")}
 N = 24

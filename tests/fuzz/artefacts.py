@@ -359,7 +359,7 @@ def datasets(home: Path) -> list[Case]:
         return f"{len(batch)} {batch[0]} {batch[len(batch) - 1]}"
 
     found.append(JsonFile(home / "lerobot/meta/info.json", lambda: touch(home / "lerobot"), signed=False))
-    from recollect.datasets.lerobot_meta import CHECKSUMS, read_checksums
+    from recollect.datasets.lerobot.meta import CHECKSUMS, read_checksums
 
     if (home / "lerobot" / CHECKSUMS).exists():
         found.append(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 import recollect as rc
-from recollect.datasets.lerobot_meta import file_name
+from recollect.datasets.lerobot.meta import file_name
 from recollect.errors import BudgetError, FormatError, FrameError
 from recollect.files.record import read_json, signed_json
 from recollect.remote.messages import Data

@@ -18,7 +18,7 @@ from tests.fuzz.mutations import garbled
 
 import recollect as rc
 from recollect.datasets import to_lerobot
-from recollect.datasets.lerobot_meta import CHECKSUMS
+from recollect.datasets.lerobot.meta import CHECKSUMS
 from recollect.errors import RecollectError
 
 Case = Callable[[Random], str]
@@ -77,7 +77,7 @@ class Tree:
 
     def _verified(self) -> Any:
         from recollect.datasets.minari import _arrow_table
-        from recollect.datasets.verifying import verify
+        from recollect.datasets.verify import verify
 
         _arrow_table.cache_clear()
         report = verify(self.path)

@@ -29,9 +29,9 @@ from tests.timing import Stopwatch
 import recollect as rc
 from recollect.ipc import collector as collector_module
 from recollect.ipc import control as control_module
-from recollect.ipc import crew
 from recollect.ipc.async_runner import lane_seed
-from recollect.ipc.control import Control, Counters, Permit
+from recollect.ipc.runner import processes as crew
+from recollect.ipc.runner.control import Control, Counters, Permit
 from recollect.memory.ring import Ring
 from recollect.sampling.stream import mix
 
@@ -84,7 +84,7 @@ class TestStarting:
     def test_a_factory_gets_the_simulator_and_the_overrides(self) -> None:
         spec = crews.Told(dict, {"b": 1}, {}, device="cpu", num_envs=1)
         assert spec.env_cfg_overrides == {"b": 1}
-        from recollect.ipc.collector import EnvSpec
+        from recollect.ipc.runner.collector import EnvSpec
 
         def factory(num_envs: int, sim_backend: str, **overrides: Any) -> tuple[Any, ...]:
             return num_envs, sim_backend, overrides

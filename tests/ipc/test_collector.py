@@ -14,9 +14,9 @@ from typing import Any, cast
 import pytest
 
 import recollect as rc
-from recollect.ipc import collector
-from recollect.ipc.collector import CollectorContext, Job
-from recollect.ipc.control import Control, Counters
+from recollect.ipc.runner import collector
+from recollect.ipc.runner.collector import CollectorContext, Job
+from recollect.ipc.runner.control import Control, Counters
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 

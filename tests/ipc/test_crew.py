@@ -17,11 +17,13 @@ from tests.ipc import crews
 from tests.ipc.crews import Say, runner, wait_until
 
 import recollect as rc
-from recollect.ipc import async_runner, collector, control, crew
+from recollect.ipc import async_runner
 from recollect.ipc.collector_error import ExceptionWrapper, create_error_pipe
-from recollect.ipc.control import Counters
-from recollect.ipc.crew import Crew, Death
 from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline, make_collector_pack
+from recollect.ipc.runner import collector, control
+from recollect.ipc.runner import processes as crew
+from recollect.ipc.runner.control import Counters
+from recollect.ipc.runner.processes import Crew, Death
 from recollect.learners.episodes import EpisodeBoard
 
 pytestmark = [pytest.mark.process, pytest.mark.timeout(90)]

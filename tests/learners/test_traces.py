@@ -12,7 +12,7 @@ from tests.learners import test_appo, test_sac
 from tests.learners.worlds import reach
 
 from recollect.ipc import replay_pipelines
-from recollect.ipc.control import Permit
+from recollect.ipc.runner.control import Permit
 from recollect.learners.collectors import collect_rollouts, collect_transitions
 from recollect.learners.episodes import PHASES
 from recollect.observe.trace import TraceRecorder

@@ -11,8 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 
-from recollect.learners.ppo_learner import continues
-from recollect.learners.vtrace import vtrace
+from recollect.learners.ppo_learner import continues, vtrace
 
 
 def reference(x: dict[str, Any], n: int, gamma: float, lam: float, rho_bar: float, c_bar: float) -> Any:

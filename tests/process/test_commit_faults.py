@@ -18,7 +18,7 @@ from tests.rollout.make import experience
 import recollect as rc
 import recollect.rollout as rr
 from recollect.datasets import open_dataset
-from recollect.datasets.converting import convert
+from recollect.datasets.convert import convert
 from recollect.learners.checkpoint import load_checkpoint, replay_path, save_checkpoint
 from recollect.remote import Checkpoint, ReplayBufferManager
 

@@ -23,8 +23,8 @@ from tests.batch.make import numbers
 from tests.timing import Stopwatch
 
 import recollect as rc
-from recollect.sampling import worker as worker_module
-from recollect.sampling.requests import key_of
+from recollect.sampling.workers import worker as worker_module
+from recollect.sampling.workers.messages import key_of
 from recollect.testing.batch_contract import equal
 
 pytestmark = pytest.mark.process
@@ -797,7 +797,7 @@ class TestTheEnd:
                     call()
 
     def test_those_who_wait_for_a_slot_end_by_themselves(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recollect.sampling.pool.GRACE_S", 30.0)
+        monkeypatch.setattr("recollect.sampling.workers.pool.GRACE_S", 30.0)
         monkeypatch.setattr(
             "multiprocessing.process.BaseProcess.kill", lambda self: pytest.fail("it was told")
         )

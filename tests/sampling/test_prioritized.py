@@ -15,7 +15,7 @@ from tests.replay.make import block, create
 
 import recollect as rc
 from recollect.indexing import normalize
-from recollect.sampling.ledger import AnyLedger, RowLedger
+from recollect.sampling.priorities import AnyLedger, RowLedger
 from recollect.testing.batches import ListBatch
 
 KINDS = (*make.ROW_KINDS, "test-list", "moving", "plain")

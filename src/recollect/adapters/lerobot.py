@@ -16,8 +16,8 @@ import numpy as np
 import torch
 
 from recollect.batch import BatchBase, SliceStackedBatch
-from recollect.datasets.lerobot import LeRobotBatch, from_lerobot
-from recollect.datasets.lerobot_meta import INFO, OWN, read_json
+from recollect.datasets.lerobot.dataset import LeRobotBatch, from_lerobot
+from recollect.datasets.lerobot.meta import INFO, OWN, read_json
 from recollect.datasets.torch import Collated
 from recollect.indexing import normalize
 from recollect.replay import ReplayBuffer

@@ -344,7 +344,7 @@ class BatchBase(ABC):
         error carries the number of samples already here as `.copied`. Samples that `other` loses before their
         turn are left out, and the segment that held them ends there. `tqdm=True` shows a progress bar.
         """
-        from recollect.batch.copying import copy_into
+        from recollect.batch.extend_from import copy_into
 
         copy_into(self, other, chunk_size, tqdm)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -11,15 +12,13 @@ from gymnasium import Space, spaces
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_and_again, as_labels, counted
-from recollect.batch.episode_mask import EpisodeMask, span_of
 from recollect.batch.frames import fold, frame, no_end_between, same_id, show, split_keys, stand_ins
 from recollect.batch.location import Bools, Ints, Location
-from recollect.batch.offsets import Field, FieldMask, Fields, descend, fields_of, space_of, span_of_keys
 from recollect.batch.structure import Key, Keys, pick, select, unbatch
 from recollect.batch.view import Read, View, as_source
 from recollect.indexing import is_single, positions
 from recollect.spaces import as_numpy, as_space, batch_space, space_at
-from recollect.spaces.tree import as_keys, make_dict
+from recollect.spaces.tree import as_keys, make_dict, path_name
 
 MASK = "slice_valid_mask"
 MaskFunction = Callable[["SliceStackedBatch", Any, Any, dict[str, Any]], Any]
@@ -455,3 +454,142 @@ def _checked_offsets(fixed_offset: Any) -> Ints:
         )
     offsets.flags.writeable = False
     return offsets
+
+
+def span_of(offsets: Ints) -> Ints:
+    """Return all offsets from the first to the last, without gaps."""
+    return np.arange(offsets[0], offsets[-1] + 1)
+
+
+@dataclass(frozen=True, slots=True)
+class EpisodeMask:
+    """A mask function that looks at one column over the whole span, also at the rows that offsets skip."""
+
+    key: Keys
+    is_in_metadata: bool
+    rule: Callable[[Any, int], Bools]
+
+    def __call__(
+        self, stack: SliceStackedBatch, expanded_idx: Any, data: Any = None, metadata: Any = None
+    ) -> Bools:
+        """Return the mask `(B, T)` of positions `(B, T)`, reading the column there."""
+        anchors = np.asarray(as_numpy(expanded_idx), np.int64)[:, stack.anchor]
+        rows = anchors[:, None] + span_of(stack.fixed_offset)
+        last = max(len(stack.batch) - 1, 0)
+        found = stack.batch._read(np.clip(rows, 0, last).ravel(), *self._form())
+        return self.judge(stack.fixed_offset, found, len(anchors))
+
+    def check(self, batch: BatchBase) -> None:
+        """Raise KeyError unless the column is there."""
+        space = batch.single_metadata_space if self.is_in_metadata else batch.single_space
+        space_at(spaces.Dict({}) if space is None else space, self.key)
+
+    def read(self, batch: BatchBase, place: Location) -> Read | None:
+        """Read the column at located samples; None if any of them is gone."""
+        return batch.get_located(place, *self._form())
+
+    def judge(self, offsets: Ints, found: Read, n: int) -> Bools:
+        """Return the mask `(n, T)`, given the column over the span of n anchors."""
+        column = as_numpy(pick(found[1], self.key) if self.is_in_metadata else found[0])
+        rows = column.reshape(n, len(span_of(offsets)), *column.shape[1:])
+        return self.rule(rows, int(-offsets[0]))[:, offsets - offsets[0]]
+
+    def _form(self) -> tuple[Keys, bool, bool]:
+        return ((), False, True) if self.is_in_metadata else (self.key, False, False)
+
+
+MASK_OF = "{}_valid_mask"
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """A field of a sample and the columns of the span that it shows; None is the anchor, without an axis of time."""
+
+    keys: Keys
+    columns: Ints | None
+
+
+@dataclass(frozen=True, slots=True)
+class FieldMask:
+    """Which of the frames that a field shows are valid."""
+
+    columns: Ints
+
+
+Fields = dict[Key, Any]
+"""A Field or FieldMask for each leaf of what is shown, nested as the space is."""
+
+
+def span_of_keys(offsets: Mapping[str, Any], keys: Keys = ()) -> Ints:
+    """Return all offsets from the first to the last of any key, without gaps, and the anchor's 0."""
+    every = [0, *_walk(offsets, keys)]
+    return np.arange(min(every), max(every) + 1)
+
+
+def _walk(offsets: Mapping[str, Any], keys: Keys) -> Iterator[int]:
+    for key, found in offsets.items():
+        if isinstance(found, Mapping):
+            yield from _walk(found, (*keys, key))
+        else:
+            yield from _checked(found, (*keys, key)).tolist()
+
+
+def _checked(found: Any, keys: Keys) -> Ints:
+    name = f"fixed_offset {path_name(keys)!r}"
+    try:
+        offsets = as_numpy(list(found) if isinstance(found, range) else found)
+    except (TypeError, ValueError):
+        offsets = np.empty((0, 0))
+    if offsets.ndim != 1 or offsets.dtype.kind not in "iu" or not len(offsets):
+        raise ValueError(f"{name}: must be 1-D integers, got {found!r}; for example [-2, -1, 0] or range(50)")
+    return offsets.astype(np.int64)
+
+
+def fields_of(space: Space[Any], offsets: Mapping[str, Any], first: int, keys: Keys = ()) -> Fields:
+    """Return what to show of samples of `space`, given the offsets of its keys and the first one of the span."""
+    for key in offsets:
+        space_at(space, (key,))  # KeyError names those there are
+    fields: Fields = {}
+    for key, child in space.spaces.items():  # type: ignore[attr-defined]
+        here, found = (*keys, key), offsets.get(key)
+        if isinstance(found, Mapping) and isinstance(child, spaces.Dict):
+            fields[key] = fields_of(child, found, first, here)
+        else:
+            fields[key] = Field(here, None if found is None else _checked(found, here) - first)
+    return fields | _masks_of(fields, keys)
+
+
+def _masks_of(fields: Fields, keys: Keys) -> Fields:
+    masks: Fields = {}
+    for key, field in fields.items():
+        if isinstance(field, Field) and field.columns is not None:
+            name = MASK_OF.format(key)
+            if name in fields:
+                raise ValueError(
+                    f"fixed_offset {path_name((*keys, key))!r}: its mask must have the name {name!r} for itself, got a "
+                    "field of that name; rename the field"
+                )
+            masks[name] = FieldMask(field.columns)
+    return masks
+
+
+def space_of(space: Space[Any], fields: Fields) -> spaces.Dict:
+    """Return the space of what `fields` show of a sample of `space`."""
+
+    def part(key: Key, field: Any) -> Space[Any]:
+        if isinstance(field, FieldMask):
+            return as_space(((len(field.columns),), "bool"))
+        child = space_at(space, (key,))
+        if isinstance(field, Field):
+            return child if field.columns is None else batch_space(child, len(field.columns))
+        return space_of(child, field)
+
+    return make_dict((str(key), part(key, field)) for key, field in fields.items())
+
+
+def descend(fields: Fields, keys: Keys) -> tuple[Any, Keys]:
+    """Return the fields under `keys`, and the keys that lead on inside one of them."""
+    node: Any = fields
+    while keys and isinstance(node, dict):
+        node, keys = node[keys[0]], keys[1:]
+    return node, keys

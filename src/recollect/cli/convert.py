@@ -45,9 +45,9 @@ class Convert:
 
     def run(self) -> None:
         """Copy and report."""
-        from recollect.datasets.converting import convert
+        from recollect.datasets.convert import convert
         from recollect.datasets.hub import located
-        from recollect.datasets.opening import open_dataset
+        from recollect.datasets.open import open_dataset
 
         options: dict[str, Any] = {"chunk_size": self.chunk}
         if self.to == "lerobot":

@@ -39,7 +39,7 @@ class Inspect:
     def run(self) -> None:
         """Look and report."""
         from recollect.datasets.hub import located
-        from recollect.datasets.opening import kind_of, open_dataset
+        from recollect.datasets.open import kind_of, open_dataset
 
         path = located(self.path)
         batch: Any = open_dataset(path, split=self.split)

@@ -33,7 +33,7 @@ class Verify:
 
     def run(self) -> None:
         """Check and report; exit with status 1 if something is damaged."""
-        from recollect.datasets.verifying import verify
+        from recollect.datasets.verify import verify
 
         report = verify(self.path, split=self.split, bar=lambda what, total: bar(what, total, self.json))
         if self.json:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import tyro
 
-from recollect.datasets.opening import packages_at
+from recollect.datasets.open import packages_at
 from recollect.errors import check_installed
 from recollect.text import printable
 

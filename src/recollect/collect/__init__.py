@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from recollect.collect.check import check_env_pipeline
-from recollect.collect.findings import Finding
+from recollect.collect.check import Finding, check_env_pipeline
 from recollect.collect.wrapper import ReplayBufferCollectionWrapper
 
 __all__ = ["Finding", "ReplayBufferCollectionWrapper", "check_env_pipeline"]

@@ -11,19 +11,19 @@ _HOME = {
     "from_torch": "recollect.datasets.torch",
     "from_huggingface": "recollect.datasets.huggingface",
     "from_minari": "recollect.datasets.minari",
-    "from_lerobot": "recollect.datasets.lerobot",
-    "to_lerobot": "recollect.datasets.lerobot_writer",
+    "from_lerobot": "recollect.datasets.lerobot.dataset",
+    "to_lerobot": "recollect.datasets.lerobot.writer",
     "DatasetBatch": "recollect.datasets.batch",
-    "open_dataset": "recollect.datasets.opening",
+    "open_dataset": "recollect.datasets.open",
 }
 
 if TYPE_CHECKING:
     from recollect.datasets.batch import DatasetBatch as DatasetBatch
     from recollect.datasets.huggingface import from_huggingface as from_huggingface
-    from recollect.datasets.lerobot import from_lerobot as from_lerobot
-    from recollect.datasets.lerobot_writer import to_lerobot as to_lerobot
+    from recollect.datasets.lerobot.dataset import from_lerobot as from_lerobot
+    from recollect.datasets.lerobot.writer import to_lerobot as to_lerobot
     from recollect.datasets.minari import from_minari as from_minari
-    from recollect.datasets.opening import open_dataset as open_dataset
+    from recollect.datasets.open import open_dataset as open_dataset
     from recollect.datasets.torch import as_torch_dataset as as_torch_dataset
     from recollect.datasets.torch import from_torch as from_torch
 

@@ -21,10 +21,10 @@ from typing import Any, ClassVar, Self, TypeVar
 
 from recollect import _core, interrupts
 from recollect.errors import ClosedError
-from recollect.ipc.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
-from recollect.ipc.control import Control, Counters
-from recollect.ipc.crew import Crew, Member
 from recollect.ipc.replay_buffer import ReplayBuffer as PackedBuffer
+from recollect.ipc.runner.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
+from recollect.ipc.runner.control import Control, Counters
+from recollect.ipc.runner.processes import Crew, Member
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
 from recollect.memory.ring import checked_seconds

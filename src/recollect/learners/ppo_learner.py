@@ -11,7 +11,6 @@ from recollect.learners.checkpoint import load_optimizer
 from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.networks import ActorCritic
-from recollect.learners.vtrace import vtrace
 
 
 def make_network(spec: EnvSpaces, config: APPOConfig) -> ActorCritic:
@@ -146,3 +145,37 @@ def final_blocks(rollout: Mapping[str, Any], name: str) -> list[tuple[Any, Any]]
     if "final_cells" not in rollout:
         return []
     return [(rollout["final_cells"], rollout[f"final_{name}"])]
+
+
+def vtrace(
+    *,
+    rewards: Any,
+    values: Any,
+    next_values: Any,
+    ratios: Any,
+    terminated: Any,
+    goes_on: Any,
+    gamma: float,
+    lam: float,
+    rho_bar: float = 1.0,
+    c_bar: float = 1.0,
+) -> tuple[Any, Any]:
+    """Return targets and advantages `[T, N]` from tensors `[T, N]`; flags are bool.
+
+    `next_values` are values of the true next observations, before any mask. Where a cell is invalid the result is
+    meaningless and must be left out; it spoils no other cell, even if its inputs are not finite.
+    """
+    rho = ratios.clamp(max=rho_bar)
+    trace = lam * ratios.clamp(max=c_bar)
+    zero = torch.zeros_like(values)
+    bootstrap = torch.where(terminated, zero, next_values)
+    surprise = rewards + gamma * bootstrap - values
+    delta = rho * surprise
+    targets, advantages = torch.empty_like(values), torch.empty_like(values)
+    later = zero[0]
+    for t in range(values.shape[0] - 1, -1, -1):
+        carried = torch.where(goes_on[t], later, zero[0])
+        advantages[t] = surprise[t] + gamma * lam * carried
+        later = delta[t] + gamma * trace[t] * carried
+        targets[t] = values[t] + later
+    return targets, advantages

@@ -24,7 +24,7 @@ from recollect.errors import (
 )
 from recollect.files.record import damage_in
 from recollect.ipc.async_runner import AsyncRunner
-from recollect.ipc.collector import EnvSpec
+from recollect.ipc.runner.collector import EnvSpec
 from recollect.ipc.shared_buffer import check_count
 from recollect.learners.checkpoint import check_shapes, load_checkpoint, remove_checkpoint, save_checkpoint
 from recollect.learners.config import config_json

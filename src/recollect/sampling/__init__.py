@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from recollect.sampling.base import BatchSampler, SamplerStats
 from recollect.sampling.hindsight import HindsightSampler
-from recollect.sampling.multiprocess import MultiprocessingSampler
 from recollect.sampling.prioritized import PrioritizedSampler, PrioritizedStats
 from recollect.sampling.sequence import SequenceSampler
 from recollect.sampling.step import StepSampler
 from recollect.sampling.stream import IndexStream
+from recollect.sampling.workers.sampler import MultiprocessingSampler
 
 __all__ = [
     "BatchSampler",

@@ -23,7 +23,7 @@ from recollect.batch.view import Read, View, as_source
 from recollect.errors import EmptyError
 from recollect.indexing import is_single
 from recollect.sampling.base import BatchSampler, SamplerStats
-from recollect.sampling.ledger import Drawn, Floats, RowLedger, ledger_of
+from recollect.sampling.priorities import Drawn, Floats, RowLedger, ledger_of
 from recollect.sampling.stream import mix
 from recollect.spaces import as_numpy, space_at
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from recollect.spaces.arrays import as_numpy
 from recollect.spaces.dtypes import dtype_from, dtype_name
 from recollect.spaces.extended import ExtendedBox
-from recollect.spaces.fields import Field, Leaf
 from recollect.spaces.json import canonical, space_from_json, space_to_json
-from recollect.spaces.layout import Layout, compile_layout
+from recollect.spaces.layout import Field, Layout, Leaf, compile_layout
 from recollect.spaces.make import as_space
 from recollect.spaces.transition import transition_space
 from recollect.spaces.tree import batch_space, first_difference, space_at

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from hashlib import blake2b
 from json import loads
+from math import prod
 from types import MappingProxyType
 from typing import Any
 
@@ -19,17 +20,41 @@ import numpy as np
 from gymnasium import Space
 
 from recollect.errors import FormatError
-from recollect.spaces.codec import Codec
+from recollect.spaces.codec import Codec, Column
 from recollect.spaces.dtypes import dtype_name
-from recollect.spaces.fields import Field, Leaf, assign, pack, place
 from recollect.spaces.flatten import FlatPlan, plan_flat
 from recollect.spaces.json import canonical, space_from_json, space_to_json
 from recollect.spaces.make import as_space
 from recollect.spaces.nested import Template
-from recollect.spaces.plan import compile_codec
-from recollect.spaces.tree import as_keys, path_name, sequence_paths, space_at
+from recollect.spaces.plan import LeafCodec, compile_codec
+from recollect.spaces.tree import LeafKind, Path, as_keys, path_name, sequence_paths, space_at
 
 Array = np.ndarray[Any, Any]
+
+
+@dataclass(frozen=True, slots=True)
+class Field:
+    """One physical column of the packed row."""
+
+    name: str
+    dtype: np.dtype[Any]
+    shape: tuple[int, ...]
+    offset: int
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this field in one row."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class Leaf:
+    """One leaf of the space and the fields that hold it (indices into `Layout.fields`)."""
+
+    path: Path
+    name: str
+    kind: LeafKind
+    fields: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True, eq=False, repr=False)
@@ -246,3 +271,50 @@ def _checked_lengths(space: Space[Any], most: Mapping[str, Any]) -> dict[str, in
             remedy = f"pass max_lengths={{{name!r}: ...}}"
             raise ValueError(f"{name}: a Sequence needs its greatest length, got none; {remedy}")
     return {name: int(length) for name, length in most.items()}
+
+
+ROW_ALIGNMENT = 8
+
+
+def pack(columns: Sequence[Column]) -> tuple[list[int], int]:
+    """Return the offset of each column, aligned to its item size, and the bytes of a row."""
+    offsets, end = [], 0
+    for column in columns:
+        start = _round_up(end, column.dtype.itemsize)
+        offsets.append(start)
+        end = start + prod(column.shape) * column.dtype.itemsize
+    # Never 0: a row of no bytes has no place of its own, though a zero-size Box is a legal leaf.
+    return offsets, max(_round_up(end, ROW_ALIGNMENT), ROW_ALIGNMENT)
+
+
+def _round_up(n: int, to: int) -> int:
+    return -(-n // to) * to
+
+
+def place(columns: Sequence[Column], offsets: Sequence[int], row_nbytes: int) -> tuple[Field, ...]:
+    """Return the columns at their offsets, checked: aligned, apart, and within the row."""
+    names = [column.name for column in columns]
+    twice = next((name for name in names if names.count(name) > 1), None)
+    if twice is not None:
+        raise ValueError(
+            f"{twice}: must be the name of one leaf, got two; rename a key with '/' or '#' in it"
+        )
+    fields = tuple(Field(c.name, c.dtype, c.shape, at) for c, at in zip(columns, offsets, strict=True))
+    end = 0
+    for one in fields:
+        if one.offset < end or one.offset % one.dtype.itemsize:
+            raise FormatError(f"layout: fields must be aligned and apart, got {one} after byte {end}")
+        end = one.offset + one.nbytes
+    if end > row_nbytes or row_nbytes % ROW_ALIGNMENT:
+        raise FormatError(f"layout: rows must hold their {end} bytes in a multiple of 8, got {row_nbytes}")
+    return fields
+
+
+def assign(codecs: Sequence[LeafCodec]) -> tuple[Leaf, ...]:
+    """Return the leaves with the numbers of their fields, in order."""
+    leaves, at = [], 0
+    for leaf in codecs:
+        end = at + len(leaf.codec.columns)
+        leaves.append(Leaf(leaf.path, leaf.name, leaf.kind, tuple(range(at, end))))
+        at = end
+    return tuple(leaves)

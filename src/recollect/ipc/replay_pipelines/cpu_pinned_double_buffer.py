@@ -16,9 +16,9 @@ from recollect.errors import ClosedError, DeadlineError, WrongTickError, class_n
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import native_h2d, packing
 from recollect.ipc.replay_pipelines.base import ReplayTickMetadata, checked_seed, sample_seed
-from recollect.ipc.replay_pipelines.observing import PipelineStats, TickLog, Trace
 from recollect.ipc.replay_pipelines.packer import BROKEN, PENDING, READY, Job, Packer
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
+from recollect.ipc.replay_pipelines.reports import PipelineStats, TickLog, Trace
 from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, PackSlots
 from recollect.ipc.replay_pipelines.transfer import TransferBackend, make_transfer
 from recollect.ipc.shared_buffer import check_count

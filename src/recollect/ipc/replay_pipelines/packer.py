@@ -14,7 +14,7 @@ from recollect.errors import ClosedError, DeadlineError, EmptyError, PeerDiedErr
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import packing
 from recollect.ipc.replay_pipelines.base import ReplayTickMetadata
-from recollect.ipc.replay_pipelines.observing import TickLog, Trace
+from recollect.ipc.replay_pipelines.reports import TickLog, Trace
 from recollect.ipc.replay_pipelines.slots import DONE, FAILED, SLICE_S, Packed, PackSlots
 from recollect.ipc.replay_pipelines.transfer import InPlaceTransfer, TransferBackend
 

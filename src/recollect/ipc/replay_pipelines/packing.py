@@ -11,7 +11,7 @@ from typing import Any
 from recollect import _core, interrupts
 from recollect.errors import ClosedError, EmptyError, RecollectError
 from recollect.ipc.replay_buffer import ReplayBuffer
-from recollect.ipc.replay_pipelines.observing import Trace
+from recollect.ipc.replay_pipelines.reports import Trace
 from recollect.ipc.replay_pipelines.slots import (
     ASKED_AT,
     READY_AT,

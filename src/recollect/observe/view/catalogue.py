@@ -140,7 +140,7 @@ class Catalogue:
 def open_catalogue(path: str | Path, *, split: str | None = None, reward: str | None = None) -> Catalogue:
     """Open what `recollect inspect` opens; packed rows are mapped where they lie, and read when they are shown."""
     from recollect.datasets.hub import located
-    from recollect.datasets.opening import kind_of, open_dataset
+    from recollect.datasets.open import kind_of, open_dataset
 
     path = located(path)
     batch: BatchBase

@@ -22,8 +22,8 @@ class Labels:
 
 def labels_of(batch: BatchBase) -> Labels:
     """What there is: a LeRobot set has all of it, others nothing."""
-    from recollect.datasets.lerobot import LeRobotBatch
-    from recollect.datasets.lerobot_meta import OWN
+    from recollect.datasets.lerobot.dataset import LeRobotBatch
+    from recollect.datasets.lerobot.meta import OWN
 
     if not isinstance(batch, LeRobotBatch):
         return Labels()

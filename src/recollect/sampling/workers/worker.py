@@ -22,11 +22,11 @@ from recollect.batch.to_backend import ToBackendOrDeviceBatch
 from recollect.batch.walk import Found, Walk
 from recollect.errors import EmptyError
 from recollect.memory.ring import TIMEOUT, Ring
-from recollect.sampling import requests
 from recollect.sampling.base import BatchSampler
-from recollect.sampling.requests import DRAW, REST, Request
-from recollect.sampling.slots import DATA, EMPTY, ERROR, GONE, Format
 from recollect.sampling.stream import mix
+from recollect.sampling.workers import messages as requests
+from recollect.sampling.workers.messages import DRAW, REST, Request
+from recollect.sampling.workers.slots import DATA, EMPTY, ERROR, GONE, Format
 from recollect.text import told
 
 LOOK_S = 0.5  # a wait is that long at most before it starts again; nothing depends on it

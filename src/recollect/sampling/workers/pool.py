@@ -13,10 +13,11 @@ from recollect import _core, interrupts
 from recollect.batch.base import BatchBase
 from recollect.errors import ClosedError, DeadlineError, LaneBusyError, WorkerDiedError, WorkerError
 from recollect.memory.ring import BUSY, CLOSED, Ring
-from recollect.sampling import requests, worker
 from recollect.sampling.base import BatchSampler
-from recollect.sampling.requests import REST, Request
-from recollect.sampling.slots import ERROR, Format
+from recollect.sampling.workers import messages as requests
+from recollect.sampling.workers import worker
+from recollect.sampling.workers.messages import REST, Request
+from recollect.sampling.workers.slots import ERROR, Format
 
 LOOK_S = (
     0.2  # how often a wait asks whether the workers live; their rings tell, but only once they have begun

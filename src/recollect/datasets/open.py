@@ -7,8 +7,8 @@ from pathlib import Path
 from recollect import plugins
 from recollect.batch import BatchBase
 from recollect.datasets.hub import located
-from recollect.datasets.lerobot_meta import packages_for
-from recollect.datasets.rollout import from_rollout, is_rollout
+from recollect.datasets.lerobot.meta import packages_for
+from recollect.datasets.rollouts import from_rollout, is_rollout
 from recollect.errors import BudgetError, FormatError, class_name
 from recollect.files.record import read_json
 
@@ -75,7 +75,7 @@ def open_dataset(path: str | Path, *, split: str | None = None) -> BatchBase:
 
         return ReplayBuffer.load_from(path)
     if kind == "lerobot":
-        from recollect.datasets.lerobot import from_lerobot
+        from recollect.datasets.lerobot.dataset import from_lerobot
 
         return from_lerobot(path)
     if kind == "minari":

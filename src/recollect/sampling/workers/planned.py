@@ -18,10 +18,10 @@ from recollect.batch.base import BatchBase
 from recollect.batch.location import Ints
 from recollect.batch.walk import Walk
 from recollect.sampling.epoch import shuffled
-from recollect.sampling.pool import Pool
-from recollect.sampling.requests import GATHER, Request
-from recollect.sampling.slots import EMPTY, GONE
 from recollect.sampling.stream import IndexStream, mix
+from recollect.sampling.workers.messages import GATHER, Request
+from recollect.sampling.workers.pool import Pool
+from recollect.sampling.workers.slots import EMPTY, GONE
 
 Places = dict[str, Any]
 

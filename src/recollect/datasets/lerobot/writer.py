@@ -17,8 +17,14 @@ from typing import Any
 import numpy as np
 
 from recollect.batch import BatchBase
-from recollect.datasets.lerobot_features import OWN_DTYPES, Feature, features_of, schema_metadata, to_column
-from recollect.datasets.lerobot_meta import (
+from recollect.datasets.lerobot.features import (
+    OWN_DTYPES,
+    Feature,
+    features_of,
+    schema_metadata,
+    to_column,
+)
+from recollect.datasets.lerobot.meta import (
     CHECKSUMS,
     DATA_PATH,
     EPISODES_PATH,
@@ -28,9 +34,9 @@ from recollect.datasets.lerobot_meta import (
     packages_for,
     read_json,
 )
-from recollect.datasets.lerobot_video import CameraFile
+from recollect.datasets.lerobot.statistics import Running
+from recollect.datasets.lerobot.video import CameraFile
 from recollect.datasets.stage import stage_of, take_stage
-from recollect.datasets.statistics import Running
 from recollect.errors import FormatError, SegmentOpenError, check_installed
 from recollect.files import make_inside, replace_file, sync_directory
 from recollect.files.record import signed_json

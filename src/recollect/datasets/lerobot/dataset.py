@@ -13,7 +13,7 @@ from gymnasium import Space, spaces
 
 from recollect.datasets.batch import DatasetBatch
 from recollect.datasets.columns import check_size, number_space, numbers, pictures, text_space
-from recollect.datasets.lerobot_meta import (
+from recollect.datasets.lerobot.meta import (
     INFO,
     OWN,
     TASKS,
@@ -24,7 +24,7 @@ from recollect.datasets.lerobot_meta import (
     read_meta,
     read_table,
 )
-from recollect.datasets.video import frames_at
+from recollect.datasets.lerobot.video import frames_at
 from recollect.errors import FormatError
 from recollect.files.record import damage_in
 from recollect.spaces.tree import make_dict

@@ -59,7 +59,7 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
     if os.path.lexists(path):
         raise FileExistsError(f"{path}: is there already; remove it or choose another path")
     if target == "lerobot":
-        from recollect.datasets.lerobot_writer import to_lerobot
+        from recollect.datasets.lerobot.writer import to_lerobot
 
         to_lerobot(source, path, chunk_size=chunk_size, progress=tell, **options)
         return len(source)

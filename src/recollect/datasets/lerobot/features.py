@@ -12,7 +12,7 @@ import numpy as np
 from gymnasium import Space, spaces
 
 from recollect.datasets.batch import need
-from recollect.datasets.lerobot_meta import OWN
+from recollect.datasets.lerobot.meta import OWN
 from recollect.errors import class_name
 from recollect.spaces.tree import leaf_paths
 

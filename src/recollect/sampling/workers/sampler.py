@@ -20,11 +20,11 @@ from recollect.batch.view import Read
 from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_name
 from recollect.memory.ring import checked_int, checked_seconds
 from recollect.sampling.base import BatchSampler, SamplerStats, counted_in
-from recollect.sampling.planned import Gathers, Item, PlannedEpoch
-from recollect.sampling.pool import LOOK_S, Pool, check_shared
-from recollect.sampling.requests import DRAW, Request, key_of
-from recollect.sampling.slots import EMPTY, Format
 from recollect.sampling.stream import IndexStream, Ints
+from recollect.sampling.workers.messages import DRAW, Request, key_of
+from recollect.sampling.workers.planned import Gathers, Item, PlannedEpoch
+from recollect.sampling.workers.pool import LOOK_S, Pool, check_shared
+from recollect.sampling.workers.slots import EMPTY, Format
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 
 from recollect.datasets.hub import located
-from recollect.datasets.lerobot_meta import CHECKSUMS, read_checksums
-from recollect.datasets.opening import kind_of, open_dataset
+from recollect.datasets.lerobot.meta import CHECKSUMS, read_checksums
+from recollect.datasets.open import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
 from recollect.replay import ReplayBuffer
 from recollect.storage.dump import MANIFEST, check_files, read_manifest
@@ -41,7 +41,7 @@ def verify(path: str | Path, *, split: str | None = None, bar: Bar = no_bar) -> 
     `unchecked` are files without a checksum. `ok` is True when nothing is damaged.
 
     >>> import numpy as np, recollect as rc, tempfile
-    >>> from recollect.datasets.verifying import verify
+    >>> from recollect.datasets.verify import verify
     >>> path = tempfile.mkdtemp() + "/run"
     >>> buf = rc.ReplayBuffer.create("memory", ((), "float32"), capacity=4)
     >>> buf.extend(np.ones(3, "float32")); buf.dumps(path)

@@ -17,14 +17,14 @@ from typing import Any
 
 from recollect import interrupts
 from recollect.errors import CollectorDiedError, DeadlineError
-from recollect.ipc.collector import Job, run_collector
 from recollect.ipc.collector_error import (
     ErrorReceiver,
     ExceptionWrapper,
     create_error_pipe,
     format_collector_death,
 )
-from recollect.ipc.control import Control, Counted, Counters
+from recollect.ipc.runner.collector import Job, run_collector
+from recollect.ipc.runner.control import Control, Counted, Counters
 
 JOIN_S, TERM_S, KILL_S = 10.0, 5.0, 5.0  # the patience of close()
 REPORTED_S = 0.5  # a collector that has reported its exception has this long to exit

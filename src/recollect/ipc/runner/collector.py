@@ -15,7 +15,7 @@ from typing import Any
 from recollect import _core, interrupts
 from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
-from recollect.ipc.control import Control, Counters, Permit
+from recollect.ipc.runner.control import Control, Counters, Permit
 from recollect.memory.latest import checked_timeout
 from recollect.memory.watching import watched_process
 

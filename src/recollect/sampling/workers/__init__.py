@@ -1,0 +1,1 @@
+"""Samplers drawn from by worker processes ahead of time: the sampler, its processes, and their messages."""
