@@ -27,9 +27,9 @@ from tests.ipc.crews import Say, is_gone, runner, sleeps_in, wait_until
 from tests.timing import Stopwatch
 
 import recollect as rc
-from recollect.ipc import collector as collector_module
-from recollect.ipc import control as control_module
 from recollect.ipc.async_runner import lane_seed
+from recollect.ipc.runner import collector as collector_module
+from recollect.ipc.runner import control as control_module
 from recollect.ipc.runner import processes as crew
 from recollect.ipc.runner.control import Control, Counters, Permit
 from recollect.memory.ring import Ring

@@ -144,7 +144,7 @@ def test_going_on_from_a_saved_state_is_bit_exact(normalization: bool, critic_di
     one = SACLearner(spec(critic_dim=critic_dim), config, "cpu", seed=1)
     run(one, range(3), critic_dim)
     two = SACLearner(spec(critic_dim=critic_dim), config, "cpu", seed=99)
-    from recollect.learners.checkpoint import Encoder, decode
+    from recollect.learners.state_json import Encoder, decode
 
     encoder = Encoder()
     tree = encoder.encode(one.get_state_dict())
