@@ -160,6 +160,13 @@ class TestDraws:
                 batch["obs"] += 0  # writable
                 assert np.array_equal(batch["obs"], obs)
 
+    def test_arrays_that_do_not_fit_cost_no_batch_where_none_lies_ready(self) -> None:
+        small = {"id": np.empty(9, np.int64), "obs": np.empty((9, 3), np.float32)}
+        with buffer() as b, sampler_of(b) as sampler, sampler_of(b) as plain:
+            with pytest.raises(ValueError, match="out"):
+                sampler.sample(out=small)  # the workers have not begun yet
+            assert some(sampler, 2) == some(plain, 2)
+
     def test_into_the_callers_arrays(self) -> None:
         with buffer() as b, sampler_of(b) as sampler, sampler_of(b) as plain:
             want = some(plain, 3)

@@ -6,7 +6,7 @@ of Text are told apart. Text and Sequence leaves have no array form: a batch of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import import_module
 from operator import getitem
 from typing import Any
@@ -163,21 +163,29 @@ def _assemble_arrays(parts: Sequence[Any], places: Sequence[Array], backend: Bac
     return import_module(module).concatenate(list(parts))[order]
 
 
-def fill(out: Any, data: Any, path: str = "") -> Any:
+def fill(out: Any, data: Any) -> Any:
     """Copy nested `data` into the caller's buffers `out` and return them; shapes and dtypes must be equal."""
-    if isinstance(out, dict):
-        for key in out:
-            fill(out[key], data[key], f"{path}/{key}" if path else str(key))
-    elif isinstance(out, tuple | list):
-        for i, part in enumerate(out):
-            fill(part, data[i], f"{path}/{i}" if path else str(i))
-    else:
-        _fill_leaf(out, data, path or "value")
+    check_fills(out, data)
+    for part, value in _parts(out, data, ""):
+        part[0][...] = value
     return out
 
 
-def _fill_leaf(out: Any, data: Any, path: str) -> None:
-    want, got = (tuple(data.shape), data.dtype), (tuple(out.shape), out.dtype)
-    if want != got:
-        raise SchemaError(f"{path}: out must be {want[0]} {want[1]}, got {got[0]} {got[1]}; allocate it so")
-    out[...] = data
+def check_fills(out: Any, data: Any) -> None:
+    """Raise SchemaError unless `out` has an array of the shape and dtype of each one that it takes from `data`."""
+    for (part, path), value in _parts(out, data, ""):
+        want, got = (tuple(value.shape), value.dtype), (tuple(part.shape), part.dtype)
+        if want != got:
+            raise SchemaError(
+                f"{path or 'value'}: out must be {want[0]} {want[1]}, got {got[0]} {got[1]}; allocate it so"
+            )
+
+
+def _parts(out: Any, data: Any, path: str) -> Iterator[tuple[tuple[Any, str], Any]]:
+    """Yield each array of `out` with its path, and the value that goes there."""
+    keys = out if isinstance(out, dict) else range(len(out)) if isinstance(out, tuple | list) else None
+    if keys is None:
+        yield (out, path), data
+        return
+    for key in keys:
+        yield from _parts(out[key], data[key], f"{path}/{key}" if path else str(key))

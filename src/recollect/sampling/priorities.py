@@ -20,7 +20,6 @@ from recollect.batch.subindex import SubIndexedBatch
 from recollect.batch.view import View
 from recollect.batch.windows import WindowBatch
 from recollect.replay import ReplayBuffer
-from recollect.replay.engine import RowsEngine
 from recollect.sampling.stream import unit_floats
 
 Floats = np.ndarray[Any, np.dtype[np.float32]]
@@ -243,7 +242,7 @@ def ledger_of(batch: BatchBase, alpha: float, eps: float) -> Ledger:
     windows = source if isinstance(source, WindowBatch) else None
     if windows is not None:
         source = shown_by(windows.batch)
-    if isinstance(source, ReplayBuffer) and isinstance(source.engine, RowsEngine):
+    if isinstance(source, ReplayBuffer) and source.engine.native is not None:
         return RowLedger(source, alpha, eps, windows)
     return AnyLedger(batch, alpha, eps)
 

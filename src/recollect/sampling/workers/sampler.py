@@ -15,7 +15,7 @@ import numpy as np
 from recollect import interrupts
 from recollect.backends import move
 from recollect.batch.location import Location
-from recollect.batch.structure import fill
+from recollect.batch.structure import check_fills, fill
 from recollect.batch.view import Read
 from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_name
 from recollect.memory.ring import checked_int, checked_seconds
@@ -199,8 +199,16 @@ class MultiprocessingSampler(BatchSampler):
                 self._drawing_run = run
                 if type(found) is tuple:  # an error or the like, and it is taken: say what it is
                     self._refuse(pool, found)
+            if out is not None and self._is_plain:  # before the batch is taken, so that none is lost
+                check_fills(out, self._blank())
             data = self._next(False, False)[0]
         return data if out is None else fill(out, data)
+
+    def _blank(self) -> Any:
+        """A batch of zeros, as the samples of a fixed layout come out of a slot."""
+        layout, n = self._form.data.layout, self.batch_size
+        arrays = [np.broadcast_to(np.zeros((), f.dtype), (n, *f.shape)) for f in layout.fields]
+        return layout.decode_batch(arrays, n)
 
     def _sample(self, flat: bool, metadata: bool) -> Read:
         with self._turn:
