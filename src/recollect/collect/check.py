@@ -312,7 +312,7 @@ class _Check:
         """Return the index of each slot's newest row."""
         if self._n is None or n_lanes(self._buffer) == 1 or not has_lanes(self._buffer):
             return np.arange(-len(slots), 0)
-        counts = [cursor - low for low, cursor, _ in self._buffer.engine.native.windows()]  # type: ignore[attr-defined]
+        counts = [cursor - low for low, cursor, _ in self._buffer.engine.native.windows()]
         return np.cumsum(counts)[slots] - 1
 
     def _compare(self, key: str, leaf: Any, rows: Any, i: int, given: Any, slot: int) -> None:

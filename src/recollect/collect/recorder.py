@@ -14,7 +14,7 @@ from recollect.collect.builders import Builder, Built, make_builder
 from recollect.collect.sinks import Faults, Sink, Targets, checked_buffers, make_sink
 from recollect.errors import ClosedError, SchemaError
 from recollect.replay import ReplayBuffer
-from recollect.replay.engine import REFUSED
+from recollect.replay.engines.base import REFUSED
 from recollect.spaces import as_numpy
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

@@ -14,7 +14,7 @@ import numpy as np
 
 from recollect.errors import ClosedError, ReadOnlyError, SchemaError, class_name
 from recollect.replay import Lane, ReplayBuffer
-from recollect.replay.engine import REFUSED, RowsEngine
+from recollect.replay.engines.base import REFUSED
 from recollect.spaces import first_difference
 from recollect.spaces.nested import compile_build, compile_pick
 from recollect.storage.base import PathName
@@ -135,7 +135,7 @@ def _key(identity: object) -> object:
 
 def has_lanes(buffer: ReplayBuffer) -> bool:
     """Tell whether a buffer's lanes can be written by number."""
-    return isinstance(buffer.engine, RowsEngine) and buffer.evict_record()["by"] == "oldest"
+    return buffer.engine.has_lanes
 
 
 def n_lanes(buffer: ReplayBuffer) -> int:
@@ -262,7 +262,7 @@ class LaneSink(_OneBuffer):
 
     def __init__(self, buffers: list[ReplayBuffer], lanes: list[Lane] | None = None) -> None:
         super().__init__(buffers)
-        self._native = self._buffer.engine.native  # type: ignore[attr-defined]
+        self._native = self._buffer.engine.native
         self._tracked = self._buffer.engine.tracked
         self._given = lanes
         if lanes is not None:

@@ -26,7 +26,6 @@ from recollect.errors import FormatError, LaneBusyError
 from recollect.files import OwnedDirectory, remove_empty, remove_inside, replace_file, sync_directory
 from recollect.files.record import read_json
 from recollect.replay import ReplayBuffer
-from recollect.replay.plain import PlainEngine
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
@@ -196,10 +195,7 @@ def _cut_to_whole(buffer: ReplayBuffer, bounds: list[tuple[int, int]], tracked: 
     n = len(buffer)
     keep = max((end for _, end in bounds if end <= n), default=0) if tracked else n
     if keep < n:
-        if isinstance(buffer.engine, PlainEngine):
-            buffer.engine.truncate(keep)
-        else:
-            buffer.remove_at(np.arange(keep, n))
+        buffer.engine.truncate(keep)
     return keep
 
 

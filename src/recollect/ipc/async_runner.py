@@ -29,7 +29,6 @@ from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
 from recollect.memory.ring import checked_seconds
 from recollect.replay import ReplayBuffer
-from recollect.replay.engine import RowsEngine
 from recollect.sampling.stream import mix
 
 __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
@@ -441,9 +440,9 @@ def _with_stats(value: Any) -> list[Any]:
 def _rows_of(resource: Any, lane: int, pid: int) -> int:
     """How many rows a resource has from a lane, or from a process by another one."""
     if isinstance(resource, ReplayBuffer):
-        if not isinstance(resource.engine, RowsEngine):
-            return 0
         native = resource.engine.native
+        if native is None:
+            return 0
         return sum(
             w[1] for k, w in enumerate(native.windows()) if pid and _core.pid_of(native.owner(k)) == pid
         )

@@ -20,7 +20,7 @@ from recollect.remote.packed import Packed, storable
 from recollect.remote.ranking import Ranking
 from recollect.remote.trajectories import LOG_REWARD, Array
 from recollect.replay import ReplayBuffer
-from recollect.replay.lowest import LowestEngine
+from recollect.replay.engines.lowest import LowestEngine
 from recollect.spaces import Layout
 
 _PAGE = 4096
@@ -99,7 +99,7 @@ class Store:
         self.items, self.buffer, self.diversity = items, buffer, diversity
         self.capacity = int(buffer.capacity or 0)
         self.layout = buffer.storage.layout if not items.is_trajectory else buffer.inner_storage.rows.layout  # type: ignore[attr-defined]
-        self._native: Any = buffer.engine.native  # type: ignore[attr-defined]
+        self._native: Any = buffer.engine.native
         self._lowest = buffer.engine if isinstance(buffer.engine, LowestEngine) else None
         self._whole = packed_codec(self.layout.row_nbytes)
         self._codecs: dict[int, _core.Codec] = {}

@@ -6,28 +6,23 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase, Draws
-from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
+from recollect.batch.boundaries import Ask, Boundaries, Found
 from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import select
 from recollect.errors import ClosedError, ContentionError, ReadOnlyError, class_name
 from recollect.indexing import normalize, positions
 from recollect.memory.closed import Closed
-from recollect.memory.geometry import LIMITER_AT
-from recollect.memory.rows import packed_codec
 from recollect.replay import snapshot
-from recollect.replay.engine import REFUSED, Engine, Keys, RowsEngine, Segments, n_offered, writers
+from recollect.replay.engines import make_engine
+from recollect.replay.engines.base import REFUSED, Keys, Segments, n_offered, writers
 from recollect.replay.lane import Lane
 from recollect.replay.limiter import RateLimiter
-from recollect.replay.lowest import LowestEngine
-from recollect.replay.plain import PlainEngine
 from recollect.spaces import as_numpy
 from recollect.spaces.tree import brief
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
@@ -106,7 +101,7 @@ class ReplayBuffer(BatchBase):
             raise ValueError(
                 f"active_segment_start_physical: needed with a length, got only {active_segment_length=}"
             )
-        self.engine.adopt(count, offset, list(physical_segments or ()), active)  # type: ignore[attr-defined]
+        self.engine.adopt(count, offset, list(physical_segments or ()), active)
 
     @classmethod
     def _over(cls, storage: SpaceStorage, *, tracked: bool, evict: dict[str, Any], multiprocessing: bool,
@@ -125,64 +120,30 @@ class ReplayBuffer(BatchBase):
         self.storage = storage
         self.inner_storage = storage.inner if isinstance(storage, ToBackendOrDeviceStorage) else storage
         self._outward: Any = storage.outward if isinstance(storage, ToBackendOrDeviceStorage) else None
+        self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
+        live_as = {"evict": dict(evict), "format": snapshot.FORMAT}
+        self.engine = engine = make_engine(self.inner_storage, tracked, evict, state, live_as)
+        self._shares_writes = engine.shares_writes
         if multiprocessing and not self.is_multiprocessing_safe:
             name = type(self.inner_storage).__name__
             raise ValueError(f"multiprocessing: {name} belongs to one process; use SharedMemoryStorage")
-        self.multiprocessing, self.cache_path, self._evict = multiprocessing, cache_path, evict
-        self.engine: Engine = self._make_engine(tracked, state)
         self.limiter = limiter
         if limiter is not None:
             self._attach(limiter)
-        turns_away = isinstance(self.engine, LowestEngine)
-        self._append, self._extend, self._extend_piece = writers(self.engine, limiter, turns_away=turns_away)
-        self._draw_rows = self._draw_of(self.engine)
-        self._many_lanes = (
-            isinstance(self.inner_storage, RowStorage) and self.inner_storage.rows.geometry.n_lanes > 1
-        )
-        # Whether the core knows the runs: without segments a run would go on from one lane to the next.
-        self._has_runs = (
-            isinstance(self.engine, RowsEngine)
-            and not isinstance(self.engine, LowestEngine)
-            and (self.engine.tracked or not self._many_lanes)
-        )
-
-    @staticmethod
-    def _draw_of(engine: Engine) -> Any:
-        """The engine's `draw` of whole samples, without the frames that have nothing to decide."""
-        if isinstance(engine, RowsEngine) and engine.layout.is_fixed:
-            return partial(engine.native.draw, engine.codec)
-        return engine.draw
+        self._append, self._extend, self._extend_piece = writers(engine, limiter)
+        self._draw_rows = engine.bound_draw()
+        self._many_lanes, self._has_runs = engine.n_lanes > 1, engine.has_runs
 
     def _attach(self, limiter: RateLimiter) -> None:
         """Let a limiter count in words beside the rows, and writes wait for it."""
-        inner = self.inner_storage
         # Not `self`, nor what refers to it: who forgets to close a buffer should not have to wait for the collector.
-        counters = (
-            self.engine.native.counters if isinstance(self.engine, RowsEngine) else self.engine.counters
-        )
+        counters = self.engine.own_counters()
 
         def counts() -> tuple[int, int]:
             found = counters()
             return found["offered"] - found["rejected"], found["live"]
 
-        if isinstance(inner, RowStorage):
-            limiter.attach(inner.rows.header, LIMITER_AT, counts)
-        else:
-            limiter.attach(_core.Mapping(-1, 0, 4096, True), 0, counts)
-
-    def _make_engine(self, tracked: bool, state: dict[str, Any] | None) -> Engine:
-        inner = self.inner_storage
-        if not isinstance(inner, RowStorage):
-            engine = PlainEngine(inner, tracked, state)
-            engine.go_live({"evict": dict(self._evict), "format": snapshot.FORMAT})
-            return engine
-        if self._evict["by"] == "lowest":
-            return LowestEngine(inner, self._evict["key"])
-        if tracked and not inner.rows.geometry.tagged:
-            raise ValueError(
-                "maintain_segment_metadata: this storage keeps no segments; create it with segments=True"
-            )
-        return RowsEngine(inner, tracked)
+        limiter.attach(*self.engine.limiter_words(), counts)
 
     @staticmethod
     def create(
@@ -313,7 +274,7 @@ class ReplayBuffer(BatchBase):
 
     def _read_at(self, index: Any, out: Any, **counted: int) -> Any:
         if out is not None:
-            return self._filled(index, out, **counted)
+            return self.engine.read_into(index, out, **counted)
         data = self.engine.read(index, (), None, **counted)
         return data if self._outward is None else self._outward(data)
 
@@ -341,29 +302,9 @@ class ReplayBuffer(BatchBase):
                 if time.monotonic() > end:
                     raise ContentionError("writers overtook every try of 1 s; read fewer samples") from None
 
-    def _filled(self, index: Any, out: Any, **counted: int) -> Any:
-        from recollect.batch.structure import fill
-
-        if isinstance(self.engine, RowsEngine) and self.engine.layout.is_fixed and not isinstance(index, int):
-            return self.engine.read(index, (), out, **counted)
-        return fill(out, self.engine.read(index, (), None, **counted))
-
     def get_packed_at(self, idx: Any, *, out: Any = None) -> Any:
         """Fetch whole packed rows as bytes, `(n, row_nbytes)` or `(row_nbytes,)`: one block, one transfer."""
-        return self._at(idx, lambda index, **counted: self._read_packed(index, out, **counted))
-
-    def _read_packed(self, index: Any, out: Any, **counted: int) -> Any:
-        if not isinstance(self.engine, RowsEngine):
-            raise TypeError(
-                f"get_packed_at: {type(self.inner_storage).__name__} has no packed rows; use a row storage"
-            )
-        single = isinstance(index, int)
-        rows = np.array([index]) if single else np.ascontiguousarray(index)
-        codec = packed_codec(self.engine.layout.row_nbytes)
-        if out is None or not single:
-            return self.engine.native.read(codec, rows, single, out, **counted)
-        self.engine.native.read(codec, rows, False, np.asarray(out)[None], **counted)
-        return out
+        return self._at(idx, lambda index, **counted: self.engine.read_packed(index, out, **counted))
 
     def get_column_at(self, keys: Keys, idx: Any) -> Any:
         data = self._at(idx, lambda index, **counted: self.engine.read(index, keys, **counted))
@@ -381,19 +322,15 @@ class ReplayBuffer(BatchBase):
 
     def drawn_rows(self) -> tuple[Any, Any] | None:
         """Return the core's rows and codec if a draw is nothing but a gather of those, else None."""
-        engine = self.engine
-        if not self._draws_rows() or not isinstance(engine, RowsEngine) or not engine.layout.is_fixed:
-            return None
-        return engine.native, engine.codec
+        return self.engine.drawn_rows() if self._draws_rows() else None
 
     def _draws_rows(self) -> bool:
         return self._outward is None and type(self).draw_at is ReplayBuffer.draw_at
 
     def draw_into(self, stream: Draws, n: int, out: Any) -> Any:
-        engine = self.engine
-        if type(engine) is not RowsEngine or not engine.layout.is_fixed or self._outward is not None:
+        if self._outward is not None:
             return super().draw_into(stream, n, out)
-        if engine.draw(stream, n, (), out) is None:
+        if self.engine.draw_into(stream, n, out) is None:
             raise self._empty()
         return out
 
@@ -413,14 +350,12 @@ class ReplayBuffer(BatchBase):
         return self._flatten(data, False, keys) if flat else data, None
 
     def _boundaries(self) -> Boundaries:
-        if not self._has_runs:
-            return Boundaries(self)
-        return RowBoundaries(self, self.engine.native, self.engine.tracked)  # type: ignore[attr-defined]
+        return self.engine.boundaries(self)
 
     def _read_frames(self, ask: Ask, keys: Keys = (), flat: bool = False) -> Found | None:
         if not self._has_runs:
             return super()._read_frames(ask, keys, flat)
-        engine: Any = self.engine
+        engine = self.engine
         if ask.index is None:
             found = engine.read_frames(ask, keys)
         else:
@@ -443,21 +378,17 @@ class ReplayBuffer(BatchBase):
         return Location(*self.engine.locate(index, **counted), index)
 
     def _chunks(self) -> tuple[Ints, int] | None:
-        return self.engine.chunks() if isinstance(self.engine, PlainEngine) else None
+        return self.engine.chunks()
 
     def _expect(self, idx: Ints, keys: Keys = ()) -> None:
-        if isinstance(self.engine, PlainEngine):
-            self.engine.expect(idx, keys)
+        self.engine.expect(idx, keys)
 
     def _reads_ahead(self) -> int:
-        return (
-            self.engine.reads_ahead() if isinstance(self.engine, PlainEngine) and self._outward is None else 0
-        )
+        return self.engine.reads_ahead() if self._outward is None else 0
 
     @property
     def _moves(self) -> bool:
-        # What was opened for reading stays as it is; rows in memory may be another process's.
-        return not isinstance(self.engine, PlainEngine) or self.inner_storage.is_mutable
+        return self.engine.moves
 
     def is_current(self, location: Location) -> Bools:
         """Tell which rows still hold the samples that were located there; False for removed ones."""
@@ -498,12 +429,7 @@ class ReplayBuffer(BatchBase):
         engine = self.engine
         if len(rows) and rows.min() < 0:
             raise IndexError(f"rows: must be positions in the block, got {int(rows.min())}")
-        if (
-            ends is None
-            and type(engine) is RowsEngine
-            and self.limiter is None
-            and engine.extend_chosen(value, rows)
-        ):
+        if ends is None and self.limiter is None and engine.extend_chosen(value, rows):
             return
         try:
             self._extend(select(self.single_space, value, rows), ends)
@@ -517,8 +443,8 @@ class ReplayBuffer(BatchBase):
         The way of a vector environment, one slot per lane: each row is an `append` to its lane, all in one call.
         `rows[i]` names the sample instead of i. Nothing is written if one of the lanes belongs to another process.
         """
-        if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
-            self.engine.count()  # raises when closed
+        self.engine.count()  # raises when closed
+        if not self.engine.has_lanes:
             raise ValueError(
                 "extend_lanes: this buffer has no lanes; use a row storage that evicts the oldest"
             )
@@ -585,7 +511,7 @@ class ReplayBuffer(BatchBase):
     def on_lane(self, number: int) -> Lane:
         """Claim a lane by number and return a handle that writes to it."""
         self.engine.count()  # raises when closed
-        if not isinstance(self.engine, RowsEngine) or isinstance(self.engine, LowestEngine):
+        if not self.engine.has_lanes:
             raise ValueError("on_lane: this buffer has no lanes; use a row storage that evicts the oldest")
         return Lane(self, self.engine, number)
 
@@ -652,8 +578,8 @@ class ReplayBuffer(BatchBase):
             live.check_free()
         if self.limiter is not None:
             self.limiter.detach()
-        self.engine = Closed()
-        self._append = self._extend = self._extend_piece = self._draw_rows = self.engine
+        closed: Any = Closed()
+        self.engine = self._append = self._extend = self._extend_piece = self._draw_rows = closed
         self.storage.close()
 
     def cleanup(self) -> None:
@@ -661,9 +587,8 @@ class ReplayBuffer(BatchBase):
 
         Whoever waits for its limiter, in any process, gets that error at once. What lies in a file stays there.
         """
-        if isinstance(self.inner_storage, RowStorage):
-            with suppress(ClosedError):
-                self.inner_storage.rows.close_for_all()
+        with suppress(ClosedError):
+            self.engine.close_for_all()
         self.close()
 
     def __enter__(self) -> Self:
@@ -681,7 +606,7 @@ class ReplayBuffer(BatchBase):
     def is_multiprocessing_safe(self) -> bool:
         """Whether other processes see the same samples: those of shared rows, or of what nobody changes."""
         inner = self.inner_storage
-        return inner.is_multiprocessing_safe and (isinstance(inner, RowStorage) or not inner.is_mutable)
+        return inner.is_multiprocessing_safe and (self._shares_writes or not inner.is_mutable)
 
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:
@@ -689,7 +614,6 @@ class ReplayBuffer(BatchBase):
                 f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
                 "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"
             )
-        state = self.engine.record() if isinstance(self.engine, PlainEngine) else None
         return _rebuild, (
             self.storage,
             self.engine.tracked,
@@ -697,7 +621,7 @@ class ReplayBuffer(BatchBase):
             self.multiprocessing,
             self.cache_path,
             None if self.limiter is None else self.limiter.configuration(),
-            state,
+            self.engine.handle_state(),
         )
 
     def _identity(self) -> object:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any, Self
 
 from recollect.errors import ClosedError
-from recollect.replay.engine import REFUSED, RowsEngine, n_offered, writers
+from recollect.replay.engines.base import REFUSED, Engine, n_offered, writers
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer
@@ -19,11 +18,11 @@ class Lane:
     Concurrency: threads may share it; each call is atomic.
     """
 
-    def __init__(self, buffer: ReplayBuffer, engine: RowsEngine, number: int) -> None:
-        self._engine: RowsEngine | None = RowsEngine(engine.storage, engine.tracked, number)
+    def __init__(self, buffer: ReplayBuffer, engine: Engine, number: int) -> None:
         self.buffer, self.number = buffer, number
-        self._append, self._extend, _ = writers(self._engine, buffer.limiter)
-        engine.native.claim(number)
+        claimed = engine.claimed(number)
+        self._engine: Engine | None = claimed
+        self._append, self._extend, _ = writers(claimed, buffer.limiter)
 
     def append(self, value: Any) -> None:
         """Add one sample to this lane."""
@@ -56,19 +55,18 @@ class Lane:
         """Release the lane; its open segment ends."""
         if self._engine is not None:
             engine, self._engine = self._engine, None
-            with suppress(ClosedError):  # with the buffer the lane was given up too
-                engine.native.release(self.number)
+            engine.release()
 
     def check_open(self) -> None:
         """Raise ClosedError if this handle, or its buffer, was closed."""
         self._open()
 
-    def _open(self) -> RowsEngine:
+    def _open(self) -> Engine:
         if self._engine is None:
             raise ClosedError(
                 f"lane {self.number}: this handle was closed; call on_lane({self.number}) again"
             )
-        self._engine.storage.rows.check_open()
+        self._engine.check_open()
         return self._engine
 
     def __enter__(self) -> Self:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +10,6 @@ from recollect.errors import ReadOnlyError, SegmentOpenError
 from recollect.files import OwnedDirectory
 from recollect.files.record import damage_in
 from recollect.replay.limiter import RateLimiter
-from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference
 from recollect.storage.backend import ToBackendOrDeviceStorage
 from recollect.storage.base import PathName, SpaceStorage
@@ -20,7 +18,6 @@ from recollect.storage.files import FiledStorage
 from recollect.storage.live import is_same, live_of
 from recollect.storage.memmap import MemmapStorage
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.row_dump import write_orders, write_rows
 from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout, stored_space
 
 if TYPE_CHECKING:
@@ -68,22 +65,11 @@ def dump(
         for name, data in (beside or {}).items():
             with writer.file(f"{name}-{writer.commit}.bin") as f:
                 f.write(data)
-        _write(buffer, storage, writer)
+        limits = limiter_record(buffer.limiter)
+        writer.finish(
+            {**buffer.engine.dump(writer), "evict": buffer.evict_record(), **limits, "format": FORMAT}
+        )
         return writer.commit
-
-
-def _write(buffer: ReplayBuffer, storage: SpaceStorage, writer: DumpWriter) -> None:
-    if isinstance(storage, RowStorage):
-        with buffer.engine.quiet() if isinstance(buffer.engine, LowestEngine) else nullcontext():
-            record = storage.record(write_rows(writer, storage.rows))
-            if isinstance(buffer.engine, LowestEngine):
-                write_orders(writer, storage.rows, record["count"])
-        if not buffer.engine.tracked:
-            record["segments"] = None
-    else:
-        record = buffer.engine.dump(writer)  # type: ignore[attr-defined]
-    limits = limiter_record(buffer.limiter)
-    writer.finish({**record, "evict": buffer.evict_record(), **limits, "format": FORMAT})
 
 
 def limiter_record(limiter: RateLimiter | None) -> dict[str, Any]:

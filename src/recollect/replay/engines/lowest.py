@@ -9,8 +9,11 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import SchemaError
-from recollect.replay.engine import Ints, RowsEngine
+from recollect.replay.engines.base import Ints
+from recollect.replay.engines.rows import RowsEngine
 from recollect.spaces import Layout
+from recollect.storage.dump import DumpWriter
+from recollect.storage.row_dump import write_orders
 from recollect.storage.rows import RowStorage, encode_at
 
 _EXACT = 1 << 53  # whole numbers below this compare exactly as float64
@@ -24,8 +27,12 @@ class LowestEngine(RowsEngine):
     another object over the same rows has changed them.
     """
 
+    has_lanes = False
+    turns_away = True
+
     def __init__(self, storage: RowStorage, key: str) -> None:
         super().__init__(storage, tracked=False)
+        self.has_runs = False  # neighbours in the ring are no neighbours in time
         self.key = key
         self.field = key_field(storage.layout, key)
         self._lock = threading.Lock()
@@ -65,9 +72,14 @@ class LowestEngine(RowsEngine):
         with self._lock:
             super().clear()
 
-    def quiet(self) -> threading.Lock:
-        """A context in which this object changes nothing."""
-        return self._lock
+    def extend_chosen(self, value: Any, rows: Ints) -> bool:
+        return False
+
+    def dump(self, writer: DumpWriter) -> dict[str, Any]:
+        with self._lock:
+            record = super().dump(writer)
+            write_orders(writer, self.storage.rows, record["count"])
+        return record
 
     def _add(self, arrays: list[Any]) -> None:
         keys = self._keys(arrays)

@@ -22,7 +22,7 @@ from recollect import interrupts
 from recollect.batch.structure import select
 from recollect.budget import check_fits
 from recollect.errors import FormatError, LaneBusyError, ReadOnlyError, SchemaError, SegmentOpenError
-from recollect.replay.engine import OPEN, Ints, Keys, Segments, check_adoption, checked_ends
+from recollect.replay.engines.base import OPEN, Engine, Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.base import SpaceStorage
 from recollect.storage.dump import DumpWriter
 from recollect.storage.live import live_of, manifest_of, save
@@ -31,7 +31,7 @@ from recollect.storage.live import live_of, manifest_of, save
 AHEAD_NBYTES = 1 << 19
 
 
-class PlainEngine:
+class AnyEngine(Engine):
     """A ring of samples over a storage of any kind.
 
     Ownership: the storage is the buffer's.
@@ -64,13 +64,17 @@ class PlainEngine:
         return self._low % self.storage.capacity if self.storage.capacity else self._low
 
     @property
+    def moves(self) -> bool:
+        return bool(self.storage.is_mutable)  # what was opened for reading stays as it is
+
+    @property
     def moment(self) -> tuple[int, int, int]:
         """Equal as long as no sample has come, gone or changed."""
         with self._lock:
             return self._low, self._cursor, self._renewals
 
     def count(self) -> int:
-        return self._held() - self.storage.pending_segment_length
+        return self._held() - int(self.storage.pending_segment_length)
 
     def _held(self) -> int:
         """The samples there are, those of an open segment that cannot be read yet included."""
@@ -111,7 +115,7 @@ class PlainEngine:
     def _is_busy(self) -> bool:
         """Whether a write runs further up this thread's stack: then a signal handler calls."""
         is_begun = self._unfinished is not None
-        return is_begun and interrupts.is_running(self, PlainEngine._add, PlainEngine._complete)
+        return is_begun and interrupts.is_running(self, AnyEngine._add, AnyEngine._complete)
 
     def _complete(self, change: Callable[[], None]) -> None:
         """Make a change that can be made again from its start."""
@@ -129,7 +133,6 @@ class PlainEngine:
     def adopt(
         self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None
     ) -> None:
-        """Take over rows that hold `count` samples from row `offset` on."""
         whole = [*segments, *([active] if active else [])]
         check_adoption(self.storage, 1, count, offset, whole, self.tracked)
         self._place(count, offset, [(i + 1, length, 0) for i, (_, length) in enumerate(whole)])
@@ -402,7 +405,7 @@ class PlainEngine:
         return segments, self._low + n * up, self._cursor - n * (not up), next_id, doors
 
     def truncate(self, length: int) -> None:
-        """Drop the newest samples of an unbounded storage so that `length` stay; an append-only one can do this too."""
+        # Of an append-only storage too.
         with self._lock:
             gone = np.arange(length, self.count())
             if not len(gone):
@@ -523,8 +526,10 @@ class PlainEngine:
             self._extra = extra
             live.owner, live.mend, live.is_busy = self.record, self._mend, self._is_busy
 
+    def handle_state(self) -> dict[str, Any] | None:
+        return self.record()
+
     def dump(self, writer: DumpWriter) -> dict[str, Any]:
-        """Let the storage write itself below `storage/`; return the manifest's part."""
         with self._lock:
             live = live_of(self.storage)
             if live is not None:
@@ -556,7 +561,6 @@ class PlainEngine:
     # -- chunks
 
     def chunks(self) -> tuple[Ints, int] | None:
-        """The chunk that each sample is in, and how many can be held at once; None where rows are read singly."""
         with self._lock:
             ends = self.storage.chunk_ends()
             if ends is None:
@@ -570,18 +574,15 @@ class PlainEngine:
             return chunk, self.storage.chunk_window()
 
     def expect(self, index: Ints, keys: Keys = ()) -> None:
-        """Tell the storage that the chunks of these samples are read soon."""
         with self._lock:
             self.storage.expect(self._rows(self._low + index[index < self.count()]), keys)
 
     def reads_ahead(self) -> int:
-        """How many samples of a storage of chunks make a block of a sensible size; 0 where rows are read singly."""
         if self.storage.chunk_ends() is None:
             return 0
-        return AHEAD_NBYTES // max(1, self.storage.layout.row_nbytes)
+        return AHEAD_NBYTES // max(1, int(self.storage.layout.row_nbytes))
 
     def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
-        """Read samples by row and generation at one moment; None if any is gone."""
         with self._lock:
             if not self._are_current(row, generation):
                 return None

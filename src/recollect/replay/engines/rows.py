@@ -1,68 +1,33 @@
-"""The seam inside a ReplayBuffer: what a ring of samples must be able to do, whatever it is made of.
-
-`RowsEngine` is the ring of the native rows (memory, shared, memmap); `replay/plain.py` has the one over any other
-storage, `replay/lowest.py` the one that evicts the lowest instead of the oldest. Data here is always numpy.
-"""
+"""The ring of packed rows: memory, shared memory and memmap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Any, Protocol
+from functools import partial
+from typing import Any
 
 import numpy as np
 
 from recollect import _core
-from recollect.batch.boundaries import Ask, Found
-from recollect.batch.structure import leaf_paths, pick, select
-from recollect.errors import LaneBusyError, SegmentOpenError
-from recollect.replay.limiter import RateLimiter
-from recollect.storage.base import SpaceStorage
+from recollect.batch.base import BatchBase
+from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
+from recollect.batch.structure import select
+from recollect.errors import ClosedError, LaneBusyError, SegmentOpenError
+from recollect.memory.geometry import LIMITER_AT
+from recollect.memory.rows import packed_codec
+from recollect.replay.engines.base import OPEN, Engine, Ints, Keys, Segments, check_adoption, checked_ends
+from recollect.storage.dump import DumpWriter
+from recollect.storage.row_dump import write_rows
 from recollect.storage.rows import RowStorage, encode_at
 
-Ints = np.ndarray[Any, np.dtype[np.int64]]
-Keys = tuple[str | int, ...]
-Segments = list[tuple[int, int]]
 
-OPEN = (
-    "extend: a block without `ends` is a whole segment, got one while a segment is open; call mark_segment_end() "
-    "first, or pass `ends` to go on with the open one"
-)
-REFUSED = (ValueError, SegmentOpenError)  # a write that raises one of these counts as rejected
-
-
-class Engine(Protocol):
-    """A ring of samples with segments; indices count from the oldest and are already normalised."""
-
-    storage: Any
-    tracked: bool
-
-    @property
-    def offset(self) -> int: ...
-    def count(self) -> int: ...
-    def read(self, index: int | Ints, keys: Keys = (), out: Any = None, **counted: int) -> Any: ...
-    def draw(self, stream: Any, n: int, keys: Keys = ()) -> Any: ...
-    def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any: ...
-    def append(self, value: Any) -> None: ...
-    def extend(self, value: Any, ends: Any = None) -> None: ...
-    def extend_part(self, value: Any, closes: bool) -> None: ...
-    def overwrite(self, index: int | Ints, value: Any) -> None: ...
-    def remove(self, index: Ints) -> None: ...
-    def check_overwrite(self, index: int | Ints, value: Any) -> None: ...
-    def check_remove(self, index: Ints) -> None: ...
-    def clear(self) -> None: ...
-    def end_segment(self) -> None: ...
-    def open_segment(self) -> tuple[int, int] | None: ...
-    def has_open_segment(self) -> bool: ...
-    def segments(self) -> Segments | None: ...
-    def locate(self, index: Ints, **counted: int) -> tuple[Ints, Ints, Ints, Ints]: ...
-    def index_of(self, row: Ints, generation: Ints) -> Ints: ...
-    def counters(self) -> dict[str, int]: ...
-    def reject(self, n: int) -> None: ...
-
-
-class RowsEngine:
+class RowsEngine(Engine):
     """The ring of packed rows; one native call per operation, lanes and processes included."""
+
+    storage: RowStorage
+    has_lanes = True
+    shares_writes = True
 
     def __init__(self, storage: RowStorage, tracked: bool, lane: int = -1) -> None:
         self.storage, self.tracked, self.lane = storage, tracked, lane
@@ -72,12 +37,15 @@ class RowsEngine:
         self._leaves_open = tracked or not storage.rows.geometry.tagged
         self._append = self.native.append if self._leaves_open else _write_as_block
         self._copying = False
+        self.n_lanes = storage.rows.geometry.n_lanes
+        # Without segments a run would go on from one lane to the next.
+        self.has_runs = tracked or self.n_lanes == 1
 
     @property
     def offset(self) -> int:
         (low, _, _), *_ = self.native.windows()
         capacity = self.storage.capacity
-        return int(low) if capacity is None else int(low % (capacity // self.storage.rows.geometry.n_lanes))
+        return int(low) if capacity is None else int(low % (capacity // self.n_lanes))
 
     def count(self) -> int:
         return int(self.native.count())
@@ -85,8 +53,7 @@ class RowsEngine:
     def adopt(
         self, count: int, offset: int, segments: list[tuple[int, int]], active: tuple[int, int] | None
     ) -> None:
-        """Take over rows that hold `count` samples from row `offset` on; what cannot be is a ValueError."""
-        lanes = self.storage.rows.geometry.n_lanes
+        lanes = self.n_lanes
         whole = [*segments, *([active] if active else [])]
         check_adoption(self.storage, lanes, count, offset, whole, self.tracked)
         if (
@@ -101,6 +68,9 @@ class RowsEngine:
         self.native.set_segment_counter(len(whole))
         self.native.set_open(0, (len(whole) - 1) * lanes + 1 if active else 0)
 
+    def check_open(self) -> None:
+        self.storage.rows.check_open()
+
     # -- reads
 
     def read(self, index: int | Ints, keys: Keys = (), out: Any = None, **counted: int) -> Any:
@@ -112,13 +82,39 @@ class RowsEngine:
             return data
         return layout.decode_one(data) if single else layout.decode_batch(data, len(rows))
 
+    def read_into(self, index: int | Ints, out: Any, **counted: int) -> Any:
+        if self._is_fixed and not isinstance(index, int):
+            return self.read(index, (), out, **counted)
+        return super().read_into(index, out, **counted)
+
+    def read_packed(self, index: int | Ints, out: Any, **counted: int) -> Any:
+        codec = packed_codec(self.layout.row_nbytes)
+        if not isinstance(index, int):
+            return self.native.read(codec, np.ascontiguousarray(index), False, out, **counted)
+        row = np.array([index])
+        if out is None:
+            return self.native.read(codec, row, True, None, **counted)
+        self.native.read(codec, row, False, np.asarray(out)[None], **counted)
+        return out
+
+    def draw_into(self, stream: Any, n: int, out: Any) -> Any:
+        return self.draw(stream, n, (), out) if self._is_fixed else super().draw_into(stream, n, out)
+
+    def bound_draw(self) -> Callable[[Any, int], Any]:
+        return partial(self.native.draw, self.codec) if self._is_fixed else self.draw
+
+    def drawn_rows(self) -> tuple[Any, Any] | None:
+        return (self.native, self.codec) if self._is_fixed else None
+
+    def boundaries(self, batch: BatchBase) -> Boundaries:
+        return RowBoundaries(batch, self.native, self.tracked) if self.has_runs else super().boundaries(batch)
+
     def draw(self, stream: Any, n: int, keys: Keys = (), out: Any = None) -> Any:
         layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
         data = self.native.draw(codec, stream, n, out)
         return data if data is None or layout.is_fixed else layout.decode_batch(data, n)
 
     def read_located(self, row: Ints, generation: Ints, keys: Keys = ()) -> Any:
-        """Samples by (row, generation), or None if any of them is gone."""
         layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
         row = np.ascontiguousarray(row)
         data = _core.read_located(self.native, codec, row, np.ascontiguousarray(generation))
@@ -127,7 +123,6 @@ class RowsEngine:
     def read_frames(
         self, ask: Ask, keys: Keys = (), index: Ints | None = None, **counted: int
     ) -> Found | None:
-        """Samples with their neighbours, by index, by place or drawn: one native call."""
         layout, codec = self.storage.column(keys) if keys else (self.layout, self.codec)
         offsets, tracked, stream = ask.offsets, self.tracked, ask.stream
         found: Found | None
@@ -191,12 +186,20 @@ class RowsEngine:
         self.native.write_lanes(self.codec, arrays, lanes, ends)
 
     def extend_chosen(self, value: Any, rows: Ints) -> bool:
-        """Add the samples `rows` of a block of exact arrays; False (nothing done) if it needs more than that."""
         return (
             self._is_fixed
             and not self.tracked
             and self.native.extend_chosen(self.codec, value, rows, self.lane)
         )
+
+    def claimed(self, lane: int) -> RowsEngine:
+        found = RowsEngine(self.storage, self.tracked, lane)
+        self.native.claim(lane)
+        return found
+
+    def release(self) -> None:
+        with suppress(ClosedError):  # with the buffer the lane was given up too
+            self.native.release(self.lane)
 
     def overwrite(self, index: int | Ints, value: Any) -> None:
         self.native.overwrite(self.codec, *encode_at(self.layout, index, value, self.storage.cast))
@@ -221,7 +224,7 @@ class RowsEngine:
     def _check_lanes(self, index: Ints) -> list[int]:
         """The lanes of these samples; LaneBusyError if one belongs to another live process."""
         rows, *_ = self.native.locate(np.ascontiguousarray(index))
-        capacity, n_lanes = self.storage.capacity, self.storage.rows.geometry.n_lanes
+        capacity, n_lanes = self.storage.capacity, self.n_lanes
         lanes: list[int] = np.unique(rows // (capacity // n_lanes)).tolist() if capacity else [0]
         for lane in lanes:
             owner = self.native.owner(lane)
@@ -275,71 +278,22 @@ class RowsEngine:
     def reject(self, n: int) -> None:
         self.native.reject(n)
 
+    def own_counters(self) -> Callable[[], dict[str, int]]:
+        counters: Callable[[], dict[str, int]] = self.native.counters
+        return counters
+
+    def limiter_words(self) -> tuple[Any, int]:
+        return self.storage.rows.header, LIMITER_AT
+
+    # -- disk and the end
+
+    def dump(self, writer: DumpWriter) -> dict[str, Any]:
+        record = self.storage.record(write_rows(writer, self.storage.rows))
+        return record if self.tracked else {**record, "segments": None}
+
+    def close_for_all(self) -> None:
+        self.storage.rows.close_for_all()
+
 
 def _write_as_block(codec: Any, value: Any, lane: int) -> bool:
     return False
-
-
-def writers(
-    engine: Engine, limiter: RateLimiter | None, *, turns_away: bool = False
-) -> list[Callable[..., Any]]:
-    """`append`, `extend` and `extend_part` of an engine, which wait for its limiter if there is one.
-
-    Chosen once, so that a buffer without one pays nothing.
-    """
-    if limiter is None:
-        return [engine.append, engine.extend, engine.extend_part]
-    storage = engine.storage
-
-    def many(value: Any) -> int:
-        return n_offered(storage, value)
-
-    return [
-        limiter.around_write(engine.append, lambda value: 1, turns_away),
-        limiter.around_write(engine.extend, many, turns_away),
-        limiter.around_write(engine.extend_part, many, turns_away),
-    ]
-
-
-def n_offered(storage: SpaceStorage, value: Any) -> int:
-    """How many samples a refused block held, by the first leaf that has a length; one if none has."""
-    for path, _ in leaf_paths(storage.single_instance_space):
-        with suppress(TypeError, KeyError, IndexError):
-            return len(pick(value, path))
-    return 1
-
-
-def checked_ends(ends: Any, tracked: bool) -> Any:
-    """The flags as an array, or None; ValueError for what cannot end segments."""
-    if ends is None:
-        return None
-    if not tracked:
-        raise ValueError("ends: this buffer keeps no segments; create it with maintain_segment_metadata=True")
-    flags = np.asarray(ends)
-    if flags.dtype != bool or flags.ndim != 1:
-        raise ValueError(f"ends: must be a 1-D bool array, got {flags.dtype} of shape {flags.shape}")
-    return np.ascontiguousarray(flags)
-
-
-def check_adoption(storage: SpaceStorage, lanes: int, count: int, offset: int, segments: list[tuple[int, int]],
-                   tracked: bool) -> None:  # fmt: skip
-    """Raise ValueError for a count, offset or segments that no ring over this storage could have."""
-    run = None if storage.capacity is None else storage.capacity // lanes
-    most = len(storage) if run is None else run
-    if not 0 <= count <= most:
-        raise ValueError(f"count: must be in [0, {most}], the rows there are, got {count}")
-    if not 0 <= offset < (run or 1):
-        raise ValueError(f"offset: must be a row of the ring (0 when unbounded), got {offset}")
-    if segments and not tracked:
-        raise ValueError("physical_segments: need maintain_segment_metadata=True")
-    expected = 0
-    for first, length in segments:
-        at = offset + expected if run is None else (offset + expected) % run
-        if length < 1 or first != at or expected + length > count:
-            found = (first, length)
-            raise ValueError(
-                f"physical_segments: must follow each other within the {count} samples, got {found}"
-            )
-        expected += length
-    if tracked and expected != count:
-        raise ValueError(f"physical_segments: must cover the {count} samples, got {expected}")
