@@ -15,15 +15,15 @@ import pytest
 
 import recollect as rc
 from recollect.ipc.runner import collector
-from recollect.ipc.runner.collector import CollectorContext, Job
+from recollect.ipc.runner.collector import CollectorContext, CollectorJob
 from recollect.ipc.runner.control import Control, Counters
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
 
-def job(control: str = "", counters: str = "", learner: int = 0, fn: Any = None) -> Job:
+def job(control: str = "", counters: str = "", learner: int = 0, fn: Any = None) -> CollectorJob:
     call = SimpleNamespace(unpack=lambda: (fn, None, {}))
-    return Job(0, 2, 7, "cpu", 1, 3.0, control, counters, learner, cast(Any, call))
+    return CollectorJob(0, 2, 7, "cpu", 1, 3.0, control, counters, learner, cast(Any, call))
 
 
 @pytest.fixture

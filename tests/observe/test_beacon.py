@@ -19,7 +19,7 @@ from recollect.errors import AttachError
 from recollect.observe import Beacon, find_jobs
 from recollect.observe import beacon as beacon_module
 from recollect.observe.beacon import HISTORY, _Growing
-from recollect.observe.jobs import Entry, History, Job, Snapshot
+from recollect.observe.jobs import History, Job, JobEntry, Snapshot
 
 pytestmark = pytest.mark.usefixtures("runtime_dir", "leaves_nothing")
 JOB = """
@@ -130,7 +130,7 @@ def test_a_job_that_forgets_to_close_is_gone_at_exit(runtime_dir: Path) -> None:
 def test_what_is_no_living_job_of_here_is_ignored(runtime_dir: Path) -> None:
     with Beacon("train", "x"):
         (path,) = runtime_dir.iterdir()
-        mine = msgspec.json.decode(path.read_bytes(), type=Entry)
+        mine = msgspec.json.decode(path.read_bytes(), type=JobEntry)
         reused = msgspec.structs.replace(mine, process=mine.process ^ (1 << 40))  # this pid, another start
         foreign = msgspec.structs.replace(mine, pid_space="pid:[1]")
         for name, entry in (("reused", reused), ("foreign", foreign)):

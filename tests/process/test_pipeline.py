@@ -26,7 +26,7 @@ from recollect.errors import (
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import make_collector_pack, packer, packing, serve_pack_requests
 from recollect.ipc.replay_pipelines import slots as slots_module
-from recollect.ipc.replay_pipelines.slots import Bell, PackSlots
+from recollect.ipc.replay_pipelines.slots import PackSlots, Wakeup
 
 pytestmark = pytest.mark.process
 
@@ -53,7 +53,7 @@ class Collector(Actor):
 
 
 @pytest.fixture
-def setting() -> Iterator[tuple[ReplayBuffer, tuple[Bell, Bell, PackSlots]]]:
+def setting() -> Iterator[tuple[ReplayBuffer, tuple[Wakeup, Wakeup, PackSlots]]]:
     buf = buffer(40)
     buf.release_lane()
     pack = make_collector_pack(buf, N)
@@ -315,7 +315,7 @@ def test_closing_does_not_wait_for_the_collector(setting: Any, monkeypatch: pyte
     collector.kill()
 
 
-def spawned(buf: ReplayBuffer, request: Bell, ready: Bell, slots: PackSlots) -> None:
+def spawned(buf: ReplayBuffer, request: Wakeup, ready: Wakeup, slots: PackSlots) -> None:
     served = 0
     while served < 3:
         served += serve_pack_requests(buf, request, ready, slots, 1.0)

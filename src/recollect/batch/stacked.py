@@ -318,7 +318,7 @@ class SliceStackedBatch(View):
         def show_field(field: Any, within: Keys) -> Any:
             if isinstance(field, FieldMask):
                 return as_labels(self, {MASK: valid[:, field.columns]})[MASK]
-            if not isinstance(field, Field):
+            if not isinstance(field, SpanField):
                 return {key: show_field(child, within) for key, child in field.items()}
             keys, rest = split_keys(self.batch.single_space, field.keys + within)
             if field.columns is None:
@@ -502,7 +502,7 @@ MASK_OF = "{}_valid_mask"
 
 
 @dataclass(frozen=True, slots=True)
-class Field:
+class SpanField:
     """A field of a sample and the columns of the span that it shows; None is the anchor, without an axis of time."""
 
     keys: Keys
@@ -517,7 +517,7 @@ class FieldMask:
 
 
 Fields = dict[Key, Any]
-"""A Field or FieldMask for each leaf of what is shown, nested as the space is."""
+"""A SpanField or FieldMask for each leaf of what is shown, nested as the space is."""
 
 
 def span_of_keys(offsets: Mapping[str, Any], keys: Keys = ()) -> Ints:
@@ -555,14 +555,14 @@ def fields_of(space: Space[Any], offsets: Mapping[str, Any], first: int, keys: K
         if isinstance(found, Mapping) and isinstance(child, spaces.Dict):
             fields[key] = fields_of(child, found, first, here)
         else:
-            fields[key] = Field(here, None if found is None else _checked(found, here) - first)
+            fields[key] = SpanField(here, None if found is None else _checked(found, here) - first)
     return fields | _masks_of(fields, keys)
 
 
 def _masks_of(fields: Fields, keys: Keys) -> Fields:
     masks: Fields = {}
     for key, field in fields.items():
-        if isinstance(field, Field) and field.columns is not None:
+        if isinstance(field, SpanField) and field.columns is not None:
             name = MASK_OF.format(key)
             if name in fields:
                 raise ValueError(
@@ -580,7 +580,7 @@ def space_of(space: Space[Any], fields: Fields) -> spaces.Dict:
         if isinstance(field, FieldMask):
             return as_space(((len(field.columns),), "bool"))
         child = space_at(space, (key,))
-        if isinstance(field, Field):
+        if isinstance(field, SpanField):
             return child if field.columns is None else batch_space(child, len(field.columns))
         return space_of(child, field)
 

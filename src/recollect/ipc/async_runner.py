@@ -22,7 +22,13 @@ from typing import Any, ClassVar, Self, TypeVar
 from recollect import _core, interrupts
 from recollect.errors import ClosedError
 from recollect.ipc.replay_buffer import ReplayBuffer as PackedBuffer
-from recollect.ipc.runner.collector import ORPHAN_GRACE_S, Call, CollectorContext, EnvSpec, Job
+from recollect.ipc.runner.collector import (
+    ORPHAN_GRACE_S,
+    CollectorContext,
+    CollectorJob,
+    EnvSpec,
+    PickledCall,
+)
 from recollect.ipc.runner.control import Control, Counters
 from recollect.ipc.runner.processes import Crew, Member
 from recollect.ipc.shared_buffer import check_count
@@ -204,10 +210,12 @@ class AsyncRunner(ABC):
                 resource._give_up_lane_below(self.num_collectors)
         env = EnvSpec(self.env_name, self.env_cfg_overrides, self.sim_backend)
 
-        def make_job(lane: int, restarts: int, control: Control, counters: Counters) -> tuple[Job, list[Any]]:
+        def make_job(
+            lane: int, restarts: int, control: Control, counters: Counters
+        ) -> tuple[CollectorJob, list[Any]]:
             bound: list[Any] = []
-            call = Call(fn, env, {name: _on_lane(x, lane, bound) for name, x in kwargs.items()})
-            return Job(
+            call = PickledCall(fn, env, {name: _on_lane(x, lane, bound) for name, x in kwargs.items()})
+            return CollectorJob(
                 lane, self.envs_per_collector, lane_seed(seed, lane, restarts), self.collector_device,
                 self.collector_threads, self.deadline, control.name, counters.name,
                 _core.own_word(), call, self.orphan_grace_s,

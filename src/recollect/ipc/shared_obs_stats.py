@@ -63,7 +63,7 @@ class SharedObsNormStats(Mailbox):
         super()._setup(box)
         self._returned = 0
         self._form: tuple[tuple[int, ...], np.dtype[Any]] | None = None  # shape and dtype, once known
-        self._block: _Block | None = None
+        self._block: _SlotBytes | None = None
         self._lock = threading.Lock()
 
     def stats(self) -> ObsNormStats:
@@ -79,7 +79,7 @@ class SharedObsNormStats(Mailbox):
         mean, std = self._checked(stats)
         with self._lock:
             if self._block is None:
-                self._block = _Block(mean, self._box.sizes[0])
+                self._block = _SlotBytes(mean, self._box.sizes[0])
             self._box.publish_at([self._block.filled(mean, std)], [0])
             self._form = (mean.shape, mean.dtype)
 
@@ -130,7 +130,7 @@ class SharedObsNormStats(Mailbox):
         return mean, std
 
 
-class _Block:
+class _SlotBytes:
     """The bytes of one slot, kept from put to put: head, mean, std."""
 
     def __init__(self, mean: Array, limit: int) -> None:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 from recollect.ipc import memory_budget
 from recollect.ipc.rollout_ring_buffer import RolloutRingBuffer
 from recollect.ipc.weight_sync import SharedWeightSync
-from recollect.learners.collectors import Plan, collect_rollouts, pack_network
+from recollect.learners.collectors import CollectorPlan, collect_rollouts, pack_network
 from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
@@ -72,7 +72,7 @@ class APPORunner(ReferenceRunner):
 
     def _begin(self, first: int, resumed: bool) -> None:
         config = self.rl_cfg
-        plan = Plan(
+        plan = CollectorPlan(
             self._spaces, pack_network(self._learner.network), config.steps_per_env, config.sync_collection,
             config.nan_policy, first,
         )  # fmt: skip

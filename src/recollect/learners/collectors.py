@@ -25,7 +25,7 @@ _WAIT_S = 1.0  # between looks at the word that says stop
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class CollectorPlan:
     """What a collector must know: small, picklable, the same for all lanes.
 
     `network` is the pickled policy module. With `sync` it waits for permits. While it acts on version
@@ -52,7 +52,7 @@ def pack_network(network: Any) -> bytes:
 class Policy:
     """A collector's copy of the network, its version, and its own generator."""
 
-    def __init__(self, plan: Plan, weights: Any, stats: Any, device: str, seed: int) -> None:
+    def __init__(self, plan: CollectorPlan, weights: Any, stats: Any, device: str, seed: int) -> None:
         import torch
 
         self.network = pickle.loads(plan.network).to(device)
@@ -91,11 +91,18 @@ class Policy:
         return actions.cpu().numpy(), log_probs.cpu().numpy()
 
 
-class _Worker:
+class _Collector:
     """The parts of a collector that both loops share."""
 
     def __init__(
-        self, ctx: Any, weights: Any, stats: Any, board: EpisodeBoard, plan: Plan, trace: Any, **names: str
+        self,
+        ctx: Any,
+        weights: Any,
+        stats: Any,
+        board: EpisodeBoard,
+        plan: CollectorPlan,
+        trace: Any,
+        **names: str,
     ) -> None:
         seed = int(np.random.SeedSequence([ctx.seed, plan.salt]).generate_state(1, np.uint64)[0])
         self.ctx, self.plan = ctx, plan
@@ -171,7 +178,7 @@ def collect_transitions(
     replay: Any,
     weights: Any,
     board: EpisodeBoard,
-    plan: Plan,
+    plan: CollectorPlan,
     stats: Any = None,
     pack: Any = None,
     trace: Any = None,
@@ -189,7 +196,7 @@ def collect_transitions(
     if limiter is not None:
         replay.attach_limiter(limiter)
         limiter.watch(ctx.look)
-    work = _Worker(ctx, weights, stats, board, plan, trace)
+    work = _Collector(ctx, weights, stats, board, plan, trace)
     try:
         while work.begin(serve):
             if serve is not None:
@@ -232,10 +239,10 @@ def _add(replay: Any, step: Step) -> None:
 
 
 def collect_rollouts(
-    ctx: Any, *, ring: Any, weights: Any, board: EpisodeBoard, plan: Plan, trace: Any = None
+    ctx: Any, *, ring: Any, weights: Any, board: EpisodeBoard, plan: CollectorPlan, trace: Any = None
 ) -> None:
     """Be a collector of an on-policy learner: whole rollouts, each by one version of the weights, into `ring`."""
-    work = _Worker(ctx, weights, None, board, plan, trace, wait="ring/write_wait")
+    work = _Collector(ctx, weights, None, board, plan, trace, wait="ring/write_wait")
     try:
         while work.begin():
             slot = _claim(ctx, ring)

@@ -39,7 +39,7 @@ class RunSummary:
         return asdict(self)
 
 
-class Sink(Protocol):
+class MetricsSink(Protocol):
     """Where metrics go."""
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None: ...
@@ -106,11 +106,11 @@ class WandB:
         self._run.finish()
 
 
-def open_sinks(directory: Path, logger: str | None) -> list[Sink]:
+def open_sinks(directory: Path, logger: str | None) -> list[MetricsSink]:
     """Return the sinks of a run: metrics.jsonl always, and the one named."""
     if logger is not None and logger not in LOGGERS:
         raise ValueError(f"logger: must be None or one of {list(LOGGERS)}, got {logger!r}")
-    sinks: list[Sink] = [JsonLines(directory)]
+    sinks: list[MetricsSink] = [JsonLines(directory)]
     try:
         if logger is not None:
             sinks.append(TensorBoard(directory) if logger == "tensorboard" else WandB(directory))

@@ -30,7 +30,7 @@ from recollect.learners.checkpoint import check_shapes, load_checkpoint, remove_
 from recollect.learners.config import config_json
 from recollect.learners.environment import EnvSpaces, spaces_of
 from recollect.learners.episodes import EpisodeBoard
-from recollect.learners.metrics import LOGGERS, RECENT, Merged, RunSummary, Sink, open_sinks
+from recollect.learners.metrics import LOGGERS, RECENT, Merged, MetricsSink, RunSummary, open_sinks
 from recollect.learners.shown import collector_table, light
 from recollect.observe.beacon import Beacon
 from recollect.observe.phases import Phases
@@ -213,7 +213,7 @@ class ReferenceRunner(AsyncRunner):
 
     def _loop(
         self, summary: RunSummary, iterations: range, save_interval: int, log_dir: Path, state: Any,
-        sinks: list[Sink], on_metrics: Watcher | None,
+        sinks: list[MetricsSink], on_metrics: Watcher | None,
     ) -> None:  # fmt: skip
         log = _MetricsLog(self, sinks, on_metrics)
         saved: list[Path] = []
@@ -314,7 +314,7 @@ class ReferenceRunner(AsyncRunner):
 class _MetricsLog:
     """Gathers losses and reports into a line every few iterations."""
 
-    def __init__(self, runner: ReferenceRunner, sinks: list[Sink], on_metrics: Watcher | None) -> None:
+    def __init__(self, runner: ReferenceRunner, sinks: list[MetricsSink], on_metrics: Watcher | None) -> None:
         self._runner, self._sinks, self._on_metrics = runner, sinks, on_metrics
         self._losses: dict[str, list[float]] = {}
         self._before: Merged | None = None

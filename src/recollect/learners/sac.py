@@ -20,7 +20,7 @@ from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline, 
 from recollect.ipc.shared_obs_stats import SharedObsNormStats
 from recollect.ipc.weight_sync import SharedWeightSync
 from recollect.learners.checkpoint import replay_path
-from recollect.learners.collectors import Plan, collect_transitions, pack_network
+from recollect.learners.collectors import CollectorPlan, collect_transitions, pack_network
 from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
@@ -146,7 +146,7 @@ class OffPolicyRunner(ReferenceRunner):
         pack = self._make_pipe()
         # Before the first update the actor knows nothing: uniform actions show more. A resumed one knows.
         random_version = 0 if resumed else int(self._weights.version)
-        plan = Plan(
+        plan = CollectorPlan(
             self._spaces, pack_network(self._learner.actor), config.env_steps_per_sync, config.sync_collection,
             config.nan_policy, first, random_version,
             None if self._limiter is None else self._limiter.configuration(),

@@ -94,7 +94,7 @@ class Snapshot(msgspec.Struct, frozen=True):
         return max(0.0, time() - self.started - self.elapsed_s)
 
 
-class Entry(msgspec.Struct, frozen=True):
+class JobEntry(msgspec.Struct, frozen=True):
     """What the file of a job says."""
 
     kind: str
@@ -115,7 +115,7 @@ class Job:
     Concurrency: one thread at a time; the job never waits for a reader.
     """
 
-    def __init__(self, entry: Entry) -> None:
+    def __init__(self, entry: JobEntry) -> None:
         """AttachError if the job is gone."""
         self.entry = entry
         self._box = Latest.attach(entry.box)
@@ -178,14 +178,14 @@ def find_jobs(kind: str | None = None) -> list[Job]:
     return [job for job in map(_attached, _living()) if job is not None and kind in (None, job.kind)]
 
 
-def _attached(entry: Entry) -> Job | None:
+def _attached(entry: JobEntry) -> Job | None:
     try:
         return Job(entry)
     except AttachError:  # it ended just now
         return None
 
 
-def _living() -> list[Entry]:
+def _living() -> list[JobEntry]:
     found = []
     for path in runtime_dir().glob("*.json"):
         entry = _read(path)
@@ -198,10 +198,10 @@ def _living() -> list[Entry]:
     return sorted(found, key=lambda entry: (entry.started, entry.pid))
 
 
-def _read(path: Path) -> Entry | None:
+def _read(path: Path) -> JobEntry | None:
     """Read a job's file; None if it has just gone, is damaged, or is of another release."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=Entry)
+        found = msgspec.json.decode(path.read_bytes(), type=JobEntry)
     except (OSError, ValueError):  # ValueError: text that is no UTF-8, too
         return None
     sound = 0 <= found.process < 1 << 64 and math.isfinite(found.started)
@@ -212,7 +212,7 @@ def register(kind: str, title: str, started: float, box: str) -> Path:
     """Let other processes of this user find the job whose `Latest` is named `box`; return the file to remove."""
     _living()  # a killed job's file must not outlive the next job
     pid = os.getpid()
-    entry = Entry(kind, title, pid, started, _core.own_word(), _pid_space(), box)
+    entry = JobEntry(kind, title, pid, started, _core.own_word(), _pid_space(), box)
     path = runtime_dir() / f"{pid}-{secrets.token_hex(4)}.json"
     hidden = path.with_suffix(".new")
     hidden.write_bytes(encoded(msgspec.json.encode, entry))

@@ -93,7 +93,7 @@ class HindsightSampler(BatchSampler):
         _check_single_steps(data)
         _check_leaves(data.single_space)
         self._data, self._limiter = data, limiter_of(data)
-        self.batch = _Labelled(self._moved(data, device, backend), _metadata_space(data))
+        self.batch = _GoalsUnchanged(self._moved(data, device, backend), _metadata_space(data))
 
     @property
     def _epoch_batch(self) -> BatchBase:
@@ -116,7 +116,7 @@ class HindsightSampler(BatchSampler):
         return {**super()._configuration(), "strategy": self.strategy, "ratio": self.ratio}
 
 
-class _Labelled(View):
+class _GoalsUnchanged(View):
     """The source as it is, with metadata that says that no goal was changed."""
 
     def __init__(self, batch: BatchBase, metadata_space: Any) -> None:
@@ -145,7 +145,7 @@ class _Labelled(View):
         return as_labels(self.batch, _goal_labels(own, own, np.zeros(n, np.bool_)[()]))
 
 
-class _Relabelled(_Labelled):
+class _Relabelled(_GoalsUnchanged):
     """The source with goals changed anew at each read: what an epoch reads."""
 
     def __init__(self, batch: BatchBase, metadata_space: Any, sampler: HindsightSampler) -> None:

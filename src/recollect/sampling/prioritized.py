@@ -106,7 +106,7 @@ class PrioritizedSampler(BatchSampler):
         self._ledger = ledger_of(data, self.alpha, self.eps)
         super()._bind(data, device, backend)
         self._source = self.batch  # the data, on its device
-        self.batch = _Labelled(self._source, self)
+        self.batch = _WithPriorities(self._source, self)
         at_home = self._source.backend.name == "numpy"
         self._elsewhere = None if at_home else (self._source.backend, self._source.device)
         self._rows = self._ledger if isinstance(self._ledger, RowLedger) else None
@@ -273,7 +273,7 @@ class PrioritizedSampler(BatchSampler):
         return {**super()._configuration(), "alpha": self.alpha, "eps": self.eps}
 
 
-class _Labelled(View):
+class _WithPriorities(View):
     """The source of a PrioritizedSampler with the labels that its samples have now; getters and epochs read it."""
 
     def __init__(self, batch: BatchBase, sampler: PrioritizedSampler) -> None:

@@ -74,7 +74,7 @@ class LeafCodec:
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
+class SpacePlan:
     """A space compiled: the template of a sample, its leaves, and the codec of the whole."""
 
     template: Template
@@ -82,16 +82,16 @@ class Plan:
     codec: Codec
 
 
-def compile_codec(space: Space[Any], path: Path, most: Mapping[str, int]) -> Plan:
+def compile_codec(space: Space[Any], path: Path, most: Mapping[str, int]) -> SpacePlan:
     """Compile a space found at `path`; `most` is the greatest length of each Sequence by name."""
     leaves: list[LeafCodec] = []
     template = _template(space, path, most, leaves)
     if not leaves:
         raise ValueError(f"{subject(path)}: must have at least one leaf, got {space}; add one")
     if template[0] == "leaf":
-        return Plan(template, leaves, leaves[0].codec)
+        return SpacePlan(template, leaves, leaves[0].codec)
     names = [leaf.name for leaf in leaves]
-    return Plan(template, leaves, NestCodec(template, path, names, [leaf.codec for leaf in leaves]))
+    return SpacePlan(template, leaves, NestCodec(template, path, names, [leaf.codec for leaf in leaves]))
 
 
 def _template(space: Space[Any], path: Path, most: Mapping[str, int], leaves: list[LeafCodec]) -> Template:

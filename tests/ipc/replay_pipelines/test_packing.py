@@ -18,9 +18,9 @@ from tests.process.actor import Actor
 from recollect.errors import ClosedError, DeadlineError, EmptyError, PrepareError
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import make_collector_pack, packing, serve_pack_requests, slots
-from recollect.ipc.replay_pipelines.slots import Bell, PackSlots
+from recollect.ipc.replay_pipelines.slots import PackSlots, Wakeup
 
-Setting = tuple[ReplayBuffer, tuple[Bell, Bell, PackSlots]]
+Setting = tuple[ReplayBuffer, tuple[Wakeup, Wakeup, PackSlots]]
 
 
 @pytest.fixture
@@ -292,7 +292,7 @@ def test_who_waits_at_a_bell_is_woken_when_the_owner_cleans_up(monkeypatch: pyte
         pack = make_collector_pack(buf, N)
         closed = list[int]()
 
-        def wait(bell: Bell) -> None:
+        def wait(bell: Wakeup) -> None:
             with pytest.raises(ClosedError):
                 bell.get(True, 30.0)
             closed.append(1)
@@ -396,7 +396,7 @@ def test_who_waits_at_a_bell_looks_round_ten_times_a_second(monkeypatch: pytest.
     monkeypatch.setattr(slots, "monotonic", lambda: now[0])
     words = SimpleNamespace(load=lambda at: 0, wait=wait)
     with pytest.raises(queue.Empty):
-        Bell(cast(Any, SimpleNamespace(mapping=words)), 0).get(True, 0.25)
+        Wakeup(cast(Any, SimpleNamespace(mapping=words)), 0).get(True, 0.25)
     assert slept == pytest.approx([0.1, 0.1, 0.05])
 
 

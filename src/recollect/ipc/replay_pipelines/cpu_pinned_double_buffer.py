@@ -16,9 +16,9 @@ from recollect.errors import ClosedError, DeadlineError, WrongTickError, class_n
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import native_h2d, packing
 from recollect.ipc.replay_pipelines.base import ReplayTickMetadata, checked_seed, sample_seed
-from recollect.ipc.replay_pipelines.packer import BROKEN, PENDING, READY, Job, Packer
+from recollect.ipc.replay_pipelines.packer import BROKEN, PENDING, READY, Packer, PackJob
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
-from recollect.ipc.replay_pipelines.reports import PipelineStats, TickLog, Trace
+from recollect.ipc.replay_pipelines.reports import PipelineStats, PipelineTrace, TickLog
 from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, PackSlots
 from recollect.ipc.replay_pipelines.transfer import TransferBackend, make_transfer
 from recollect.ipc.shared_buffer import check_count
@@ -87,7 +87,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         n_rings = replay_buffer.num_lanes * max(1, replay_buffer.envs_per_lane)
         self._buffer, self._run = replay_buffer, replay_buffer.capacity // n_rings
         self._transfer = make_transfer(device) if transfer is None else transfer
-        self._trace = Trace(trace_recorder, trace_cuda_events)
+        self._trace = PipelineTrace(trace_recorder, trace_cuda_events)
         self._log = TickLog(verbose, verbose_output_dir)
         self._owns_slots = collector_pack_shared_slots is None
         self._slots = collector_pack_shared_slots or PackSlots(sample_count, replay_buffer.row_nbytes)
@@ -101,8 +101,8 @@ class CPUPinnedDoubleBufferReplayPipeline:
             "native_h2d": native_h2d.get_diagnostic(),
         }  # fmt: skip
         self._packs_here = queues is None
-        self._hot: Job | None = None
-        self._cold: Job | None = None
+        self._hot: PackJob | None = None
+        self._cold: PackJob | None = None
         self._last_slot = 1
         self._closed = self._is_ended = False
         self._closing = threading.RLock()
@@ -288,14 +288,14 @@ class CPUPinnedDoubleBufferReplayPipeline:
 
     # -- under the lock
 
-    def _start(self, tick: int, floor: int | None, headroom: int, here: bool = False) -> Job:
+    def _start(self, tick: int, floor: int | None, headroom: int, here: bool = False) -> PackJob:
         memory = packing.memory_of(self._buffer)
         there = _core.rows_added(memory)
         floor = there if floor is None else floor
         snapshot = _core.take_snapshot(memory, headroom) if self._packs_here and there >= floor else None
         slot = 1 - (self._last_slot if self._hot is None else self._hot.slot)
         seed = sample_seed(self.base_seed, tick)
-        job = Job(tick, seed, slot, floor, headroom, self.deadline, snapshot)
+        job = PackJob(tick, seed, slot, floor, headroom, self.deadline, snapshot)
         if here and snapshot is not None:  # the learner has nothing to do but wait: two wake-ups saved
             try:
                 self._cold, self._started = job, self._started + 1
@@ -310,14 +310,14 @@ class CPUPinnedDoubleBufferReplayPipeline:
                 self._packer.start(job)
         return job
 
-    def _bring(self, job: Job) -> None:
+    def _bring(self, job: PackJob) -> None:
         """Copy a packed tick where the learner's thread must; what was copied is not copied again."""
         if self._transfer.submits_in_learner and not self._transfer.ready_query(job.slot):
             start = monotonic_ns()
             self._transfer.submit_h2d(job.slot)
             self._trace.slice("batch_h2d_submit", start, tick=job.tick)
 
-    def _swap(self, job: Job, start: int, hit: bool) -> None:
+    def _swap(self, job: PackJob, start: int, hit: bool) -> None:
         waited = monotonic_ns()
         self._bring(job)
         self._transfer.wait_current_stream_for_ready(job.slot)
@@ -335,7 +335,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         if not hit:
             self._trace.count("misses", self._misses)
 
-    def _wait(self, job: Job, timeout: float | None) -> bool:
+    def _wait(self, job: PackJob, timeout: float | None) -> bool:
         """Wait until a job is ready; False on timeout. Raises what went wrong with it."""
         end = monotonic() + self.deadline if timeout is None else monotonic() + timeout
         if timeout is None:
@@ -366,7 +366,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._watch.look()
         return False
 
-    def _wait_copied(self, job: Job, end: float) -> bool:
+    def _wait_copied(self, job: PackJob, end: float) -> bool:
         """Wait until the copy of a packed tick has finished; False if it has not by `end`."""
         while True:
             left = max(0.0, end - monotonic())
@@ -408,7 +408,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
             self._cold = None
             raise job.error
 
-    def _wrong(self, tick: int, job: Job) -> WrongTickError:
+    def _wrong(self, tick: int, job: PackJob) -> WrongTickError:
         state = "hot; call after_tick() first" if job is self._hot else f"{job.state}; take it first"
         return WrongTickError(f"tick {tick}: the pipeline must be free for it, tick {job.tick} is {state}")
 
@@ -443,5 +443,5 @@ def _check_slots(slots: PackSlots, sample_count: int, row_bytes: int) -> None:
         )
 
 
-def _late(job: Job, deadline: float) -> DeadlineError:
+def _late(job: PackJob, deadline: float) -> DeadlineError:
     return DeadlineError(f"tick {job.tick}: must be packed in {deadline:g} s, it is not; it stays pending")

@@ -14,8 +14,8 @@ from recollect.errors import ClosedError, DeadlineError, EmptyError, PeerDiedErr
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import packing
 from recollect.ipc.replay_pipelines.base import ReplayTickMetadata
-from recollect.ipc.replay_pipelines.reports import TickLog, Trace
-from recollect.ipc.replay_pipelines.slots import DONE, FAILED, SLICE_S, Packed, PackSlots
+from recollect.ipc.replay_pipelines.reports import PipelineTrace, TickLog
+from recollect.ipc.replay_pipelines.slots import DONE, FAILED, SLICE_S, PackResult, PackSlots
 from recollect.ipc.replay_pipelines.transfer import InPlaceTransfer, TransferBackend
 
 PENDING, READY, BROKEN = "pending", "ready", "failed"
@@ -23,7 +23,7 @@ _AS_THEMSELVES = (PeerDiedError, DeadlineError, EmptyError, ClosedError)
 
 
 @dataclass(slots=True, eq=False)
-class Job:
+class PackJob:
     """One tick on its way. The packer writes it until `state` leaves PENDING, and then puts something into `done`.
 
     Something is in `asked` once the collector that packs it can know of it, or never will.
@@ -66,26 +66,26 @@ class Packer:
         slots: PackSlots,
         transfer: TransferBackend,
         queues: tuple[Any, Any] | None,
-        trace: Trace,
+        trace: PipelineTrace,
         log: TickLog,
     ) -> None:
         self._buffer, self._slots, self._transfer, self._queues = buffer, slots, transfer, queues
         self._trace, self._log = trace, log
         self._is_copied = not isinstance(transfer, InPlaceTransfer)
-        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.served: list[Job | None] = [None, None]  # by slot: what the learner was last given from it
+        self._jobs: queue.SimpleQueue[PackJob | None] = queue.SimpleQueue()
+        self.served: list[PackJob | None] = [None, None]  # by slot: what the learner was last given from it
         self.takeovers, self.failed, self.redrawn, self.pack_us, self.copy_us = 0, 0, 0, 0.0, 0.0
         self.watched = False  # somebody else decides what a dead collector means
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="recollect-packer", daemon=True)
         self._thread.start()
 
-    def start(self, job: Job) -> None:
+    def start(self, job: PackJob) -> None:
         """Hand over a job; there must be no other under way."""
         job.end = monotonic() + job.deadline
         self._jobs.put(job)
 
-    def do(self, job: Job) -> None:
+    def do(self, job: PackJob) -> None:
         """Prepare a job here and now; there must be no other under way."""
         job.end = monotonic() + job.deadline
         self._work(job)
@@ -118,7 +118,7 @@ class Packer:
         while (job := self._jobs.get()) is not None and not self._stopped:
             self._work(job)
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: PackJob) -> None:
         try:
             self._finish(job, self._prepare(job))
         except BaseException as error:
@@ -130,7 +130,7 @@ class Packer:
             job.asked.put(None)
             job.done.put(None)
 
-    def _finish(self, job: Job, packed: Packed) -> None:
+    def _finish(self, job: PackJob, packed: PackResult) -> None:
         device_slot = job.slot if self._is_copied else None
         job.metadata = ReplayTickMetadata(
             job.tick, packed.snapshot_ptr, packed.snapshot_size, job.seed, self._slots.sample_count,
@@ -141,7 +141,7 @@ class Packer:
         self.pack_us += job.pack_us
         job.state = READY
 
-    def _prepare(self, job: Job) -> Packed:
+    def _prepare(self, job: PackJob) -> PackResult:
         start = monotonic_ns()
         # The host slot may still be copied from.
         self._transfer.synchronize_ready(job.slot, max(0.0, job.left_s))
@@ -157,7 +157,7 @@ class Packer:
             self._trace.copy(self._transfer, job.slot, tick=job.tick)
         return packed
 
-    def _pack(self, job: Job) -> Packed:
+    def _pack(self, job: PackJob) -> PackResult:
         while job.snapshot is None:
             self._wait_for_rows(job)
             taken = _core.take_snapshot(packing.memory_of(self._buffer), job.headroom)
@@ -167,7 +167,7 @@ class Packer:
         self._trace.slice("pack", start, tick=job.tick, redrawn=packed.redrawn)
         return packed
 
-    def _wait_for_rows(self, job: Job) -> None:
+    def _wait_for_rows(self, job: PackJob) -> None:
         while True:
             left = max(0.0, job.left_s)
             found = packing.wait_for_rows(self._buffer, self._slots, job.floor, min(left, SLICE_S))
@@ -189,7 +189,7 @@ class Packer:
 
     # -- packing by a collector
 
-    def _ask_collector(self, job: Job, request: Any, ready: Any) -> Packed:
+    def _ask_collector(self, job: PackJob, request: Any, ready: Any) -> PackResult:
         start, slots = monotonic_ns(), self._slots
         while (number := slots.ask(job.seed, job.headroom, job.floor, job.slot)) is None:
             self._wait_for_bell(job, ready)  # a collector still packs what was given up before
@@ -210,7 +210,7 @@ class Packer:
             raise getattr(errors, name, PrepareError)(text)
         return slots.result()
 
-    def _wait_for_bell(self, job: Job, ready: Any) -> None:
+    def _wait_for_bell(self, job: PackJob, ready: Any) -> None:
         if self._stopped:
             raise ClosedError("this object was closed while a tick waited for its collector")
         if job.left_s <= 0:
@@ -226,7 +226,7 @@ class Packer:
         return _core.writers_gone(packing.memory_of(self._buffer)) if gone is None else gone
 
 
-def _told(error: BaseException, job: Job) -> BaseException:
+def _told(error: BaseException, job: PackJob) -> BaseException:
     if isinstance(error, _AS_THEMSELVES):
         return error
     told = PrepareError(

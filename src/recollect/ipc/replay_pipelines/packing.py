@@ -11,16 +11,16 @@ from typing import Any
 from recollect import _core, interrupts
 from recollect.errors import ClosedError, EmptyError, RecollectError
 from recollect.ipc.replay_buffer import ReplayBuffer
-from recollect.ipc.replay_pipelines.reports import Trace
+from recollect.ipc.replay_pipelines.reports import PipelineTrace
 from recollect.ipc.replay_pipelines.slots import (
     ASKED_AT,
     READY_AT,
     SLICE_S,
     STOP_AT,
-    Bell,
-    Packed,
+    PackRequest,
+    PackResult,
     PackSlots,
-    Request,
+    Wakeup,
 )
 from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import checked_timeout
@@ -43,7 +43,7 @@ def pack(
     seed: int,
     headroom: int,
     snapshot: _core.PackSnapshot | None = None,
-) -> Packed:
+) -> PackResult:
     """Draw a batch by `seed` into a slot, from a snapshot taken earlier or now.
 
     Draw i is number i of `IndexStream(seed)`: while nothing is overwritten, what `buffer.sample(n, seed=seed)` gives.
@@ -54,7 +54,7 @@ def pack(
     redrawn = _core.pack(memory, found, headroom, codec, seed, n, *slots.place(slot))
     if found.size == 0:
         raise EmptyError(f"tick: there are no rows to draw from (headroom {headroom}); add some first")
-    return Packed(found.ptr, found.size, redrawn, monotonic_ns() - start)
+    return PackResult(found.ptr, found.size, redrawn, monotonic_ns() - start)
 
 
 def wait_for_rows(buffer: ReplayBuffer, slots: PackSlots, floor: int, timeout: float) -> int:
@@ -62,14 +62,14 @@ def wait_for_rows(buffer: ReplayBuffer, slots: PackSlots, floor: int, timeout: f
     return _core.wait_added(memory_of(buffer), floor, timeout, slots.mapping, STOP_AT)
 
 
-def make_collector_pack(replay_buffer: ReplayBuffer, sample_count: int) -> tuple[Bell, Bell, PackSlots]:
+def make_collector_pack(replay_buffer: ReplayBuffer, sample_count: int) -> tuple[Wakeup, Wakeup, PackSlots]:
     """Make request queue, ready queue and slots for a pipeline whose batches a collector packs.
 
     Ownership: the caller's; `slots.cleanup()` ends all three. They go to the collector as process arguments.
     """
     check_count("sample_count", sample_count)
     slots = PackSlots(sample_count, replay_buffer.row_nbytes)
-    return Bell(slots, ASKED_AT), Bell(slots, READY_AT), slots
+    return Wakeup(slots, ASKED_AT), Wakeup(slots, READY_AT), slots
 
 
 def serve_pack_requests(
@@ -88,7 +88,7 @@ def serve_pack_requests(
     What goes wrong while packing is raised in the learner, not here. One process packs; LaneBusyError for another.
     """
     end, served = monotonic() + checked_timeout(timeout, 0.0), 0
-    trace = Trace(trace_recorder)
+    trace = PipelineTrace(trace_recorder)
     slots.enlist()
     while True:
         done = _serve_one(replay_buffer, ready, slots, end, trace)
@@ -107,7 +107,7 @@ def _sleep(request: Any, seconds: float) -> None:
         request.get(True, seconds)
 
 
-def _serve_one(buffer: ReplayBuffer, ready: Any, slots: PackSlots, end: float, trace: Trace) -> bool:
+def _serve_one(buffer: ReplayBuffer, ready: Any, slots: PackSlots, end: float, trace: PipelineTrace) -> bool:
     request = slots.request()
     if request is None:
         return False
@@ -118,7 +118,9 @@ def _serve_one(buffer: ReplayBuffer, ready: Any, slots: PackSlots, end: float, t
         return slots.take(request.number) and _serve_taken(buffer, ready, slots, request, trace)
 
 
-def _serve_taken(buffer: ReplayBuffer, ready: Any, slots: PackSlots, request: Request, trace: Trace) -> bool:
+def _serve_taken(
+    buffer: ReplayBuffer, ready: Any, slots: PackSlots, request: PackRequest, trace: PipelineTrace
+) -> bool:
     start = monotonic_ns()
     try:
         packed = pack(buffer, slots, request.slot, request.sample_seed, request.headroom)

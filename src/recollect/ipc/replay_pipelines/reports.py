@@ -36,7 +36,7 @@ class PipelineStats:
     wait_us: float
 
 
-class Trace:
+class PipelineTrace:
     """A recorder that cannot stop training: its first exception ends the tracing."""
 
     def __init__(self, recorder: Any, gpu: bool = False) -> None:

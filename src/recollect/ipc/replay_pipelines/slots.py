@@ -43,7 +43,7 @@ SLICE_S = 0.1
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class PackRequest:
     """One tick to pack: where to, how, and how many rows must have been added before."""
 
     number: int
@@ -53,7 +53,7 @@ class Request:
     slot: int
 
 
-class Packed(msgspec.Struct, frozen=True):
+class PackResult(msgspec.Struct, frozen=True):
     """What came of it."""
 
     snapshot_ptr: int
@@ -174,9 +174,9 @@ class PackSlots:
         packer = self.mapping.load(_PACKER)
         return _core.is_dead(packer) if packer else None
 
-    def result(self) -> Packed:
+    def result(self) -> PackResult:
         """What the collector packed; after DONE."""
-        return Packed(*(self.mapping.load(_RESULT_AT + 8 * i) for i in range(4)))
+        return PackResult(*(self.mapping.load(_RESULT_AT + 8 * i) for i in range(4)))
 
     def error(self) -> tuple[str, str]:
         """Name and text of the exception that packing raised; after FAILED."""
@@ -212,13 +212,13 @@ class PackSlots:
                         self._move(number, TAKEN, OPEN)
         self._enlisted = (pid, me)
 
-    def request(self) -> Request | None:
+    def request(self) -> PackRequest | None:
         """The open request, if there is one."""
         number, state = self.claim()
         if state != OPEN:
             return None
         load = self.mapping.load
-        request = Request(number, *(load(_REQUEST_AT + 8 * i) for i in range(4)))
+        request = PackRequest(number, *(load(_REQUEST_AT + 8 * i) for i in range(4)))
         if self.claim() != (number, OPEN):  # the words may be of the next one
             return None
         if request.slot >= RING_DEPTH:
@@ -232,7 +232,7 @@ class PackSlots:
         """Take it; True if this process, and nobody else, may write the slot."""
         return self._move(number, OPEN, TAKEN)
 
-    def done(self, number: int, packed: Packed) -> None:
+    def done(self, number: int, packed: PackResult) -> None:
         """Hand over the packed slot."""
         values = packed.snapshot_ptr, packed.snapshot_size, packed.redrawn, packed.pack_ns
         for i, value in enumerate(values):
@@ -285,7 +285,7 @@ class PackSlots:
         return _attach, (self.name,)
 
 
-class Bell:
+class Wakeup:
     """A queue of one between two processes: `put` wakes, `get` waits. What is put is not kept.
 
     Ownership: a word of its PackSlots. Concurrency: one process gets, any thread puts.
@@ -310,7 +310,7 @@ class Bell:
         return rung
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Bell, (self._slots, self._at)
+        return Wakeup, (self._slots, self._at)
 
 
 class _Nothing:

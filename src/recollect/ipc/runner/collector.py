@@ -40,7 +40,7 @@ class EnvSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class CollectorJob:
     """What a collector is started with; `call` stays pickled until its errors can be reported."""
 
     lane: int
@@ -52,11 +52,11 @@ class Job:
     control: str
     counters: str
     learner: int  # process_word
-    call: Call
+    call: PickledCall
     orphan_grace_s: float = ORPHAN_GRACE_S
 
 
-class Call:
+class PickledCall:
     """A function and its arguments, pickled with whatever holds them, and unpickled when it is asked for."""
 
     def __init__(self, fn: Callable[..., Any], env: EnvSpec, kwargs: Mapping[str, Any]) -> None:
@@ -87,7 +87,7 @@ class CollectorContext:
     Concurrency: one thread of the collector.
     """
 
-    def __init__(self, job: Job, env: EnvSpec, control: Control, counters: Counters) -> None:
+    def __init__(self, job: CollectorJob, env: EnvSpec, control: Control, counters: Counters) -> None:
         self.lane, self.num_envs, self.seed, self.device = job.lane, job.num_envs, job.seed, job.device
         self._env, self._control, self._counters, self._deadline = env, control, counters, job.deadline
 
@@ -124,7 +124,7 @@ class CollectorContext:
         return True
 
 
-def run_collector(job: Job, alive: Any, errors: ErrorSender) -> None:
+def run_collector(job: CollectorJob, alive: Any, errors: ErrorSender) -> None:
     """Be the process of a collector. `alive` is a pipe that ends with the learner."""
     group_before = _lead_own_group()
     _set_threads(job.threads)
@@ -138,7 +138,7 @@ def run_collector(job: Job, alive: Any, errors: ErrorSender) -> None:
         _end_own_group(group_before, job.learner)
 
 
-def _joined(job: Job, alive: Any) -> Control | None:
+def _joined(job: CollectorJob, alive: Any) -> Control | None:
     """The words shared with the learner; None if it is gone already."""
     try:
         control = Control.attach(job.control)
@@ -157,7 +157,7 @@ def _joined(job: Job, alive: Any) -> Control | None:
     return control
 
 
-def _work(job: Job, control: Control) -> None:
+def _work(job: CollectorJob, control: Control) -> None:
     fn, env, kwargs = job.call.unpack()
     _set_threads(job.threads)  # torch may have come with the arguments
     ctx = CollectorContext(job, env, control, Counters.attach(job.counters))

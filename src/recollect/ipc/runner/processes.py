@@ -23,7 +23,7 @@ from recollect.ipc.collector_error import (
     create_error_pipe,
     format_collector_death,
 )
-from recollect.ipc.runner.collector import Job, run_collector
+from recollect.ipc.runner.collector import CollectorJob, run_collector
 from recollect.ipc.runner.control import Control, Counted, Counters
 
 JOIN_S, TERM_S, KILL_S = 10.0, 5.0, 5.0  # the patience of close()
@@ -69,7 +69,7 @@ class Death:
         return error
 
 
-class Ending:
+class EndWatch:
     """Tells when a process has ended, whatever its own children inherited, and before anybody reaps it.
 
     Ownership: a descriptor that nobody closed goes with this object.
@@ -96,7 +96,7 @@ class Member:
     lane: int
     counters: Counters
     process: Any = None
-    ending: Ending | None = None
+    ending: EndWatch | None = None
     alive: Any = None  # the end of this pipe tells the collector that the learner is gone
     errors: ErrorReceiver | None = None
     reported: ExceptionWrapper | None = None  # what came by it
@@ -132,7 +132,7 @@ class Crew:
     Concurrency: from any thread of the process that made it.
     """
 
-    def __init__(self, n: int, *, make_job: Callable[[int, int, Control, Counters], tuple[Job, list[Any]]],
+    def __init__(self, n: int, *, make_job: Callable[[int, int, Control, Counters], tuple[CollectorJob, list[Any]]],
                  restart: str, max_restarts: int, start_method: str, deadline: float,
                  count_rows: Callable[[int, int], int]) -> None:  # fmt: skip
         self._context: Any = multiprocessing.get_context(start_method)
@@ -351,10 +351,10 @@ class Crew:
             _log.error("collector %d died: %s", m.lane, death.report)
 
 
-def _ending_of(process: Any) -> Ending:
+def _ending_of(process: Any) -> EndWatch:
     """What tells its end; a process that nobody could look after, for want of a descriptor, is ended."""
     try:
-        return Ending(process)
+        return EndWatch(process)
     except OSError:
         kill_group(process.pid, signal.SIGKILL)
         process.join(KILL_S)

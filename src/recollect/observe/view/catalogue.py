@@ -13,7 +13,7 @@ import numpy as np
 from recollect.batch import BatchBase
 from recollect.observe.view.episodes import Episodes, Filter, read
 from recollect.observe.view.labels import labels_of
-from recollect.observe.view.leaves import Leaf, leaves_of
+from recollect.observe.view.leaves import ShownLeaf, leaves_of
 from recollect.observe.view.pictures import film_strip, png
 from recollect.observe.view.series import plain, series
 
@@ -96,7 +96,7 @@ class Catalogue:
         told = [leaf for leaf in self.leaves if leaf.shown != "picture"]
         return {leaf.name: self._told(leaf, self.batch.get_column_at(leaf.path, index)) for leaf in told}
 
-    def _told(self, leaf: Leaf, value: Any) -> str:
+    def _told(self, leaf: ShownLeaf, value: Any) -> str:
         if leaf.components:
             values = np.asarray(value).reshape(-1).tolist()
             return ", ".join(f"{name} {_number(x)}" for name, x in zip(leaf.components, values))
@@ -117,7 +117,7 @@ class Catalogue:
         steps = np.linspace(0, length - 1, min(_STRIP_FRAMES, length)).round().astype(np.int64)
         return film_strip(np.asarray(self.batch.get_column_at(leaf.path, start + steps)))
 
-    def _leaf(self, name: str, shown: str) -> Leaf:
+    def _leaf(self, name: str, shown: str) -> ShownLeaf:
         there = {leaf.name: leaf for leaf in self.leaves if leaf.shown == shown}
         if name not in there:
             raise KeyError(f"leaf: must be one of {list(there)}, got {name!r}")
@@ -164,7 +164,7 @@ def _has_packed_rows(path: Path) -> bool:
     return manifest is not None and manifest["storage"]["name"] in ("memory", "shared", "memmap")
 
 
-def _component_name(leaf: Leaf, flat: int) -> str:
+def _component_name(leaf: ShownLeaf, flat: int) -> str:
     if leaf.components:
         return leaf.components[flat]
     return "[" + ", ".join(map(str, np.unravel_index(flat, leaf.shape))) + "]" if leaf.shape else ""

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recollect.batch import BatchBase
-from recollect.observe.view.leaves import Leaf, named, reward_of
+from recollect.observe.view.leaves import ShownLeaf, named, reward_of
 from recollect.observe.view.series import plain
 
 Array = np.ndarray[Any, Any]
@@ -44,7 +44,7 @@ class Episodes:
     """
 
     def __init__(
-        self, batch: BatchBase, leaves: list[Leaf], reward: str | None = None, tasks: Sequence[str] = ()
+        self, batch: BatchBase, leaves: list[ShownLeaf], reward: str | None = None, tasks: Sequence[str] = ()
     ) -> None:
         """List them now and begin to sum the leaf `reward` (default: the one called so); `tasks` has their texts."""
         self.reward = reward_of(leaves, reward)
@@ -169,7 +169,7 @@ class Episodes:
                 "Samples were overwritten while returns were summed: open the set again for exact ones."
             )
 
-    def _take(self, index: Array, found: dict[Leaf, Array]) -> None:
+    def _take(self, index: Array, found: dict[ShownLeaf, Array]) -> None:
         episode = np.searchsorted(self.starts, index, side="right") - 1
         ends = self.starts + self.lengths
         inside = (episode >= 0) & (index < ends[episode])
@@ -184,11 +184,11 @@ class Episodes:
             self.ends[episode[last]] = np.where(done, 1, np.where(cut, 2, 3))
 
 
-def _flags(found: dict[Leaf, Array], leaf: Leaf | None, rows: Array) -> Array:
+def _flags(found: dict[ShownLeaf, Array], leaf: ShownLeaf | None, rows: Array) -> Array:
     return np.zeros(rows.sum(), bool) if leaf is None else found[leaf][rows, 0].astype(bool)
 
 
-def read(batch: BatchBase, leaf: Leaf, first: int, end: int) -> Array:
+def read(batch: BatchBase, leaf: ShownLeaf, first: int, end: int) -> Array:
     """The numbers of a leaf as `[end - first, components]`."""
     values = np.asarray(batch.get_column_at(leaf.path, slice(first, end)))
     if values.dtype.kind not in "biuf":

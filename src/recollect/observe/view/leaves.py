@@ -18,7 +18,7 @@ _MOST_TILES = 16
 
 
 @dataclass(frozen=True, slots=True)
-class Leaf:
+class ShownLeaf:
     """One leaf of a set: its path, what it is, and how it is shown."""
 
     path: Path
@@ -53,7 +53,7 @@ class Leaf:
         return self.dtype[:3] in ("int", "uin", "boo")
 
 
-def leaves_of(space: Any, labels: Labels | None = None) -> list[Leaf]:
+def leaves_of(space: Any, labels: Labels | None = None) -> list[ShownLeaf]:
     """Every leaf of a space, in leaf order, with the names that `labels` gives to its components.
 
     What only numbers the rows is told as a value, not drawn.
@@ -65,7 +65,7 @@ def leaves_of(space: Any, labels: Labels | None = None) -> list[Leaf]:
     return [_labelled(_leaf(path, part), labels or Labels()) for path, part in leaf_paths(space)]
 
 
-def _labelled(leaf: Leaf, labels: Labels) -> Leaf:
+def _labelled(leaf: ShownLeaf, labels: Labels) -> ShownLeaf:
     if leaf.shown != "curves":
         return leaf
     names = tuple(labels.components.get(leaf.name, ()))
@@ -76,10 +76,10 @@ def _labelled(leaf: Leaf, labels: Labels) -> Leaf:
     )
 
 
-def _leaf(path: Path, space: Any) -> Leaf:
+def _leaf(path: Path, space: Any) -> ShownLeaf:
     shape, dtype = tuple(space.shape or ()), str(space.dtype) if space.dtype is not None else "str"
     shown: Shown = "text" if has_no_array(space) else "picture" if is_picture(shape, dtype) else "curves"
-    return Leaf(path, path_name(path), node_kind(space), dtype, shape, shown)
+    return ShownLeaf(path, path_name(path), node_kind(space), dtype, shape, shown)
 
 
 def is_picture(shape: tuple[int, ...], dtype: str) -> bool:
@@ -105,7 +105,7 @@ def is_channels_first(shape: tuple[int, ...]) -> bool:
     return shape[0] < min(shape[1:]) and not (shape[2] in (1, 3) and shape[0] not in (1, 3))
 
 
-def reward_of(leaves: list[Leaf], name: str | None = None) -> Leaf | None:
+def reward_of(leaves: list[ShownLeaf], name: str | None = None) -> ShownLeaf | None:
     """The leaf whose sum over an episode is its return: the one asked for, or one called reward."""
     if name is not None:
         for leaf in leaves:
@@ -116,7 +116,7 @@ def reward_of(leaves: list[Leaf], name: str | None = None) -> Leaf | None:
     return named(leaves, "reward", "rewards")
 
 
-def named(leaves: list[Leaf], *names: str) -> Leaf | None:
+def named(leaves: list[ShownLeaf], *names: str) -> ShownLeaf | None:
     """The leaf of one number that has one of these names, also as the last word of `next.done`."""
     for leaf in leaves:
         if leaf.last_word in names and leaf.shown == "curves" and leaf.n_values == 1:

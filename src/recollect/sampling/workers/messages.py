@@ -18,7 +18,7 @@ _PLACES = ("index", "row", "generation")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class WorkRequest:
     """Draws from `number` on (DRAW), the samples at `places` once (GATHER), or nothing until the next one (REST).
 
     What comes of it carries `run`. `key` and `number` decide all that is random about it.
@@ -41,7 +41,7 @@ def make_ring(batch_size: int, num_slots: int) -> Ring:
     return Ring.create({**slot, "key": ((), "uint64")}, num_slots + 3, policy="drop_oldest")
 
 
-def send(ring: Ring, request: Request) -> None:
+def send(ring: Ring, request: WorkRequest) -> None:
     """Hand a request over."""
     views = ring.claim(5.0)
     views["key"][...] = np.uint64(request.key)
@@ -53,12 +53,12 @@ def send(ring: Ring, request: Request) -> None:
     ring.commit(request.run, request.kind, request.number, n, flags)
 
 
-def read(taken: Taken) -> Request:
+def read(taken: Taken) -> WorkRequest:
     """What `send` wrote, as the worker's own."""
     run, kind, number, n, flags, _ = taken.info
     names = _PLACES if flags & 2 else _PLACES[:1]
     places = {name: taken.values[name][:n].copy() for name in names} if kind == GATHER else None
-    return Request(kind, run, int(taken.values["key"]), number, bool(flags & 1), places)
+    return WorkRequest(kind, run, int(taken.values["key"]), number, bool(flags & 1), places)
 
 
 def key_of(seed: int, worker: int) -> int:

@@ -19,7 +19,7 @@ from recollect.batch.location import Ints
 from recollect.batch.walk import Walk
 from recollect.sampling.epoch import shuffled
 from recollect.sampling.stream import IndexStream, mix
-from recollect.sampling.workers.messages import GATHER, Request
+from recollect.sampling.workers.messages import GATHER, WorkRequest
 from recollect.sampling.workers.pool import Pool
 from recollect.sampling.workers.slots import EMPTY, GONE
 
@@ -87,7 +87,7 @@ class Gathers:
             self._send(pool, self.number + i, item, metadata)
 
     def _send(self, pool: Pool, number: int, item: Item, metadata: bool) -> None:
-        request = Request(GATHER, self._run, self.key, number, metadata, item.places)
+        request = WorkRequest(GATHER, self._run, self.key, number, metadata, item.places)
         pool.send(number % pool.n_workers, request)
 
     def is_on(self, pool: Pool) -> bool:

@@ -16,7 +16,7 @@ from recollect.memory.ring import BUSY, CLOSED, Ring
 from recollect.sampling.base import BatchSampler
 from recollect.sampling.workers import messages as requests
 from recollect.sampling.workers import worker
-from recollect.sampling.workers.messages import REST, Request
+from recollect.sampling.workers.messages import REST, WorkRequest
 from recollect.sampling.workers.slots import ERROR, Format
 
 LOOK_S = (
@@ -67,7 +67,7 @@ class Pool:
                 process.start()
                 self.processes.append(process)
 
-    def send(self, k: int, request: Request) -> None:
+    def send(self, k: int, request: WorkRequest) -> None:
         """Ask worker `k` for something."""
         requests.send(self.asked[k], request)
 
@@ -80,7 +80,7 @@ class Pool:
         """Let the workers rest, and free the slots of what they had done."""
         run = self.begin()
         for k in range(self.n_workers):
-            self.send(k, Request(REST, run))
+            self.send(k, WorkRequest(REST, run))
         for k in range(self.n_workers):
             found = self.ring.native.fetch(k, 0.0, NO_RUN, self.data, None)
             if type(found) is tuple:

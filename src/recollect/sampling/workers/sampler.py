@@ -21,7 +21,7 @@ from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_na
 from recollect.memory.ring import checked_int, checked_seconds
 from recollect.sampling.base import BatchSampler, SamplerStats, counted_in
 from recollect.sampling.stream import IndexStream, Ints
-from recollect.sampling.workers.messages import DRAW, Request, key_of
+from recollect.sampling.workers.messages import DRAW, WorkRequest, key_of
 from recollect.sampling.workers.planned import Gathers, Item, PlannedEpoch
 from recollect.sampling.workers.pool import LOOK_S, Pool, check_shared
 from recollect.sampling.workers.slots import EMPTY, Format
@@ -252,7 +252,7 @@ class MultiprocessingSampler(BatchSampler):
         run, seed, n = pool.begin(), self._stream.seed, self.n_workers
         for k in range(n):
             first = (self._number - k + n - 1) // n
-            pool.send(k, Request(DRAW, run, key_of(seed, k), first, self._wants_metadata))
+            pool.send(k, WorkRequest(DRAW, run, key_of(seed, k), first, self._wants_metadata))
         self._drawing_run = run
 
     def _refuse(self, pool: Pool, found: Any) -> None:

@@ -26,7 +26,7 @@ DATA, ERROR, EMPTY, GONE = 0, 1, 2, 3
 TEXT_NBYTES = 8192  # at least: of a worker's traceback
 
 
-class Part:
+class SlotPart:
     """Data or metadata of a batch: its layout, and its fields under names of its own in the slot."""
 
     def __init__(self, space: Space[Any], prefix: str, most: int, lengths: Mapping[str, int]) -> None:
@@ -70,13 +70,13 @@ class Format:
 
     def __init__(self, sampler: Any, max_lengths: Mapping[str, int] | None) -> None:
         most = sampler.batch_size
-        self.data = Part(
+        self.data = SlotPart(
             sampler.single_space, "d", most, _lengths(sampler, sampler.single_space, max_lengths)
         )
-        self.metadata: Part | None = None
+        self.metadata: SlotPart | None = None
         if sampler.single_metadata_space is not None:
             space = sampler.single_metadata_space
-            self.metadata = Part(space, "m", most, _lengths(sampler, space, max_lengths))
+            self.metadata = SlotPart(space, "m", most, _lengths(sampler, space, max_lengths))
 
     def make_ring(self, num_slots: int, num_lanes: int) -> Ring:
         """A ring of slots for such batches, one lane for each worker."""

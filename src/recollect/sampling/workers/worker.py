@@ -25,7 +25,7 @@ from recollect.memory.ring import TIMEOUT, Ring
 from recollect.sampling.base import BatchSampler
 from recollect.sampling.stream import mix
 from recollect.sampling.workers import messages as requests
-from recollect.sampling.workers.messages import DRAW, REST, Request
+from recollect.sampling.workers.messages import DRAW, REST, WorkRequest
 from recollect.sampling.workers.slots import DATA, EMPTY, ERROR, GONE, Format
 from recollect.text import told
 
@@ -53,8 +53,8 @@ class Worker:
     def __init__(self, form: Format, out: Ring, asked: Ring) -> None:
         self.form, self.out, self.asked = form, out, asked
         self.native, self.lane = out.native, out.lane or 0
-        self.request = Request(REST, 0)
-        self.queue: deque[Request] = deque()
+        self.request = WorkRequest(REST, 0)
+        self.queue: deque[WorkRequest] = deque()
 
     def prepare(self, sampler: BatchSampler) -> None:
         """Make the sampler this process's own: one thread, its own turn, no moving to devices."""
@@ -110,7 +110,7 @@ class Worker:
             self.asked.release()
             if any(old.run != request.run for old in (*self.queue, self.request)):
                 self.queue.clear()  # a new run: what was asked for before is not wanted any more
-                self.request = Request(REST, request.run)
+                self.request = WorkRequest(REST, request.run)
             if request.kind != REST:
                 self.queue.append(request)
         if self.request.kind == REST and self.queue:
@@ -125,10 +125,10 @@ class Worker:
         number, is_empty = self.native.draw_ahead(
             self.lane, LOOK_S, self.asked.native, self.slots, rows, codec, r.key, r.run, r.number
         )
-        self.request = Request(DRAW, r.run, r.key, number)
+        self.request = WorkRequest(DRAW, r.run, r.key, number)
         if is_empty:
             self.native.commit(self.lane, (r.run, EMPTY, 0, number))
-            self.request = Request(REST, r.run)
+            self.request = WorkRequest(REST, r.run)
 
     def _draw_on(self, slot: int) -> None:
         """Draw into slot after slot, until there is something else to do: the hot path, everything bound."""
@@ -150,9 +150,9 @@ class Worker:
                 slot = claim(lane, LOOK_S)
         except EmptyError:
             commit(lane, (run, EMPTY, 0, number))
-            self.request = Request(REST, run)
+            self.request = WorkRequest(REST, run)
         else:
-            self.request = Request(DRAW, run, key, number)
+            self.request = WorkRequest(DRAW, run, key, number)
 
     def _fill(self, slot: int) -> None:
         request = self.request
@@ -165,11 +165,11 @@ class Worker:
             n, kind = 0, GONE
         self.native.commit(self.lane, (request.run, kind, n, request.number))
         if request.kind == DRAW and kind == DATA:
-            self.request = Request(DRAW, request.run, request.key, request.number + 1, request.metadata)
+            self.request = WorkRequest(DRAW, request.run, request.key, request.number + 1, request.metadata)
         else:
-            self.request = Request(REST, request.run)
+            self.request = WorkRequest(REST, request.run)
 
-    def _write(self, slot: int, request: Request) -> int:
+    def _write(self, slot: int, request: WorkRequest) -> int:
         """Write one batch into a slot; how many samples it has, -1 if one of those asked for is gone."""
         if request.kind == DRAW and not request.metadata:
             return self.form.data.write(self.sampler.sample(), self.views[slot])
@@ -186,7 +186,7 @@ class Worker:
             self.form.metadata.write(metadata, self.views[slot])
         return n
 
-    def _gather(self, request: Request) -> Found | None:
+    def _gather(self, request: WorkRequest) -> Found | None:
         places = request.places or {}
         walk = Walk.restore(self.sampler._epoch_batch, places)
         at = np.arange(len(places["index"]))
