@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.batch import BatchBase
 from recollect.datasets.stage import take_stage
 from recollect.errors import FormatError, LaneBusyError
@@ -50,10 +50,8 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
     `to_lerobot`. For "dict" pictures are video (exact) and the rest is Parquet.
     """
     path, tell = Path(path).absolute(), progress or (lambda n: None)
-    if target not in TARGETS:
-        raise ValueError(f"target: must be one of {list(TARGETS)}, got {target!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: must be at least 1, got {chunk_size}")
+    checks.choice("target", target, TARGETS)
+    checks.count("chunk_size", chunk_size)
     if not len(source):
         raise FormatError(f"{origin or 'source'}: must hold samples, got none")
     if os.path.lexists(path):

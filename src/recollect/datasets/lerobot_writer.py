@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect.batch import BatchBase
 from recollect.datasets.lerobot_features import OWN_DTYPES, Feature, features_of, schema_metadata, to_column
 from recollect.datasets.lerobot_meta import (
@@ -60,9 +61,8 @@ def to_lerobot(
     wrote is taken up by the same call; every `commit_rows` rows files are closed for that.
     """
     meta = getattr(batch, "meta", None)
-    fps = fps if fps is not None else getattr(meta, "fps", None)
-    if fps is None or not fps > 0:
-        raise ValueError(f"fps: must be a number of frames a second above 0, got {fps!r}; pass fps=")
+    rate: Any = fps if fps is not None else getattr(meta, "fps", None)
+    checks.number("fps", rate, above=True, advice="pass fps=, frames a second")
     if isinstance(batch, ReplayBuffer) and batch.engine.has_open_segment():
         raise SegmentOpenError(
             "to_lerobot: must be of whole episodes, got an open one; call mark_segment_end() first"
@@ -77,7 +77,7 @@ def to_lerobot(
             f"tasks: must be one text, or one for each of {len(segments)} episodes, got {len(tasks)}"
         )
     robot_type = robot_type or getattr(meta, "robot_type", None)
-    writer = LeRobotWriter(path, batch.single_space, fps=fps, robot_type=robot_type, video_codec=video_codec,
+    writer = LeRobotWriter(path, batch.single_space, fps=rate, robot_type=robot_type, video_codec=video_codec,
                            codec_options=codec_options, commit_rows=commit_rows)  # fmt: skip
     try:
         done = writer.n_episodes

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.errors import ClosedError, FormatError
 from recollect.files.record import damage_in
 from recollect.indexing import normalize
@@ -105,7 +105,7 @@ class FileStorage(FiledStorage):
             self._check_mutable("append")
             block = self.checked_one(value)
             row = self._cursor % self.capacity if self.capacity else self._written()
-            grows = self.capacity is None and not self._reserved
+            grows = int(self.capacity is None and not self._reserved)
             self.extend_length(grows)
             try:
                 self.set([row], block)
@@ -129,8 +129,7 @@ class FileStorage(FiledStorage):
         return self._written()
 
     def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        checks.count("extend_length", length, 0)
         if self.capacity is None:
             with self._live.lock:
                 self._check_mutable("extend_length")
@@ -139,8 +138,7 @@ class FileStorage(FiledStorage):
     def shrink_length(self, length: int) -> None:
         with self._live.lock:
             n = self._written() + self._reserved
-            if length < 0 or (self.capacity is None and length > n):
-                raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+            checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
             if self.capacity is None:
                 self._check_mutable("shrink_length")
                 left = max(0, length - self._reserved)

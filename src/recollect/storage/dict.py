@@ -8,7 +8,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.errors import FormatError, SchemaError, check_installed
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
@@ -273,8 +273,7 @@ class DictStorage(FiledStorage):
         self._cursor += 1
 
     def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        checks.count("extend_length", length, 0)
         do_to_all(
             self.storages, self.live, lambda s, _: s.extend_length(length),
             lambda s: lambda: s.capacity is None and s.shrink_length(length),
@@ -282,8 +281,7 @@ class DictStorage(FiledStorage):
 
     def shrink_length(self, length: int) -> None:
         n = self._extent()
-        if length < 0 or (self.capacity is None and length > n):
-            raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+        checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
         for storage in self.storages:
             storage.shrink_length(length)
 

@@ -9,6 +9,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from recollect import checks
 from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
 from recollect.files import open_named
 from recollect.files.record import ArgumentTypeError, damage_in
@@ -279,8 +280,7 @@ def check_capacity(cls: type[SpaceStorage], capacity: Any) -> None:
     """Raise ValueError for a capacity that this storage cannot have."""
     if capacity is None:
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
-        raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
+    checks.count("capacity", capacity)
     if not getattr(cls, "allows_fixed", True):
         raise ValueError(
             f"capacity: {cls.__name__} only grows and must have None, got {capacity}; use a storage that overwrites"

@@ -10,7 +10,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.budget import check_fits
 from recollect.errors import FormatError
 from recollect.indexing import normalize
@@ -65,8 +65,7 @@ class ImageStorage(FileStorage):
             )
         if self._dtype == np.uint16 and format.lower() not in _DEEP:
             raise ValueError(f"format: uint16 needs one of {list(_DEEP)}, got {format!r}")
-        if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
-            raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+        checks.count("piece_size", piece_size, most=(1 << 31) - 1)
         self.format, self.quality, self.piece_size = format.lower(), quality, piece_size
         self._entries = _no_entries(capacity or 0)
         self._length = capacity or 0

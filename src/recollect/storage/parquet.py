@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.errors import FormatError
 from recollect.spaces import Layout
 from recollect.spaces.tree import as_keys
@@ -360,7 +360,6 @@ def _batched(space: Any, value: Any) -> Any:
 
 
 def _check_options(piece_size: Any, compression: Any, pa: Any) -> None:
-    if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
-        raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+    checks.count("piece_size", piece_size, most=(1 << 31) - 1)
     if compression != "none" and not (isinstance(compression, str) and pa.Codec.is_available(compression)):
         raise ValueError(f"compression: must be 'none', 'zstd', 'snappy' or 'lz4', got {compression!r}")

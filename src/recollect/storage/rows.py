@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from recollect import checks
 from recollect.errors import FormatError, ReadOnlyError, SchemaError
 from recollect.files import check_name, open_named
 from recollect.files.record import ArgumentTypeError, damage_in
@@ -218,8 +219,7 @@ class RowStorage(SpaceStorage):
         self._reserved = max(0, self._reserved - 1)
 
     def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        checks.count("extend_length", length, 0)
         if self.capacity is None:
             self._check_mutable("extend_length")
             self.rows.native.reserve_rows(len(self) + length)
@@ -227,8 +227,7 @@ class RowStorage(SpaceStorage):
 
     def shrink_length(self, length: int) -> None:
         n = len(self)
-        if length < 0 or (self.capacity is None and length > n):
-            raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+        checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
         if self.capacity is None:
             self._check_mutable("shrink_length")
             written = n - self._reserved
@@ -364,10 +363,9 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         if num_lanes != 1:
             raise ValueError(f"num_lanes: an unbounded buffer has one lane, got {num_lanes}; give a capacity")
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
-        raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
-    if type(num_lanes) is not int or num_lanes < 1 or capacity % num_lanes:
-        raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
+    checks.count("capacity", capacity)
+    if capacity % checks.count("num_lanes", num_lanes):
+        raise ValueError(f"num_lanes: must divide the capacity {capacity}, got {num_lanes}")
 
 
 def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
