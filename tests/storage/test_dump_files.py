@@ -330,7 +330,7 @@ def test_replaced_under_a_reader(dumped: Path, tmp_path: Path, monkeypatch: pyte
     """A dump that is replaced between reading its manifest and its files: load again."""
     real = dump.check_files
     with make("memory", tmp_path) as buffer:
-        for module in ("recollect.storage.row_dump", "recollect.storage.dump"):
+        for module in ("recollect.storage.rows.dump", "recollect.storage.dump"):
 
             def replaced(*args: Any, **kwargs: Any) -> Any:
                 buffer.dumps(dumped)

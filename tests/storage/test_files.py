@@ -773,7 +773,7 @@ def test_if_a_child_fails_all_go_back(fails: str, tmp_path: Path, monkeypatch: p
 
         with monkeypatch.context() as patch:
             if fails == "commit":
-                patch.setattr("recollect.storage.home.write_manifest", fail)
+                patch.setattr("recollect.storage.filed.directory.write_manifest", fail)
             else:
                 name, method = fails.split(".")
                 patch.setattr(getattr(rc, name), method, fail)
@@ -879,7 +879,8 @@ def test_a_failed_segment_end_leaves_it_open(tmp_path: Path, monkeypatch: pytest
         buffer.append(frames(0, 1)[0])
         with monkeypatch.context() as patch:
             patch.setattr(
-                "recollect.storage.video.write_video", lambda *a: (_ for _ in ()).throw(OSError(28, "full"))
+                "recollect.storage.filed.video.write_video",
+                lambda *a: (_ for _ in ()).throw(OSError(28, "full")),
             )
             with pytest.raises(OSError, match="full"):
                 buffer.mark_segment_end()

@@ -18,7 +18,7 @@ from recollect.replay import Lane, ReplayBuffer
 from recollect.replay.engine import REFUSED, RowsEngine
 from recollect.spaces import first_difference
 from recollect.spaces.nested import compile_build, compile_pick
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 
 MODES = ("auto", "shared", "per_env")
 Bools = np.ndarray[Any, np.dtype[np.bool_]]

@@ -30,9 +30,9 @@ from recollect.replay.plain import PlainEngine
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
-from recollect.storage.columns import longest
 from recollect.storage.dump import MANIFEST
-from recollect.storage.live import live_of
+from recollect.storage.filed.columns import longest
+from recollect.storage.filed.commits import live_of
 
 RECORD, DATA, DUMP = "convert.json", "data", "dump"  # what `NAME.partial` holds; DUMP only for "memory"
 TARGETS = ("memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot")

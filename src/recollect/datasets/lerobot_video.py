@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.storage.frames import check_codec
+from recollect.storage.filed.video_file import check_codec
 
 Array = np.ndarray[Any, Any]
 

@@ -36,7 +36,7 @@ from recollect.errors import FormatError, SegmentOpenError, check_installed
 from recollect.files import make_inside, replace_file, sync_directory
 from recollect.files.record import signed_json
 from recollect.replay import ReplayBuffer
-from recollect.storage.home import seal
+from recollect.storage.filed.directory import seal
 
 JOURNAL = "journal.json"
 CHUNKS_SIZE = 1000

@@ -19,7 +19,7 @@ from recollect.datasets.opening import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
 from recollect.replay import ReplayBuffer
 from recollect.storage.dump import MANIFEST, check_files, read_manifest
-from recollect.storage.files import FiledStorage
+from recollect.storage.filed.base import FiledStorage
 
 FORMATS = ("recollect.replay", "recollect.storage")
 Runs = list[list[int]]

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
-from recollect.storage.frames import opened_video, pixels
+from recollect.storage.filed.video_file import opened_video, pixels
 
 Array = np.ndarray[Any, Any]
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"

@@ -29,7 +29,7 @@ from recollect.sampling.stream import IndexStream
 from recollect.spaces import Layout, as_numpy
 from recollect.spaces.tree import brief
 from recollect.storage import SharedMemoryStorage
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 
 _PREFIX = "recollect-replay"
 _WORD = 2**64 - 1

@@ -31,9 +31,9 @@ from recollect.replay.plain import PlainEngine
 from recollect.spaces import as_numpy
 from recollect.spaces.tree import brief
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
-from recollect.storage.base import PathName
-from recollect.storage.files import FiledStorage
-from recollect.storage.live import live_of
+from recollect.storage.contract import PathName
+from recollect.storage.filed.base import FiledStorage
+from recollect.storage.filed.commits import live_of
 from recollect.text import refuse_unknown
 
 OLDEST = {"by": "oldest", "key": None}
@@ -638,7 +638,7 @@ class ReplayBuffer(BatchBase):
         """Return the space of a dump, None if there is no dump. Spaces are the same for every backend."""
         from pathlib import Path
 
-        from recollect.storage.rows import stored_space
+        from recollect.storage.rows.base import stored_space
 
         found = snapshot.peek(path)
         return None if found is None else stored_space(Path(path), found)

@@ -17,8 +17,8 @@ from recollect.batch.boundaries import Ask, Found
 from recollect.batch.structure import leaf_paths, pick, select
 from recollect.errors import LaneBusyError, SegmentOpenError
 from recollect.replay.limiter import RateLimiter
-from recollect.storage.base import SpaceStorage
-from recollect.storage.rows import RowStorage, encode_at
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.rows.base import RowStorage, encode_at
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 Keys = tuple[str | int, ...]

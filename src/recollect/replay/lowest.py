@@ -11,7 +11,7 @@ from recollect import _core
 from recollect.errors import SchemaError
 from recollect.replay.engine import Ints, RowsEngine
 from recollect.spaces import Layout
-from recollect.storage.rows import RowStorage, encode_at
+from recollect.storage.rows.base import RowStorage, encode_at
 
 _EXACT = 1 << 53  # whole numbers below this compare exactly as float64
 

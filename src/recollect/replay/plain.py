@@ -23,9 +23,9 @@ from recollect.batch.structure import select
 from recollect.budget import check_fits
 from recollect.errors import FormatError, LaneBusyError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engine import OPEN, Ints, Keys, Segments, check_adoption, checked_ends
-from recollect.storage.base import SpaceStorage
+from recollect.storage.contract import SpaceStorage
 from recollect.storage.dump import DumpWriter
-from recollect.storage.live import live_of, manifest_of, save
+from recollect.storage.filed.commits import live_of, manifest_of, save
 
 # What an epoch reads at a time: so little that it is still in the cache when it is handed out.
 AHEAD_NBYTES = 1 << 19

@@ -13,15 +13,15 @@ from recollect.files.record import damage_in
 from recollect.replay.limiter import RateLimiter
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import as_space, first_difference
-from recollect.storage.backend import ToBackendOrDeviceStorage
-from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.contract import PathName, SpaceStorage
 from recollect.storage.dump import DumpWriter, check_files, read_manifest
-from recollect.storage.files import FiledStorage
-from recollect.storage.live import is_same, live_of
-from recollect.storage.memmap import MemmapStorage
+from recollect.storage.filed.base import FiledStorage
+from recollect.storage.filed.commits import is_same, live_of
+from recollect.storage.over.backend import ToBackendOrDeviceStorage
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.row_dump import write_orders, write_rows
-from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout, stored_space
+from recollect.storage.rows.base import RowStorage, open_live, stored_cast, stored_layout, stored_space
+from recollect.storage.rows.dump import write_orders, write_rows
+from recollect.storage.rows.memmap import MemmapStorage
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer

@@ -339,9 +339,9 @@ def _has_more(storage: Any) -> bool:
 
 
 def _more_files(path: Path, manifest: dict[str, Any], base: str) -> list[str]:
-    from recollect.storage.files import FiledStorage
+    from recollect.storage.filed.base import FiledStorage
     from recollect.storage.registry import find_stored
-    from recollect.storage.rows import stored_layout
+    from recollect.storage.rows.base import stored_layout
 
     cls = find_stored(manifest["storage"]["name"], str(path))
     if not issubclass(cls, FiledStorage) or cls.is_in_parts(path, manifest["storage"]):

@@ -13,13 +13,13 @@ from recollect.errors import FormatError, SchemaError, check_installed
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
 from recollect.spaces.tree import as_keys, path_name
-from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, Ints, check_capacity, open_part, reopen_child
-from recollect.storage.live import SEGMENT, Live
-from recollect.storage.patterns import Part, directory_of, divide, join, saved_parts
+from recollect.storage.contract import PathName, Segments, SpaceStorage
+from recollect.storage.filed.base import FiledStorage, Ints, check_capacity, open_part, reopen_child
+from recollect.storage.filed.columns import sequence_names
+from recollect.storage.filed.commits import SEGMENT, Live
+from recollect.storage.over.patterns import Part, directory_of, divide, join, saved_parts
+from recollect.storage.over.together import do_to_all, undo_set
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.together import do_to_all, undo_set
 
 
 class DictStorage(FiledStorage):

@@ -9,11 +9,11 @@ from typing import Any, Self
 from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout
-from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, check_capacity, open_part, reopen_child
-from recollect.storage.forwarding import ForwardingStorage
-from recollect.storage.live import Live, dump_storage, live_of
+from recollect.storage.contract import PathName, SpaceStorage
+from recollect.storage.filed.base import FiledStorage, check_capacity, open_part, reopen_child
+from recollect.storage.filed.columns import sequence_names
+from recollect.storage.filed.commits import Live, dump_storage, live_of
+from recollect.storage.over.forwarding import ForwardingStorage
 from recollect.storage.registry import find_storage, find_stored
 
 INNER = "inner"

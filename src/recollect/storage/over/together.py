@@ -7,9 +7,9 @@ from typing import Any
 
 from recollect import interrupts
 from recollect.errors import FormatError
-from recollect.storage.base import SpaceStorage
-from recollect.storage.files import Ints
-from recollect.storage.live import Live
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.filed.base import Ints
+from recollect.storage.filed.commits import Live
 
 Undo = Callable[[], Any]
 

@@ -16,16 +16,16 @@ from recollect.errors import FormatError, SegmentOpenError
 from recollect.files import write_at
 from recollect.indexing import normalize
 from recollect.spaces import Layout
-from recollect.storage.appending import AppendStorage
-from recollect.storage.base import Segments
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
-from recollect.storage.columnar import Array, Keys, from_saved
+from recollect.storage.contract import Segments
 from recollect.storage.dump import file_crc
-from recollect.storage.files import Ints
-from recollect.storage.frames import check_codec, read_video, write_video
-from recollect.storage.home import Home
-from recollect.storage.image import check_frames
-from recollect.storage.live import FLUSH, SEGMENT, Live
+from recollect.storage.filed.appending import AppendStorage
+from recollect.storage.filed.base import Ints
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
+from recollect.storage.filed.columnar import Array, Keys, from_saved
+from recollect.storage.filed.commits import FLUSH, SEGMENT, Live
+from recollect.storage.filed.directory import Home
+from recollect.storage.filed.image import check_frames
+from recollect.storage.filed.video_file import check_codec, read_video, write_video
 
 _CHUNK_NBYTES = 4 << 20
 _OPEN_NBYTES = 4 << 20  # frames of an open segment that wait in memory

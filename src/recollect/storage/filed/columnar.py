@@ -14,9 +14,9 @@ from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, compile_layout, space_at
 from recollect.spaces.tree import as_keys
-from recollect.storage.files import FiledStorage, Ints
-from recollect.storage.home import Home
-from recollect.storage.live import PIECE, Live
+from recollect.storage.filed.base import FiledStorage, Ints
+from recollect.storage.filed.commits import PIECE, Live
+from recollect.storage.filed.directory import Home
 
 Array = np.ndarray[Any, Any]
 Keys = tuple[str | int, ...]

@@ -16,11 +16,11 @@ from recollect.errors import FormatError
 from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.spaces.tree import array_form
-from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
-from recollect.storage.files import Ints
-from recollect.storage.home import seal
-from recollect.storage.live import PIECE, Live
-from recollect.storage.rows import encode_at
+from recollect.storage.filed.base import Ints
+from recollect.storage.filed.columnar import Array, FileStorage, Keys, from_saved
+from recollect.storage.filed.commits import PIECE, Live
+from recollect.storage.filed.directory import seal
+from recollect.storage.rows.base import encode_at
 
 _ENTRY = np.dtype([("generation", "<i8"), ("bytes", "<i8"), ("crc32c", "<u4"), ("pad", "<u4")])
 _BLOCK = 1024  # rows in one index file

@@ -17,16 +17,16 @@ from recollect.files import make_directory, sync_directory
 from recollect.files.record import ArgumentTypeError
 from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
-from recollect.storage.arrow import raw_dtype
-from recollect.storage.base import PathName
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_chunks
-from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
-from recollect.storage.columns import part_of
-from recollect.storage.files import Ints
-from recollect.storage.hdf5_file import HDF5File, own_node
-from recollect.storage.home import Home
-from recollect.storage.live import FLUSH, Live
-from recollect.storage.rows import encode_at
+from recollect.storage.contract import PathName
+from recollect.storage.filed.arrow import raw_dtype
+from recollect.storage.filed.base import Ints
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_chunks
+from recollect.storage.filed.columnar import Array, FileStorage, Keys, from_saved
+from recollect.storage.filed.columns import part_of
+from recollect.storage.filed.commits import FLUSH, Live
+from recollect.storage.filed.directory import Home
+from recollect.storage.filed.hdf5_file import HDF5File, own_node
+from recollect.storage.rows.base import encode_at
 
 _CHUNK_NBYTES = 1 << 18
 # Space that a chunk leaves when it is written anew (a compressed one changes its size) is used again, in copies too.

@@ -13,7 +13,7 @@ from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, has_name, make_directory, make_inside, remove_empty
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 from recollect.storage.dump import (
     STORAGE,
     DumpWriter,
@@ -23,9 +23,9 @@ from recollect.storage.dump import (
     read_manifest,
     remove_unnamed,
 )
-from recollect.storage.home import refuse_dump
-from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
-from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
+from recollect.storage.filed.directory import refuse_dump
+from recollect.storage.rows.base import FORMATS, RowStorage, open_live, stored_layout
+from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of
 
 _LIVE = re.compile(r"live-([0-9]{1,15})\.bin")
 _TURN_S = 10.0  # for another process that commits in the same directory

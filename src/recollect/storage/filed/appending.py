@@ -9,8 +9,8 @@ import numpy as np
 from recollect import interrupts
 from recollect.errors import ReadOnlyError, SchemaError
 from recollect.indexing import normalize
-from recollect.storage.columnar import Array, FileStorage
-from recollect.storage.live import Live
+from recollect.storage.filed.columnar import Array, FileStorage
+from recollect.storage.filed.commits import Live
 
 
 class AppendStorage(FileStorage):

@@ -13,9 +13,9 @@ from typing import Any
 
 from recollect.errors import FormatError, LaneBusyError
 from recollect.spaces import space_to_json
-from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.contract import PathName, SpaceStorage
 from recollect.storage.dump import DumpWriter
-from recollect.storage.home import Home
+from recollect.storage.filed.directory import Home
 
 FORMATS = ("recollect.storage", "recollect.replay")
 # What brings a commit about, from the least to the most urgent. A storage says from which on it takes part.

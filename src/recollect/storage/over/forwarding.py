@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from recollect.storage.base import Segments, SpaceStorage
+from recollect.storage.contract import Segments, SpaceStorage
 
 
 class ForwardingStorage(SpaceStorage):

@@ -14,12 +14,12 @@ from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOn
 from recollect.files import open_named
 from recollect.files.record import ArgumentTypeError, damage_in
 from recollect.spaces import as_space
-from recollect.storage.base import PathName, SpaceStorage
+from recollect.storage.contract import PathName, SpaceStorage
 from recollect.storage.dump import MANIFEST, check_files, read_manifest
-from recollect.storage.home import Home
-from recollect.storage.live import FORMATS, SEGMENT, Live, dump_storage
+from recollect.storage.filed.commits import FORMATS, SEGMENT, Live, dump_storage
+from recollect.storage.filed.directory import Home
 from recollect.storage.registry import find_stored
-from recollect.storage.rows import checked_space, stored_layout
+from recollect.storage.rows.base import checked_space, stored_layout
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 

@@ -24,9 +24,9 @@ from recollect.spaces import (
 )
 from recollect.spaces.json import MOST_NBYTES
 from recollect.spaces.tree import as_keys
-from recollect.storage.base import PathName, Segments, SpaceStorage
+from recollect.storage.contract import PathName, Segments, SpaceStorage
 from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest
-from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
+from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 FORMATS = ("recollect.storage", "recollect.replay")
 

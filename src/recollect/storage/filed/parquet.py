@@ -11,14 +11,14 @@ from recollect import _core, checks
 from recollect.errors import FormatError
 from recollect.spaces import Layout
 from recollect.spaces.tree import as_keys
-from recollect.storage.appending import AppendStorage
-from recollect.storage.arrow import from_table, to_table
-from recollect.storage.base import SpaceStorage
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes
-from recollect.storage.columnar import Array, Keys, from_saved
-from recollect.storage.columns import Columns, longest, part_of, wide_layout
-from recollect.storage.files import Ints
-from recollect.storage.live import PIECE, Live
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.filed.appending import AppendStorage
+from recollect.storage.filed.arrow import from_table, to_table
+from recollect.storage.filed.base import Ints
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes
+from recollect.storage.filed.columnar import Array, Keys, from_saved
+from recollect.storage.filed.columns import Columns, longest, part_of, wide_layout
+from recollect.storage.filed.commits import PIECE, Live
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,7 +329,7 @@ def _merged(
     old: Any, layout: Layout, columns: list[Array], shown: Layout, new: list[Array]
 ) -> tuple[Layout, list[Array]]:
     """Rows from files and from memory, in the order asked for."""
-    from recollect.storage.columns import widened
+    from recollect.storage.filed.columns import widened
 
     if layout.max_lengths:
         both = {k: max(n, shown.max_lengths[k]) for k, n in layout.max_lengths.items()}
