@@ -527,7 +527,7 @@ def test_a_row_that_was_never_written_is_no_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbled_manifests_are_format_errors(kind: str, tmp_path: Path) -> None:
-    from recollect.storage.dump import write_manifest
+    from recollect.storage.manifest import write_manifest
 
     with make(kind, tmp_path) as buffer:
         buffer.extend(block(kind, 0, 3))
@@ -773,7 +773,7 @@ def test_if_a_child_fails_all_go_back(fails: str, tmp_path: Path, monkeypatch: p
 
         with monkeypatch.context() as patch:
             if fails == "commit":
-                patch.setattr("recollect.storage.filed.directory.write_manifest", fail)
+                patch.setattr("recollect.storage.filed.commits.write_manifest", fail)
             else:
                 name, method = fails.split(".")
                 patch.setattr(getattr(rc, name), method, fail)

@@ -33,10 +33,9 @@ from recollect.datasets.lerobot_video import CameraFile
 from recollect.datasets.stage import stage_of, take_stage
 from recollect.datasets.statistics import Running
 from recollect.errors import FormatError, SegmentOpenError, check_installed
-from recollect.files import make_inside, replace_file, sync_directory
+from recollect.files import make_inside, move_directory, replace_file, seal_file
 from recollect.files.record import signed_json
 from recollect.replay import ReplayBuffer
-from recollect.storage.filed.directory import seal
 
 JOURNAL = "journal.json"
 CHUNKS_SIZE = 1000
@@ -292,7 +291,7 @@ class LeRobotWriter:
             saved["files"][name] = number + 1
         self._cameras = {}
         for name in names[len(saved.get("names", ())) :]:
-            saved["sums"][name] = seal(self.stage / name)
+            saved["sums"][name] = seal_file(self.stage / name)
         saved["episodes"] += self._fresh
         saved |= {"names": names, "stats": {name: s.state() for name, s in self._stats.items()}}
         self._fresh, self._data_nbytes, self._rows_in_files = [], 0, 0
@@ -309,8 +308,7 @@ class LeRobotWriter:
         self._replace("meta/stats.json", json.dumps(stats, indent=4))
         self._replace(INFO, json.dumps(self._info(), indent=4, ensure_ascii=False))
         self._write_checksums()
-        os.rename(self.stage, self.path)
-        sync_directory(self.path.parent)
+        move_directory(self.stage, self.path)
         (self.path / JOURNAL).unlink()
         self._owned.moved_to(self.path)
         self._owned.forget()
@@ -327,7 +325,7 @@ class LeRobotWriter:
         sums = dict(self._saved["sums"])
         for file in sorted((self.stage / "meta").rglob("*")):
             if file.is_file() and file != self.stage / CHECKSUMS:
-                sums[str(file.relative_to(self.stage))] = seal(file)
+                sums[str(file.relative_to(self.stage))] = seal_file(file)
         self._replace(CHECKSUMS, signed_json({"format": "recollect.checksums", "files": sums}))
 
     def _write_tasks(self) -> None:

@@ -1,31 +1,38 @@
-"""FiledStorage: how storages that keep files in a directory are made, loaded, dumped and closed."""
+"""DirectoryStorage: how storages that keep files in a directory are made, loaded, dumped and closed."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NoReturn, Self
 
 import numpy as np
 
-from recollect import checks
-from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError
+from recollect import checks, interrupts
+from recollect.errors import ClosedError, FormatError, MissingExtraError, ReadOnlyError, SchemaError
 from recollect.files import open_named
 from recollect.files.record import ArgumentTypeError, damage_in
-from recollect.spaces import as_space
+from recollect.indexing import normalize
+from recollect.spaces import Layout, as_space, compile_layout, space_at
+from recollect.spaces.tree import as_keys
 from recollect.storage.contract import PathName, SpaceStorage
-from recollect.storage.dump import MANIFEST, check_files, read_manifest
-from recollect.storage.filed.commits import FORMATS, SEGMENT, Live, dump_storage
-from recollect.storage.filed.directory import Home
+from recollect.storage.filed.commits import PIECE, SEGMENT, Commits, StorageDirectory, dump_storage
+from recollect.storage.manifest import (
+    FORMATS,
+    MANIFEST,
+    check_files,
+    checked_space,
+    read_manifest,
+    stored_layout,
+)
 from recollect.storage.registry import find_stored
-from recollect.storage.rows.base import checked_space, stored_layout
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
 
 
-class FiledStorage(SpaceStorage):
-    """A storage whose rows are in the files of a `Home`, its own or that of the storage around it.
+class DirectoryStorage(SpaceStorage):
+    """A storage whose rows are in the files of a `StorageDirectory`, its own or that of the storage around it.
 
     A subclass gives `under` (a new one) and `reopen` (one that a manifest describes); making, loading, dumping and
     closing are the same for all. One that can do without files, over storages in memory, gives `is_filed`,
@@ -35,19 +42,19 @@ class FiledStorage(SpaceStorage):
     Concurrency: threads take turns; one process writes, others read the last commit.
     """
 
-    live: Live | None = None
+    commits: Commits | None = None
     _closed = False
     positional: ClassVar[tuple[str, ...]] = ()  # keywords that may follow the space without their names
     load_options: ClassVar[tuple[str, ...]] = ()  # what `load_from` may change
     requires: ClassVar[tuple[str, str] | None] = None  # the package it needs, and the extra that brings it
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
         """Make a new storage whose files go below `prefix`; touches no file yet."""
         raise NotImplementedError
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         """Make the storage that a manifest describes as `saved`, with `length` rows."""
         raise NotImplementedError
@@ -80,7 +87,9 @@ class FiledStorage(SpaceStorage):
             raise ValueError(f"multiprocessing: {cls.__name__} has one writer; use SharedMemoryStorage")
         if cache_path is None:
             raise ValueError(f"cache_path: {cls.__name__} needs the directory of its files, got None")
-        made: Self = make_live(cls, single_instance_space, capacity, cache_path, overwrite, owned, **options)
+        made: Self = make_storage(
+            cls, single_instance_space, capacity, cache_path, overwrite, owned, **options
+        )
         return made
 
     @classmethod
@@ -150,15 +159,15 @@ class FiledStorage(SpaceStorage):
         unknown = sorted(set(options) - set(cls.load_options))
         if unknown:
             raise ArgumentTypeError(f"{cls.__name__}.load_from: unknown arguments {unknown}")
-        home = Home.open(path, manifest, not read_only)
-        live = Live(home)
+        directory = StorageDirectory.open(path, manifest, not read_only)
+        commits = Commits(directory)
         try:
             length = int(manifest["count"])
             with damage_in(path):
                 storage = cls.reopen(
-                    live, "", manifest["storage"], space, manifest["capacity"], length, **options
+                    commits, "", manifest["storage"], space, manifest["capacity"], length, **options
                 )
-            live.root = storage
+            commits.root = storage
             if storage.stored_length() < length:
                 raise FormatError(
                     f"{path}: must hold {length} rows, got files of {storage.stored_length()}; it is damaged"
@@ -166,9 +175,9 @@ class FiledStorage(SpaceStorage):
             if verify:
                 storage.verify()
             if not read_only:
-                home.sweep(storage.more_files())
+                directory.sweep(storage.more_files())
         except BaseException:
-            home.close()
+            directory.close()
             raise
         return storage
 
@@ -183,11 +192,11 @@ class FiledStorage(SpaceStorage):
 
     # -- what it is
 
-    def _bind(self, live: Live | None, capacity: int | None) -> None:
-        self.live, self.capacity = live, capacity
-        if live is not None:
-            self.cache_filename = str(live.home.path)
-            self.is_mutable = live.home.is_writable
+    def _bind(self, commits: Commits | None, capacity: int | None) -> None:
+        self.commits, self.capacity = commits, capacity
+        if commits is not None:
+            self.cache_filename = str(commits.directory.path)
+            self.is_mutable = commits.directory.is_writable
             self.is_multiprocessing_safe = not self.is_mutable
 
     @classmethod
@@ -213,26 +222,26 @@ class FiledStorage(SpaceStorage):
             raise ReadOnlyError(
                 f"{type(self).__name__}: was opened for reading, got {verb}(); load it with read_only=False"
             )
-        if self.live is not None and not self.live.home.is_writable:
-            self.live.home.check()  # a forked child
+        if self.commits is not None and not self.commits.directory.is_writable:
+            self.commits.directory.check()  # a forked child
 
     # -- commits and dumps
 
     def settle(self) -> None:
-        if self.live is not None:
-            self.live.settle()
+        if self.commits is not None:
+            self.commits.settle()
 
     def flush(self) -> None:
         """Commit all that was written."""
         self._check_mutable("flush")
-        if self.live is not None:
-            self.live.commit()
+        if self.commits is not None:
+            self.commits.commit()
 
     def mark_segment_end(self) -> None:
         """End the open segment, and commit."""
         self._check_mutable("mark_segment_end")
-        if self.live is not None:
-            self.live.due(SEGMENT)
+        if self.commits is not None:
+            self.commits.due(SEGMENT)
 
     def dumps(self, path: PathName) -> None:
         self._check_open()
@@ -241,11 +250,11 @@ class FiledStorage(SpaceStorage):
     def close(self) -> None:
         if self._closed:
             return
-        if self.live is not None:
-            self.live.check_free()
+        if self.commits is not None:
+            self.commits.check_free()
         try:
-            if self.live is not None:
-                self.live.close()
+            if self.commits is not None:
+                self.commits.close()
         finally:
             self._closed = True
             self._release()
@@ -254,26 +263,26 @@ class FiledStorage(SpaceStorage):
         """Give up open files and memory."""
 
     def __reduce__(self) -> Any:
-        if not self.is_multiprocessing_safe or self.live is None or self.live.root is not self:
+        if not self.is_multiprocessing_safe or self.commits is None or self.commits.root is not self:
             return super().__reduce__()
-        return _reopen, (type(self), str(self.cache_filename), self.live.home.commit)
+        return _reopen, (type(self), str(self.cache_filename), self.commits.directory.commit)
 
 
-def make_live(cls: type[Any], space: Any, capacity: int | None, path: PathName, overwrite: bool, owned: bool,
+def make_storage(cls: type[Any], space: Any, capacity: int | None, path: PathName, overwrite: bool, owned: bool,
               **options: Any) -> Any:  # fmt: skip
     """Make a directory, the storage in it, and its first commit; nothing is left if that fails."""
     check_capacity(cls, capacity)
     cls.need()
-    home = Home.create(Path(path).absolute(), overwrite)
-    live = Live(home)
+    directory = StorageDirectory.create(Path(path).absolute(), overwrite)
+    commits = Commits(directory)
     try:
-        live.root = cls.under(live, "", as_space(space), capacity, **options)
+        commits.root = cls.under(commits, "", as_space(space), capacity, **options)
         if not owned:
-            live.commit()
+            commits.commit()
     except BaseException:
-        home.give_up()
+        directory.give_up()
         raise
-    return live.root
+    return commits.root
 
 
 def check_capacity(cls: type[SpaceStorage], capacity: Any) -> None:
@@ -288,15 +297,15 @@ def check_capacity(cls: type[SpaceStorage], capacity: Any) -> None:
 
 
 def reopen_child(
-    live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None, length: int
+    commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None, length: int
 ) -> Any:
     """Make an inner storage that a manifest describes."""
-    cls = find_stored(saved.get("name"), str(live.home.path))
-    if not issubclass(cls, FiledStorage):
+    cls = find_stored(saved.get("name"), str(commits.directory.path))
+    if not issubclass(cls, DirectoryStorage):
         raise FormatError(
-            f"{live.home.path}: {saved.get('name')!r} keeps no files below another; it is damaged"
+            f"{commits.directory.path}: {saved.get('name')!r} keeps no files below another; it is damaged"
         )
-    return cls.reopen(live, prefix, saved, space, capacity, length)
+    return cls.reopen(commits, prefix, saved, space, capacity, length)
 
 
 def open_part(
@@ -308,7 +317,7 @@ def open_part(
     """
     open_named(path, f"{name}/{MANIFEST}").close()  # no link leads out of the dump
     part = path / name
-    is_filed = issubclass(cls, FiledStorage) and not cls.is_in_parts(
+    is_filed = issubclass(cls, DirectoryStorage) and not cls.is_in_parts(
         part, read_manifest(part, FORMATS)["storage"]
     )
     if not read_only and (is_filed or getattr(cls, "needs_path", False)):
@@ -319,7 +328,7 @@ def open_part(
     return cls.load_from(part, space, read_only=read_only, **options)
 
 
-def _reopen(cls: type[FiledStorage], path: str, commit: int) -> FiledStorage:
+def _reopen(cls: type[DirectoryStorage], path: str, commit: int) -> DirectoryStorage:
     """Open in another process the same commit that was loaded for reading in this one."""
     manifest = read_manifest(Path(path), FORMATS)
     if manifest["commit"] != commit:
@@ -328,3 +337,215 @@ def _reopen(cls: type[FiledStorage], path: str, commit: int) -> FiledStorage:
         )
     space = stored_layout(Path(path), manifest).space
     return cls.from_manifest(Path(path), manifest, space, read_only=True, verify=False)
+
+
+Array = np.ndarray[Any, Any]
+Keys = tuple[str | int, ...]
+
+
+class ColumnStorage(DirectoryStorage):
+    """One storage of a layout's columns, with a cursor of its own; see `DirectoryStorage`."""
+
+    allows_fixed: ClassVar[bool] = True
+
+    def __init__(self, commits: Commits, prefix: str, space: Any, capacity: int | None, cast: bool = False,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
+        super().__init__(space)
+        self.prefix, self.cast = prefix, cast
+        self._layout = compile_layout(self.single_instance_space, max_lengths)
+        self._cursor = 0
+        self._unsaved = 0  # rows written since the last commit
+        self._reserved = 0  # rows that `extend_length` added and `set` has not written yet
+        self._bind(commits, capacity)
+
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    @property
+    def directory(self) -> StorageDirectory:
+        """The directory of the files."""
+        return self._commits.directory
+
+    @property
+    def _commits(self) -> Commits:
+        if self.commits is None:
+            raise ClosedError(f"{type(self).__name__}: has no directory")
+        return self.commits
+
+    def options(self) -> dict[str, Any]:
+        """Keywords of `create` that a manifest should remember."""
+        return {"cast": True} if self.cast else {}
+
+    def contents(self) -> Any:
+        """Which files hold which rows, as JSON values."""
+        return None
+
+    def describe(self) -> dict[str, Any]:
+        return {
+            "name": self.short_name,
+            "options": {**self.options(), "contents": self.contents()},
+            "children": {},
+        }
+
+    # -- rows
+
+    def get(self, index: Any) -> Any:
+        return self._decoded(index, ())
+
+    def get_column(self, nested_keys: Any, index: Any) -> Any:
+        return self._decoded(index, as_keys(nested_keys))
+
+    def _decoded(self, index: Any, keys: Keys) -> Any:
+        with self._commits.lock:
+            self._check_open()
+            if keys:
+                space_at(self.single_instance_space, keys)  # a KeyError names the keys there are
+            found = self._visible(index)
+            rows = np.array([found]) if isinstance(found, int) else np.asarray(found)
+            layout, columns = self._read(rows, keys)
+        if isinstance(found, int):
+            return layout.decode_one([column[0] for column in columns])
+        return layout.decode_batch(columns, len(rows))
+
+    def _visible(self, index: Any) -> int | Ints:
+        """The rows of an index that can be read."""
+        found = normalize(index, len(self))
+        if self._reserved and np.max(found, initial=-1) >= self._written():
+            raise FormatError(
+                f"{type(self).__name__}: rows from {self._written()} on were added and never written; set them first"
+            )
+        return found
+
+    def _read(self, rows: Ints, keys: Keys) -> tuple[Layout, list[Array]]:
+        """Gather rows of the part under `keys`, the caller's own copy, and their layout."""
+        raise NotImplementedError
+
+    def append(self, value: Any) -> None:
+        with self._commits.lock:
+            self._check_mutable("append")
+            block = self.checked_one(value)
+            row = self._cursor % self.capacity if self.capacity else self._written()
+            grows = int(self.capacity is None and not self._reserved)
+            self.extend_length(grows)
+            try:
+                self.set([row], block)
+            except BaseException:
+                with interrupts.deferred():
+                    self.shrink_length(grows)
+                raise
+            self._cursor += 1
+
+    # -- the end of an unbounded storage: rows are reserved, and count for a commit once written
+
+    def _written(self) -> int:
+        """How many rows there are, without those that are only reserved."""
+        raise NotImplementedError
+
+    def _truncate(self, length: int) -> None:
+        """Keep the first rows only."""
+        raise NotImplementedError
+
+    def stored_length(self) -> int:
+        return self._written()
+
+    def extend_length(self, length: int) -> None:
+        checks.count("extend_length", length, 0)
+        if self.capacity is None:
+            with self._commits.lock:
+                self._check_mutable("extend_length")
+                self._reserved += length
+
+    def shrink_length(self, length: int) -> None:
+        with self._commits.lock:
+            n = self._written() + self._reserved
+            checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
+            if self.capacity is None:
+                self._check_mutable("shrink_length")
+                left = max(0, length - self._reserved)
+                self._reserved = max(0, self._reserved - length)
+                if left:
+                    self._truncate(self._written() - left)
+
+    def _wrote(self, n: int, piece_size: int) -> None:
+        """Count rows towards a commit."""
+        self._unsaved += n
+        if self._unsaved >= piece_size:
+            self._commits.due(PIECE)
+
+
+def from_saved(where: Path, saved: dict[str, Any], make: Callable[[dict[str, Any]], Any]) -> Any:
+    """Read what `contents` wrote; FormatError if it is none."""
+    with damage_in(f"{where}: storage"):
+        return make(saved["options"])
+
+
+class AppendStorage(ColumnStorage):
+    """A storage without capacity whose end moves: `extend_length` reserves rows, `set` fills them, in order.
+
+    A subclass gives `_written` (rows so far), `_add` (more of them), `_truncate` (fewer) and `_added` (what may bring
+    a commit about). See `ColumnStorage`, one level above: it also serves storages that overwrite.
+    """
+
+    allows_fixed = False
+    is_append_only = True
+
+    def __init__(self, commits: Commits, prefix: str, space: Any, *, cast: bool = False,
+                 max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
+        super().__init__(commits, prefix, space, None, cast, max_lengths)
+
+    def _add(self, arrays: list[Array], n: int) -> None:
+        raise NotImplementedError
+
+    def _added(self) -> None:
+        """Ask for a commit if one is due."""
+
+    def _encoded(self, value: Any, single: bool) -> tuple[int, list[Array]]:
+        if single:
+            return 1, [a[None] for a in self.layout.encode_one(value, self.cast)]
+        return self.layout.encode_batch(value, self.cast)
+
+    def __len__(self) -> int:
+        return self._written() + self._reserved - self.pending_segment_length
+
+    def set(self, index: Any, value: Any) -> None:
+        with self._commits.lock:
+            self._check_mutable("set")
+            start = self._written()
+            found = normalize(index, start + self._reserved)
+            rows = np.array([found]) if isinstance(found, int) else np.asarray(found)
+            if len(rows) and int(rows.min()) < start:
+                self._refuse("set")
+            n, arrays = self._encoded(value, isinstance(found, int))
+            if n != len(rows):
+                raise SchemaError(
+                    f"value: length must equal the index's {len(rows)}, got {n}; give one sample each"
+                )
+            if not np.array_equal(rows, np.arange(start, start + n)):
+                raise ReadOnlyError(f"{type(self).__name__}: new rows must be set in order, from {start} on")
+            self._put(start, arrays, n)
+
+    def _put(self, start: int, arrays: list[Array], n: int) -> None:
+        reserved = self._reserved
+        try:
+            if n:
+                self._add(arrays, n)
+                self._reserved -= n
+                self._added()
+        except BaseException:
+            with interrupts.deferred():  # a second Ctrl-C would leave half of it
+                self._truncate(start)
+                self._reserved = reserved
+            raise
+
+    def _refuse(self, verb: str) -> NoReturn:
+        raise ReadOnlyError(
+            f"{type(self).__name__}: only grows, got {verb}() of rows that are there; "
+            "copy what you keep into a new buffer with extend_from(buf.get_slice(keep))"
+        )
+
+    def clear(self) -> None:
+        with self._commits.lock:
+            self._check_mutable("clear")
+            self._reserved = 0
+            self._truncate(0)

@@ -14,7 +14,7 @@ from recollect.spaces.transformation import (
     transformation_to_json,
 )
 from recollect.storage.contract import SpaceStorage
-from recollect.storage.over.wrapper import WrapperStorage
+from recollect.storage.over.base import WrapperStorage
 
 
 class TransformedStorage(WrapperStorage):

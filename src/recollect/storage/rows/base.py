@@ -18,17 +18,20 @@ from recollect.spaces import (
     Layout,
     as_space,
     compile_layout,
-    first_difference,
-    space_from_json,
     space_to_json,
 )
-from recollect.spaces.json import MOST_NBYTES
 from recollect.spaces.tree import as_keys
 from recollect.storage.contract import PathName, Segments, SpaceStorage
-from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest
+from recollect.storage.dump import DumpWriter
+from recollect.storage.manifest import (
+    FORMATS,
+    MANIFEST,
+    checked_space,
+    read_manifest,
+    stored_cast,
+    stored_layout,
+)
 from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of, write_rows
-
-FORMATS = ("recollect.storage", "recollect.replay")
 
 
 class RowStorage(SpaceStorage):
@@ -355,6 +358,16 @@ def encode_at(layout: Layout, index: Any, value: Any, cast: bool) -> tuple[Any, 
     return np.ascontiguousarray(index), arrays
 
 
+def refuse(cls: type[RowStorage], cache_path: PathName | None, kwargs: dict[str, Any]) -> None:
+    """Raise for arguments that memory has no use for."""
+    if kwargs:
+        raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
+    if cache_path is not None:
+        raise ValueError(
+            f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage"
+        )
+
+
 def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None:
     """Raise for capacities and lanes that cannot be."""
     if capacity is None:
@@ -366,40 +379,6 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
     checks.count("capacity", capacity)
     if capacity % checks.count("num_lanes", num_lanes):
         raise ValueError(f"num_lanes: must divide the capacity {capacity}, got {num_lanes}")
-
-
-def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
-    """The caller's space, if it and the capacity are those stored."""
-    space = as_space(space)
-    difference = first_difference(space, stored_layout(path, manifest).space)
-    if difference:
-        raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
-    if capacity is not None and capacity != manifest["capacity"]:
-        raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
-    return space
-
-
-def stored_cast(manifest: dict[str, Any]) -> bool:
-    """Whether a storage that a manifest describes was created with `cast=True`."""
-    return bool(manifest["storage"].get("options", {}).get("cast"))
-
-
-def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
-    """The layout that a manifest describes."""
-    with damage_in(f"{path / MANIFEST}: space"):
-        return compile_layout(stored_space(path, manifest), manifest.get("max_lengths") or None)
-
-
-def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
-    """The space that a manifest describes: no larger than its files speak for, or than any may be."""
-    with damage_in(f"{path / MANIFEST}: space"):
-        try:
-            return space_from_json(manifest["space"])
-        except FormatError as error:
-            held = held_nbytes(path)
-            if held <= MOST_NBYTES:
-                raise FormatError(f"{path / MANIFEST}: {error}") from None
-            return space_from_json(manifest["space"], held)
 
 
 def live_file(path: Path, manifest: dict[str, Any]) -> str:

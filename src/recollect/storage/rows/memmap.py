@@ -14,17 +14,10 @@ from recollect.files import OwnedDirectory, has_name, make_directory, make_insid
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.contract import PathName
-from recollect.storage.dump import (
-    STORAGE,
-    DumpWriter,
-    check_owned,
-    claim_live,
-    last_manifest,
-    read_manifest,
-    remove_unnamed,
-)
-from recollect.storage.filed.directory import refuse_dump
-from recollect.storage.rows.base import FORMATS, RowStorage, open_live, stored_layout
+from recollect.storage.dump import DumpWriter, check_owned, claim_live, last_manifest, remove_unnamed
+from recollect.storage.filed.commits import refuse_dump
+from recollect.storage.manifest import FORMATS, STORAGE, read_manifest, stored_layout
+from recollect.storage.rows.base import RowStorage, open_live
 from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of
 
 _LIVE = re.compile(r"live-([0-9]{1,15})\.bin")

@@ -7,8 +7,7 @@ from typing import Any
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
 from recollect.storage.contract import PathName
-from recollect.storage.rows.base import RowStorage
-from recollect.storage.rows.memory import refuse
+from recollect.storage.rows.base import RowStorage, refuse
 
 
 class SharedMemoryStorage(RowStorage):
