@@ -52,8 +52,8 @@ def seed(subject: str, value: Any, *, below: int = _SEEDS) -> int:
 
 def number(subject: str, value: Any, least: float = 0.0, *, above: bool = False, advice: str = "") -> float:
     """Return a finite number of at least `least`, or `above` it."""
-    return _bounded(subject, value, f"must be finite and {'above' if above else 'at least'} {least:g}", least,
-                    above=above, advice=advice)  # fmt: skip
+    rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
+    return _bounded(subject, value, rule, least, above=above, advice=advice)
 
 
 def seconds(
