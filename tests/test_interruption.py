@@ -138,7 +138,7 @@ def test_an_hdf5_buffer_is_read_on_after_an_interrupt_at_the_end_of_a_commit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("h5py")
-    from recollect.storage.hdf5_file import HDF5File
+    from recollect.storage.filed.hdf5_file import HDF5File
 
     close = HDF5File.close
 

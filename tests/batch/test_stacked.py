@@ -210,7 +210,7 @@ class TestFrameStack:
 
     @pytest.mark.parametrize("horizons", [(-1, 0), (0, -1)])
     def test_negative_horizons(self, horizons: tuple[int, int]) -> None:
-        with pytest.raises(ValueError, match="fetch_horizon: must be at least 0"):
+        with pytest.raises(ValueError, match="fetch_horizon: must be an int of at least 0"):
             FrameStackedBatch(numbers(3), *horizons)
 
     def test_the_example_of_the_contract(self) -> None:

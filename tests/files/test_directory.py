@@ -23,8 +23,9 @@ from tests.interruption import interrupted
 import recollect as rc
 from recollect.errors import FormatError, LaneBusyError
 from recollect.files import OwnedDirectory, open_inside
+from recollect.files.record import signed_json
 from recollect.learners.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from recollect.storage.dump import DUMPS, read_manifest, signed_json
+from recollect.storage.manifest import FORMATS, read_manifest
 
 SPACE = {"x": ((), "int64")}
 LIVE = ("parquet", "hdf5", "memmap")
@@ -437,7 +438,7 @@ def test_processes_that_dump_a_live_memmap_at_once_take_turns(tmp_path: Path) ->
     with buffer("memmap", tmp_path / "live") as live:
         assert together(*[lambda: [live.dumps(tmp_path / "live") for _ in range(10)]] * 3) == [0, 0, 0]
         live.append({"x": 3})
-        assert read_manifest(tmp_path / "live", DUMPS)["commit"] >= 30
+        assert read_manifest(tmp_path / "live", FORMATS)["commit"] >= 30
     assert rc.ReplayBuffer.load_from(tmp_path / "live")[:]["x"].tolist() == [0, 1, 2, 3]
     assert sorted(os.listdir(tmp_path / "live")) == ["manifest.json", "storage"]
     assert os.listdir(tmp_path / "live" / "storage") == ["live-1.bin"]
@@ -463,7 +464,7 @@ def test_a_manifest_that_leads_outside_is_refused(tmp_path: Path, kind: str, bas
         with buffer(kind, None if kind == "memory" else tmp_path / name) as made:
             if kind == "memory":
                 made.dumps(tmp_path / name)
-    manifest = read_manifest(tmp_path / "dump", DUMPS)
+    manifest = read_manifest(tmp_path / "dump", FORMATS)
     if base.startswith("/"):
         base = f"{tmp_path}{base}"
     files = {name.replace("storage/", f"{base}/"): about for name, about in manifest["files"].items()}

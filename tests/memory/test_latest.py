@@ -175,7 +175,7 @@ def test_bad_sizes(sizes: Any) -> None:
 def test_bad_timeouts(timeout: Any) -> None:
     with make() as box, pytest.raises(ValueError, match="timeout"):
         box.wait_newer(0, timeout)
-    with pytest.raises(ValueError, match="timeout"):
+    with pytest.raises(ValueError, match="deadline"):
         make(deadline=timeout)
 
 

@@ -14,7 +14,6 @@ from tests.replay import make as _registers_test_list  # noqa: F401
 
 import recollect as rc
 from recollect.memory.rows import Rows
-from recollect.storage import dump
 
 pytestmark = pytest.mark.process
 
@@ -186,9 +185,9 @@ def log(monkeypatch: pytest.MonkeyPatch) -> Log:
     def sync(self: Rows) -> None:
         found.append(("sync", str(self.path)))
 
-    monkeypatch.setattr(dump.os, "fsync", fsync)
-    monkeypatch.setattr(dump.os, "replace", replace)
-    monkeypatch.setattr(dump.os, "unlink", unlink)
+    monkeypatch.setattr(os, "fsync", fsync)
+    monkeypatch.setattr(os, "replace", replace)
+    monkeypatch.setattr(os, "unlink", unlink)
     monkeypatch.setattr(Rows, "sync", sync)
     return found
 

@@ -12,8 +12,8 @@ import numpy as np
 from recollect.indexing import normalize
 from recollect.replay import ReplayBuffer
 from recollect.storage import SpaceStorage, register_storage
-from recollect.storage.base import PathName
-from recollect.storage.rows import encode_at
+from recollect.storage.contract import PathName
+from recollect.storage.rows.base import encode_at
 
 SPACE = {"x": ((), "int64"), "y": ((2,), "float32")}
 ROW_KINDS = ("memory", "shared", "memmap")

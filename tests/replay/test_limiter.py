@@ -211,9 +211,9 @@ def test_wrong_arguments(tmp_path: Path) -> None:
     for name in ("samples_per_insert", "band", "deadline"):
         good: dict[str, Any] = {"samples_per_insert": 1, "min_size": 1, "band": 10, "deadline": 1}
         for bad in (0, -1, float("nan"), float("inf")):
-            with pytest.raises(ValueError, match=f"{name}: must be finite and above 0"):
+            with pytest.raises(ValueError, match=f"{name}: must be a finite number above 0"):
                 rc.RateLimiter(**{**good, name: bad})
-        with pytest.raises(TypeError, match=f"{name}: must be a number"):
+        with pytest.raises(TypeError, match=f"{name}: must be a finite number"):
             rc.RateLimiter(**{**good, name: None})
     for bad_size in (0, 1.5, True):
         with pytest.raises(ValueError, match="min_size: must be an int of at least 1"):

@@ -120,7 +120,7 @@ def memory() -> rc.ReplayBuffer:
 
 @pytest.mark.parametrize("kind", ["hdf5", "video"])
 def test_the_other_chunked_storages(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(f"recollect.storage.{kind}._CHUNK_NBYTES", 200)
+    monkeypatch.setattr(f"recollect.storage.filed.{kind}._CHUNK_NBYTES", 200)
     space: Any = SPACE if kind == "hdf5" else ((4, 4), "uint8")
     given = (
         rows(0, 90)

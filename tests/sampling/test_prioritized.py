@@ -115,7 +115,7 @@ class TestLabels:
         weight = all_of(sampler)["weight"]
         assert weight[0] == 1
         assert (np.diff(weight) < 0).all()
-        with pytest.raises(ValueError, match="beta: must be finite and not negative, got -1"):
+        with pytest.raises(ValueError, match="beta: must be a finite number of at least 0, got -1"):
             sampler.beta = -1
         assert sampler.beta == 1
 
@@ -437,9 +437,9 @@ class TestSources:
         source = source_of("memory", tmp_path)
         for name in ("alpha", "beta", "eps"):
             for bad in (-0.1, float("nan"), float("inf")):
-                with pytest.raises(ValueError, match=f"{name}: must be finite and not negative"):
+                with pytest.raises(ValueError, match=f"{name}: must be a finite number of at least 0"):
                     rc.PrioritizedSampler(source, 4, **{name: bad})
-            with pytest.raises(TypeError, match=f"{name}: must be a number"):
+            with pytest.raises(TypeError, match=f"{name}: must be a finite number"):
                 rc.PrioritizedSampler(source, 4, **{name: "1"})
         named = ListBatch(((), "int64"), [1], metadata=[{"row": 1}])
         with pytest.raises(ValueError, match=r"metadata must not be named \['row'\]"):

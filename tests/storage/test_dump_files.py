@@ -16,7 +16,8 @@ import pytest
 import recollect as rc
 from recollect import budget as limits
 from recollect._core import crc32c
-from recollect.storage import dump, row_dump
+from recollect.storage import manifest
+from recollect.storage.rows import dump as rows_dump
 
 SPACE = {"id": ((), "int64"), "obs": ((4,), "float32")}
 KINDS = ["memory", "shared", "memmap"]
@@ -328,9 +329,9 @@ def test_truncated_unbounded_live_file_is_never_zeros(tmp_path: Path) -> None:
 
 def test_replaced_under_a_reader(dumped: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A dump that is replaced between reading its manifest and its files: load again."""
-    real = dump.check_files
+    real = manifest.check_files
     with make("memory", tmp_path) as buffer:
-        for module in ("recollect.storage.row_dump", "recollect.storage.dump"):
+        for module in ("recollect.storage.rows.dump", "recollect.storage.manifest"):
 
             def replaced(*args: Any, **kwargs: Any) -> Any:
                 buffer.dumps(dumped)
@@ -348,7 +349,7 @@ def test_replaced_under_a_reader(dumped: Path, tmp_path: Path, monkeypatch: pyte
 def test_replaced_while_a_reader_opens_its_files(
     step: str, target: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, lowest = getattr(row_dump, step), {"evict": "lowest", "evict_key": "id"}
+    real, lowest = getattr(rows_dump, step), {"evict": "lowest", "evict_key": "id"}
     with rc.ReplayBuffer.create("memory", SPACE, capacity=8, **lowest) as buffer:  # it has all kinds of files
         buffer.extend(block(0, 4))
         buffer.dumps(tmp_path)
@@ -357,7 +358,7 @@ def test_replaced_while_a_reader_opens_its_files(
             buffer.dumps(tmp_path)
             return real(*args)
 
-        monkeypatch.setattr(row_dump, step, replaced)
+        monkeypatch.setattr(rows_dump, step, replaced)
         with pytest.raises(rc.FormatError, match="load again"):
             rc.ReplayBuffer.load_from(tmp_path, storage=target)
         monkeypatch.undo()

@@ -66,7 +66,7 @@ class TestVideo(Frames):
 class TestVideoDecodedBitByBit(TestVideo):
     @pytest.fixture(autouse=True)
     def _small_chunks(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("recollect.storage.video._CHUNK_NBYTES", 150)
+        monkeypatch.setattr("recollect.storage.filed.video._CHUNK_NBYTES", 150)
 
     def create_arguments(self, tmp_path: Path) -> dict[str, Any]:
         return {"cache_path": tmp_path, "cache_nbytes": 400}

@@ -527,7 +527,7 @@ def test_a_row_that_was_never_written_is_no_image(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_garbled_manifests_are_format_errors(kind: str, tmp_path: Path) -> None:
-    from recollect.storage.dump import write_manifest
+    from recollect.storage.manifest import write_manifest
 
     with make(kind, tmp_path) as buffer:
         buffer.extend(block(kind, 0, 3))
@@ -773,7 +773,7 @@ def test_if_a_child_fails_all_go_back(fails: str, tmp_path: Path, monkeypatch: p
 
         with monkeypatch.context() as patch:
             if fails == "commit":
-                patch.setattr("recollect.storage.home.write_manifest", fail)
+                patch.setattr("recollect.storage.filed.commits.write_manifest", fail)
             else:
                 name, method = fails.split(".")
                 patch.setattr(getattr(rc, name), method, fail)
@@ -879,7 +879,8 @@ def test_a_failed_segment_end_leaves_it_open(tmp_path: Path, monkeypatch: pytest
         buffer.append(frames(0, 1)[0])
         with monkeypatch.context() as patch:
             patch.setattr(
-                "recollect.storage.video.write_video", lambda *a: (_ for _ in ()).throw(OSError(28, "full"))
+                "recollect.storage.filed.video.write_video",
+                lambda *a: (_ for _ in ()).throw(OSError(28, "full")),
             )
             with pytest.raises(OSError, match="full"):
                 buffer.mark_segment_end()

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import recollect as rc
-from recollect.storage import dump
+from recollect.storage import manifest
 
 ARCHIVE = Path(__file__).with_name("version-1.tar.xz")
 NEEDS = {"parquet": "pyarrow", "dict": "pyarrow PIL", "hdf5": "h5py", "image": "PIL", "video": "av"}
@@ -50,7 +50,9 @@ def test_version_1_loads(name: str, read_only: bool, tmp_path: Path, monkeypatch
         pytest.importorskip(package)
     with tarfile.open(ARCHIVE) as archive:
         archive.extractall(tmp_path, [m for m in archive if m.name.split("/")[0] == name], filter="data")
-    monkeypatch.setattr(dump, "FORMAT_VERSION", dump.FORMAT_VERSION + 1)  # as the next release would read it
+    monkeypatch.setattr(
+        manifest, "FORMAT_VERSION", manifest.FORMAT_VERSION + 1
+    )  # as the next release would read it
     path = tmp_path / name
     was, segments = VERSION_1[name]
     assert rc.ReplayBuffer.get_length_from_path(path) == len(was)

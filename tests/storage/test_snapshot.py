@@ -26,8 +26,8 @@ from tests.storage.rows import (
 
 import recollect as rc
 from recollect.errors import FormatError
-from recollect.storage import row_dump
 from recollect.storage.dump import DumpWriter
+from recollect.storage.rows import dump as rows_dump
 
 FIELDS = """capacity commit count crc32c evict files format format_version lanes layout_hash live max_lengths offset
 segment_counter segments space storage storage_path_relative""".split()
@@ -208,14 +208,14 @@ def test_a_failed_dump_frees_what_it_wrote(
 
 def meddling(monkeypatch: pytest.MonkeyPatch, name: str, meddle: Callable[[], None]) -> None:
     """Let `meddle` happen right after each call of a step of the dump."""
-    real = getattr(row_dump, name)
+    real = getattr(rows_dump, name)
 
     def stepped(*args: Any, **kwargs: Any) -> Any:
         found = real(*args, **kwargs)
         meddle()
         return found
 
-    monkeypatch.setattr(row_dump, name, stepped)
+    monkeypatch.setattr(rows_dump, name, stepped)
 
 
 def check_outlived(loaded: rc.ReplayBuffer, before: list[int], after: list[int], length: int) -> None:

@@ -17,7 +17,7 @@ from recollect.errors import ClosedError, FormatError, ReadOnlyError
 from recollect.indexing import normalize
 from recollect.spaces import as_space, first_difference, space_from_json, space_to_json
 from recollect.storage import ToBackendOrDeviceStorage
-from recollect.storage.rows import encode_at
+from recollect.storage.rows.base import encode_at
 from recollect.testing import StorageContract
 
 

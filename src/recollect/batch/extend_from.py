@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect.batch.base import BatchBase
 from recollect.batch.location import runs_of
 from recollect.batch.structure import empty_batch
@@ -37,8 +38,7 @@ def _check(target: BatchBase, other: BatchBase, chunk_size: int) -> None:
     name = type(target).__name__
     if not isinstance(other, BatchBase):
         raise TypeError(f"{name}: other must be a batch, got {class_name(other)}; use extend for a block")
-    if chunk_size < 1:
-        raise ValueError(f"{name}: chunk_size must be at least 1, got {chunk_size}; 8 is the default")
+    checks.count("chunk_size", chunk_size, advice="8 is the default")
     if any(source is target._written()._identity() for source in _roots(other)):
         raise ValueError(f"{name}: other must be another batch, got itself or a view of it; copy it first")
 

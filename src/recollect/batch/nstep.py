@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import checks
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Frames, Lapped, again_and_again, check_known, counted
@@ -58,7 +59,8 @@ class NStepBatch(View):
     ) -> None:
         """View `batch`, which must keep segments, with returns of `n` steps discounted by `gamma`."""
         check_known(as_source(batch), type(self).__name__)
-        self.n, self.gamma = _checked_n(n), _checked_gamma(gamma)
+        self.n = checks.count("n", n, advice="pass a number of steps")
+        self.gamma = checks.fraction("gamma", gamma, advice="pass a discount factor")
         space = batch.single_space
         self.reward = _part(space, "reward", reward)
         self.next_obs = _part(space, "next_obs", next_obs)
@@ -225,18 +227,3 @@ def _check_flag(space: Space[Any], keys: Keys) -> None:
     kind = None if space.dtype is None else np.dtype(space.dtype).kind
     if kind is None or kind not in "bfiu" or space.shape is None or np.prod(space.shape) != 1:
         raise ValueError(f"{path_name(keys)}: terminated must be one flag, got {space}; name another leaf")
-
-
-def _checked_n(n: Any) -> int:
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise TypeError(f"n: must be an int, got {type(n).__name__}; pass a number of steps")
-    if n < 1:
-        raise ValueError(f"n: must be at least 1, got {n}; pass a number of steps")
-    return int(n)
-
-
-def _checked_gamma(gamma: Any) -> float:
-    value = float(gamma)
-    if not 0.0 <= value <= 1.0:
-        raise ValueError(f"gamma: must be in [0, 1], got {gamma}; pass a discount factor")
-    return value

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import checks
 from recollect.backends import move
 from recollect.batch.base import BatchBase, Draws
 from recollect.batch.boundaries import Ask, Boundaries, Frames, Lapped, again_and_again, as_labels, counted
@@ -434,8 +435,7 @@ class FrameStackedBatch(SliceStackedBatch):
             ("prefetch_horizon", prefetch_horizon),
             ("postfetch_horizon", postfetch_horizon),
         ):
-            if horizon < 0:
-                raise ValueError(f"{name}: must be at least 0, got {horizon}; give a number of frames")
+            checks.count(name, horizon, 0, advice="give a number of frames")
         self.prefetch_horizon = prefetch_horizon
         self.postfetch_horizon = postfetch_horizon
         offsets = np.arange(-prefetch_horizon, postfetch_horizon + 1)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import checks
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import Ask, Boundaries, Found, as_labels, check_known
 from recollect.batch.frames import fold, frame
@@ -61,7 +62,10 @@ class TransitionBatch(WindowBatch):
     ) -> None:
         """View `batch`, which must keep segments; `stack=None` is one observation, without an axis of time."""
         check_known(as_source(batch), type(self).__name__)
-        self.stack, self.obs, self.next_obs = _checked(stack), obs, next_obs
+        self.stack = (
+            None if stack is None else checks.count("stack", stack, advice="pass how many to stack, or None")
+        )
+        self.obs, self.next_obs = obs, next_obs
         parts = _parts(batch.single_space, obs, next_obs)
         super().__init__(batch, 2, (self.stack or 1) - 1, pad=False)
         shown = parts[obs] if self.stack is None else batch_space(parts[obs], self.stack)
@@ -155,13 +159,3 @@ def _parts(space: Space[Any], obs: str, next_obs: str) -> dict[str, Space[Any]]:
             "the batch as it is"
         )
     return dict(space.spaces)
-
-
-def _checked(stack: Any) -> int | None:
-    if stack is None:
-        return None
-    if isinstance(stack, bool) or not isinstance(stack, int | np.integer):
-        raise TypeError(f"stack: must be an int or None, got {type(stack).__name__}; pass how many to stack")
-    if stack < 1:
-        raise ValueError(f"stack: must be at least 1, got {stack}; pass how many to stack, or None")
-    return int(stack)

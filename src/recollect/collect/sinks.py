@@ -12,12 +12,13 @@ from typing import Any, ClassVar, Protocol
 
 import numpy as np
 
+from recollect import checks
 from recollect.errors import ClosedError, ReadOnlyError, SchemaError, class_name
 from recollect.replay import Lane, ReplayBuffer
 from recollect.replay.engines.base import REFUSED
 from recollect.spaces import first_difference
 from recollect.spaces.nested import compile_build, compile_pick
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 
 MODES = ("auto", "shared", "per_env")
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
@@ -46,8 +47,7 @@ class Sink(Protocol):
 def make_sink(buffers: Targets, mode: str, n: int) -> Sink:
     """Return the sink for a layout of `n` slots; ValueError names what is needed for one that there is not."""
     given, lanes = checked_buffers(buffers), given_lanes(buffers)
-    if mode not in MODES:
-        raise ValueError(f"replay_mode: must be one of {list(MODES)}, got {mode!r}")
+    checks.choice("replay_mode", mode, MODES)
     if lanes:
         return _sink_of_lanes(given, lanes, mode, n)
     if mode == "auto":

@@ -24,7 +24,7 @@ from recollect.collect.sinks import Targets
 from recollect.errors import ClosedError, SegmentOpenError, class_name
 from recollect.replay import Lane, ReplayBuffer
 from recollect.spaces import first_difference
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 
 Bools = np.ndarray[Any, np.dtype[np.bool_]]
 Ints = np.ndarray[Any, np.dtype[np.int64]]

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from recollect._lazy import lazy
 
 # By the module each is loaded from, when first used: each is about another optional package.
-_HOME = {
+_MODULE_OF = {
     "as_torch_dataset": "recollect.datasets.torch",
     "from_torch": "recollect.datasets.torch",
     "from_huggingface": "recollect.datasets.huggingface",
@@ -17,21 +16,4 @@ _HOME = {
     "open_dataset": "recollect.datasets.open",
 }
 
-if TYPE_CHECKING:
-    from recollect.datasets.batch import DatasetBatch as DatasetBatch
-    from recollect.datasets.huggingface import from_huggingface as from_huggingface
-    from recollect.datasets.lerobot.dataset import from_lerobot as from_lerobot
-    from recollect.datasets.lerobot.writer import to_lerobot as to_lerobot
-    from recollect.datasets.minari import from_minari as from_minari
-    from recollect.datasets.open import open_dataset as open_dataset
-    from recollect.datasets.torch import as_torch_dataset as as_torch_dataset
-    from recollect.datasets.torch import from_torch as from_torch
-
-__all__ = sorted(_HOME)
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'recollect.datasets' has no attribute {name!r}")
-        return getattr(import_module(_HOME[name]), name)
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULE_OF)

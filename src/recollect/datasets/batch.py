@@ -21,7 +21,7 @@ from recollect.batch.structure import Keys, fill, pick
 from recollect.errors import ClosedError, FormatError, MissingExtraError, SchemaError, class_name
 from recollect.indexing import normalize
 from recollect.spaces import Layout, compile_layout
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]

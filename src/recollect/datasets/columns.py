@@ -15,7 +15,7 @@ from recollect.datasets.batch import need
 from recollect.errors import FormatError
 from recollect.files.record import brief, read_bytes
 from recollect.spaces.json import MOST_NBYTES
-from recollect.storage.image import check_side, image_damage
+from recollect.storage.filed.image import check_side, image_damage
 
 Array = np.ndarray[Any, Any]
 

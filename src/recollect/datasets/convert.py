@@ -19,19 +19,19 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.batch import BatchBase
 from recollect.datasets.stage import take_stage
 from recollect.errors import FormatError, LaneBusyError
-from recollect.files import OwnedDirectory, remove_empty, remove_inside, replace_file, sync_directory
+from recollect.files import OwnedDirectory, move_directory, remove_empty, remove_inside, replace_file
 from recollect.files.record import read_json
 from recollect.replay import ReplayBuffer
 from recollect.spaces import compile_layout
 from recollect.spaces.json import canonical, space_to_json
 from recollect.spaces.tree import leaf_paths, path_name
-from recollect.storage.columns import longest
-from recollect.storage.dump import MANIFEST
-from recollect.storage.live import live_of
+from recollect.storage.filed.columns import longest
+from recollect.storage.filed.commits import commits_of
+from recollect.storage.manifest import MANIFEST
 
 RECORD, DATA, DUMP = "convert.json", "data", "dump"  # what `NAME.partial` holds; DUMP only for "memory"
 TARGETS = ("memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot")
@@ -49,10 +49,8 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
     `to_lerobot`. For "dict" pictures are video (exact) and the rest is Parquet.
     """
     path, tell = Path(path).absolute(), progress or (lambda n: None)
-    if target not in TARGETS:
-        raise ValueError(f"target: must be one of {list(TARGETS)}, got {target!r}")
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size: must be at least 1, got {chunk_size}")
+    checks.choice("target", target, TARGETS)
+    checks.count("chunk_size", chunk_size)
     if not len(source):
         raise FormatError(f"{origin or 'source'}: must hold samples, got none")
     if os.path.lexists(path):
@@ -90,8 +88,7 @@ def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk
         if target == "memory":
             remove_inside(owned.path, f"{DATA}/")
         with interrupts.deferred():  # what is at its place leaves nothing beside it
-            os.rename(whole, path)
-            sync_directory(path.parent)
+            move_directory(whole, path)
             _let_go(owned)
     finally:
         _let_go(owned)
@@ -201,9 +198,9 @@ def _cut_to_whole(buffer: ReplayBuffer, bounds: list[tuple[int, int]], tracked: 
 
 def _copy(source: BatchBase, buffer: ReplayBuffer, bounds: list[tuple[int, int]], done: int, tracked: bool,
           chunk_size: int, tell: Any) -> None:  # fmt: skip
-    flushed, live = monotonic(), live_of(buffer.inner_storage)
-    if live is not None:
-        live.waits_for_flush = True  # a commit for each episode would take longer than the copy
+    flushed, commits = monotonic(), commits_of(buffer.inner_storage)
+    if commits is not None:
+        commits.waits_for_flush = True  # a commit for each episode would take longer than the copy
     for first, end, closes in _parts(bounds, done, chunk_size):
         block = source.get_at(np.arange(first, end))
         if tracked:
@@ -211,7 +208,7 @@ def _copy(source: BatchBase, buffer: ReplayBuffer, bounds: list[tuple[int, int]]
         else:
             buffer.extend(block)
         tell(end - first)
-        if live is not None and (closes or not tracked) and monotonic() - flushed > FLUSH_S:
+        if commits is not None and (closes or not tracked) and monotonic() - flushed > FLUSH_S:
             buffer.inner_storage.flush()
             flushed = monotonic()
 

@@ -24,7 +24,7 @@ from recollect.files import check_plain
 from recollect.files.record import damage_in, parse_json, read_json
 from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
-from recollect.storage.hdf5_file import own_node
+from recollect.storage.filed.hdf5_file import own_node
 
 _MAIN = "main_data.hdf5"
 _STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}

@@ -9,7 +9,7 @@ from pathlib import Path
 from recollect.files import OwnedDirectory, make_directory, remove_empty
 from recollect.files.directory import NAME as WRITER
 from recollect.files.names import files_below
-from recollect.storage.dump import MANIFEST
+from recollect.storage.manifest import MANIFEST
 
 
 def stage_of(path: Path) -> Path:

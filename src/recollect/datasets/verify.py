@@ -18,8 +18,8 @@ from recollect.datasets.lerobot.meta import CHECKSUMS, read_checksums
 from recollect.datasets.open import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
 from recollect.replay import ReplayBuffer
-from recollect.storage.dump import MANIFEST, check_files, read_manifest
-from recollect.storage.files import FiledStorage
+from recollect.storage.filed.base import DirectoryStorage
+from recollect.storage.manifest import MANIFEST, check_files, read_manifest
 
 FORMATS = ("recollect.replay", "recollect.storage")
 Runs = list[list[int]]
@@ -114,7 +114,7 @@ def _check_samples(path: Path, kind: str, has_checksums: bool, split: str | None
     with batch:
         report["samples"] = len(batch)
         storage = getattr(batch, "inner_storage", None)
-        if not damaged and isinstance(storage, FiledStorage):  # files that the storage's own files name
+        if not damaged and isinstance(storage, DirectoryStorage):  # files that the storage's own files name
             damaged += [{"file": name, "problem": problem} for name, problem in storage.damages()]
         if has_checksums and not damaged:
             report["readable"] = [[0, len(batch)]] if len(batch) else []

@@ -2,7 +2,7 @@
 
 `directory` is the lock that every writer of a directory takes, and the list of what it made there; `lock` is how open
 files are locked; `names` opens files without following links; `record` reads what may be damaged or forged; `sync`
-makes directories and replaces files so that a crash leaves the old or the new.
+is how every file that must survive a crash is written: replaced whole, sealed, or moved to its place.
 """
 
 from recollect.files.directory import OwnedDirectory
@@ -16,21 +16,43 @@ from recollect.files.names import (
     open_named,
     remove_inside,
 )
-from recollect.files.sync import make_directory, remove_empty, replace_file, sync_directory, write_at
+from recollect.files.sync import (
+    About,
+    about_file,
+    exchange_directories,
+    file_crc,
+    make_directory,
+    move_directory,
+    remove_empty,
+    replace_file,
+    seal,
+    seal_file,
+    sync_directory,
+    sync_file,
+    write_at,
+)
 
 __all__ = [
+    "About",
     "OwnedDirectory",
+    "about_file",
     "check_name",
     "check_plain",
+    "exchange_directories",
+    "file_crc",
     "has_name",
     "lock_file",
     "make_directory",
     "make_inside",
+    "move_directory",
     "open_inside",
     "open_named",
     "remove_empty",
     "remove_inside",
     "replace_file",
+    "seal",
+    "seal_file",
     "sync_directory",
+    "sync_file",
     "write_at",
 ]

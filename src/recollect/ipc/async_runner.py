@@ -19,7 +19,7 @@ from difflib import get_close_matches
 from time import monotonic_ns
 from typing import Any, ClassVar, Self, TypeVar
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError
 from recollect.ipc.replay_buffer import ReplayBuffer as PackedBuffer
 from recollect.ipc.runner.collector import (
@@ -31,9 +31,6 @@ from recollect.ipc.runner.collector import (
 )
 from recollect.ipc.runner.control import Control, Counters
 from recollect.ipc.runner.processes import Crew, Member
-from recollect.ipc.shared_buffer import check_count
-from recollect.memory.latest import checked_timeout
-from recollect.memory.ring import checked_seconds
 from recollect.replay import ReplayBuffer
 from recollect.sampling.stream import mix
 
@@ -126,17 +123,17 @@ class AsyncRunner(ABC):
             ("max_restarts", max_restarts, 0),
             ("seed", seed, 0),
         ):
-            check_count(label, n, least)
+            checks.count(label, n, least)
         if num_envs % num_collectors:
             raise ValueError(f"num_envs: must divide by num_collectors {num_collectors}, got {num_envs}")
-        _check_choice("restart", restart, RESTARTS)
-        _check_choice("start_method", start_method, START_METHODS)
+        checks.choice("restart", restart, RESTARTS)
+        checks.choice("start_method", start_method, START_METHODS)
         if not isinstance(env_name, str) and not callable(env_name):
             raise ValueError(f"env_name: must be a gymnasium id or a factory, got {env_name!r}")
         self.env_name, self.sim_backend = env_name, sim_backend
         self.env_cfg_overrides = _checked_overrides(env_cfg_overrides)
         self.rl_cfg = read_config(type(self).config_type, rl_cfg)
-        self.deadline = checked_seconds(deadline, "deadline")
+        self.deadline = checks.seconds("deadline", deadline)
         self.device = best_device() if device is None else str(device)
         self.collector_device = "cpu" if collector_device is None else str(collector_device)
         self.num_envs, self.num_collectors, self.seed = int(num_envs), int(num_collectors), int(seed)
@@ -281,7 +278,7 @@ class AsyncRunner(ABC):
 
     def _wait_permits(self, what: str, ready: Callable[[Crew], bool], timeout: float | None) -> None:
         crew = self._running()
-        seconds = checked_timeout(
+        seconds = checks.timeout(
             timeout, 10 * self.deadline + 60
         )  # a stuck collector is an error before that
         crew.control.wait_for(lambda: ready(crew), crew.check, seconds, f"permits: {what} by collectors")
@@ -385,7 +382,7 @@ def _first_seed(seed: Any) -> int:
     """The seed that lanes are seeded from; None, as a subclass may have set it, means another one at each start."""
     if seed is None:
         return secrets.randbits(63)
-    check_count("seed", seed, 0)
+    checks.count("seed", seed, 0)
     return int(seed)
 
 
@@ -487,11 +484,6 @@ def _close_at_exit(runner: weakref.ref[AsyncRunner]) -> None:
     found = runner()
     if found is not None:
         found.close()
-
-
-def _check_choice(label: str, value: Any, known: tuple[str, ...]) -> None:
-    if value not in known:
-        raise ValueError(f"{label}: must be one of {', '.join(known)}, got {value!r}; choose one")
 
 
 def _checked_overrides(overrides: Any) -> dict[str, Any]:

@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect.budget import available_nbytes, human_nbytes
 from recollect.errors import BudgetError
 from recollect.ipc.rollout_ring_buffer import rollout_ring_nbytes
 from recollect.ipc.rollout_slots import plan_slot
-from recollect.ipc.shared_buffer import check_count
 from recollect.memory.geometry import PAGE, page_up
 
 MUTE = "RECOLLECT_SKIP_MEMORY_CHECK"
@@ -48,9 +48,9 @@ def estimate_offpolicy_bytes(
     >>> estimate_offpolicy_bytes(16, 1000, 48, 12, 0, 256, 4)["row_bytes"]
     448
     """
-    _check_counts(num_envs=num_envs, replay_buffer_n=replay_buffer_n, obs_dim=obs_dim, action_dim=action_dim,
+    _counts(num_envs=num_envs, replay_buffer_n=replay_buffer_n, obs_dim=obs_dim, action_dim=action_dim,
                   batch_size=batch_size, updates_per_step=updates_per_step, num_lanes=num_lanes)  # fmt: skip
-    _check_counts(0, critic_dim=critic_dim, param_bytes=param_bytes, envs_per_lane=envs_per_lane)
+    _counts(0, critic_dim=critic_dim, param_bytes=param_bytes, envs_per_lane=envs_per_lane)
     rows, n = num_envs * replay_buffer_n, batch_size * updates_per_step
     n_rings, words = num_lanes * max(1, envs_per_lane), 3 if envs_per_lane else 1
     if rows % n_rings:
@@ -87,9 +87,9 @@ def estimate_appo_bytes(
 
     `num_envs` is the total over all lanes; `fields` are the ring's additional per-step fields, name → (shape, dtype).
     """
-    _check_counts(num_envs=num_envs, steps_per_env=steps_per_env, action_dim=action_dim, num_slots=num_slots,
+    _counts(num_envs=num_envs, steps_per_env=steps_per_env, action_dim=action_dim, num_slots=num_slots,
                   num_lanes=num_lanes, staging=staging)  # fmt: skip
-    _check_counts(0, critic_dim=critic_dim, param_bytes=param_bytes)
+    _counts(0, critic_dim=critic_dim, param_bytes=param_bytes)
     if num_envs % num_lanes:
         raise ValueError(f"num_lanes: must divide the {num_envs} environments, got {num_lanes}")
     plan = plan_slot(num_envs // num_lanes, steps_per_env, obs_dim, action_dim, critic_dim, finals, fields)
@@ -123,7 +123,7 @@ def warn_if_over_budget(est: Mapping[str, Any] | int, label: str, fraction: floa
 
     The environment variable RECOLLECT_SKIP_MEMORY_CHECK=1 mutes it.
     """
-    needed, share = _bytes_of(est, "peak"), _checked_fraction(fraction)
+    needed, share = _bytes_of(est, "peak"), checks.fraction("fraction", fraction, above=True)
     available = get_available_memory_bytes()
     if os.environ.get(MUTE) == "1" or label in _warned or available is None or needed <= share * available:
         return
@@ -138,7 +138,7 @@ def raise_if_shared_memory_over_budget(
     path: str | os.PathLike[str] | None = None,
 ) -> None:
     """Raise BudgetError if an estimate's `total` (or a number of bytes) is over its share; silent if unknown."""
-    needed, share = _bytes_of(est, "total"), _checked_fraction(fraction)
+    needed, share = _bytes_of(est, "total"), checks.fraction("fraction", fraction, above=True)
     available = get_shared_memory_available_bytes(path)
     if available is not None and needed > share * available:
         raise BudgetError(f"{_over(needed, label, share, available)}; nothing was allocated{_details(est)}")
@@ -165,15 +165,9 @@ def _bytes_of(est: Any, key: str) -> int:
     return int(est)
 
 
-def _checked_fraction(fraction: Any) -> float:
-    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 < fraction <= 1:
-        raise ValueError(f"fraction: must be in (0, 1], got {fraction!r}")
-    return float(fraction)
-
-
-def _check_counts(least: int = 1, **counts: Any) -> None:
+def _counts(least: int = 1, **counts: Any) -> None:
     for name, n in counts.items():
-        check_count(name, n, least)
+        checks.count(name, n, least)
 
 
 def _up(n: int, to: int) -> int:

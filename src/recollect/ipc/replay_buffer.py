@@ -5,7 +5,6 @@ The ring is the one of `recollect.ReplayBuffer`, over the same `Rows`; this is i
 
 from __future__ import annotations
 
-import operator
 import os
 import threading
 from collections.abc import Mapping
@@ -16,11 +15,11 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core, replay
+from recollect import _core, checks, replay
 from recollect.backends import get_backend
 from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError, ContentionError, EmptyError, FormatError, SchemaError
-from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_count
+from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_lane
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
 from recollect.memory import segment as segments
 from recollect.memory.geometry import CLOSED_AT, LIMITER_AT, Geometry, check_same
@@ -30,7 +29,7 @@ from recollect.sampling.stream import IndexStream
 from recollect.spaces import Layout, as_numpy
 from recollect.spaces.tree import brief
 from recollect.storage import SharedMemoryStorage
-from recollect.storage.base import PathName
+from recollect.storage.contract import PathName
 
 _PREFIX = "recollect-replay"
 _WORD = 2**64 - 1
@@ -107,15 +106,15 @@ class ReplayBuffer(SharedBufferBase):
         """
         super().__init__(capacity, device, defer_gpu)
         layout = row_layout(obs_dim, action_dim, critic_dim, dtypes)
-        check_count("num_lanes", num_lanes)
-        check_count("envs_per_lane", envs_per_lane, 0)
+        checks.count("num_lanes", num_lanes)
+        checks.count("envs_per_lane", envs_per_lane, 0)
         n_rings = num_lanes * max(1, envs_per_lane)
         if capacity % n_rings:
             label = "num_lanes × envs_per_lane" if envs_per_lane else "num_lanes"
             raise ValueError(f"{label}: must divide the capacity {capacity}, got {n_rings}")
         geometry = Geometry(capacity, n_rings, layout.row_nbytes, envs_per_lane > 0, layout.hash)
         stream = IndexStream(seed)
-        self._check_lane(lane, num_lanes)
+        check_lane(lane, num_lanes)
         rows = Rows(segments.in_shared(geometry, "capacity"), layout)
         self._setup(_ring(rows), lane, stream, cast, envs_per_lane)
         self._owner = _core.own_word()
@@ -312,13 +311,6 @@ class ReplayBuffer(SharedBufferBase):
         if 0 <= self._native().held_lane() < n * self._rings:
             self.release_lane()
 
-    @staticmethod
-    def _check_lane(lane: Any, num_lanes: int) -> None:
-        if lane is not None and (
-            isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < num_lanes
-        ):
-            raise ValueError(f"lane: must be None or in [0, {num_lanes}), got {lane!r}")
-
     # -- reading
 
     def sample(self, batch_size: int, *, seed: int | None = None, out: Any = None) -> dict[str, Any]:
@@ -326,7 +318,7 @@ class ReplayBuffer(SharedBufferBase):
 
         `seed` makes this one draw repeatable; otherwise the buffer's own generator goes on. `out` is a batch to fill.
         """
-        n = _checked_batch_size(batch_size, self.row_nbytes)
+        n = _checked_size("batch_size", batch_size, self.row_nbytes)
         if seed is not None:
             return self._sample(IndexStream(seed), n, out)
         stream = self._reserved(n)
@@ -341,8 +333,8 @@ class ReplayBuffer(SharedBufferBase):
 
         Lanes have no order among each other, so of several one must be named, unless this object is bound to one.
         """
-        n = _checked_batch_size(n, self.row_nbytes)
-        self._check_lane(lane, self.num_lanes)
+        n = _checked_size("n", n, self.row_nbytes)
+        check_lane(lane, self.num_lanes)
         lane = self._lane if lane is None else lane
         if lane is None and self.num_lanes > 1:
             raise ValueError(
@@ -440,7 +432,7 @@ class ReplayBuffer(SharedBufferBase):
             buffer = cls.__new__(cls)
             SharedBufferBase.__init__(buffer, ring.capacity or 0, device)
             buffer._setup(ring, lane, IndexStream(seed), cast, int(ring.engine.tracked))
-            cls._check_lane(lane, buffer.num_lanes)
+            check_lane(lane, buffer.num_lanes)
             buffer._owner = _core.own_word()
         except BaseException:
             ring.close()
@@ -490,7 +482,7 @@ class ReplayBuffer(SharedBufferBase):
 
 def _attach(name: str, device: Any, lane: int | None, seed: int | None, cast: bool) -> ReplayBuffer:
     handle, layout, envs_per_lane = _parse(name)
-    ReplayBuffer._check_lane(lane, handle.geometry.n_lanes // max(1, envs_per_lane))
+    check_lane(lane, handle.geometry.n_lanes // max(1, envs_per_lane))
     buffer = ReplayBuffer.__new__(ReplayBuffer)
     SharedBufferBase.__init__(buffer, handle.geometry.capacity or 0, device)
     segment = segments.attach(handle)
@@ -528,13 +520,11 @@ def _segment_of(rows: Rows) -> Segment:
     return rows._open()  # its header word says for all processes that the owner has closed it
 
 
-def _checked_batch_size(n: Any, row_nbytes: int) -> int:
-    if isinstance(n, bool) or not hasattr(n, "__index__") or operator.index(n) < 1:
-        raise ValueError(f"batch_size: must be an int of at least 1, got {n!r}")
-    n = operator.index(n)
-    if n * row_nbytes > _WORTH_A_LOOK:
-        check_fits(n * row_nbytes, f"batch_size {n}", "draw fewer at a time", when="")
-    return int(n)
+def _checked_size(name: str, n: Any, row_nbytes: int) -> int:
+    size = checks.count(name, n)
+    if size * row_nbytes > _WORTH_A_LOOK:
+        check_fits(size * row_nbytes, f"{name} {size}", "draw fewer at a time", when="")
+    return size
 
 
 def _fill(out: Any, batch: dict[str, Any]) -> Any:

@@ -7,12 +7,12 @@ from typing import Any, NamedTuple, Self
 
 import numpy as np
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.backends import get_backend
 from recollect.errors import AttachError, DtypeError, EmptyError, MissingLeafError, SchemaError
 from recollect.ipc.parameters import is_on_device, is_tensor, tensor_dtype_name
 from recollect.ipc.rollout_slots import ORDERS, SlotPlan, plan_slot
-from recollect.ipc.shared_buffer import NUMPY
+from recollect.ipc.shared_buffer import NUMPY, check_lane
 from recollect.memory.ring import Ring, RingStats, ring_nbytes
 from recollect.spaces.dtypes import dtype_name, is_extended
 
@@ -81,10 +81,10 @@ class RolloutRingBuffer:
         either side may choose. `fields` adds per-step fields, name → (shape, dtype); `finals` adds a block for the
         true last observations of episodes that ended inside. `dtypes` replaces float32 by field name.
         """
-        _check_order(order)
+        checks.choice("order", order, ORDERS)
         plan = plan_slot(num_envs, num_steps, obs_dim, action_dim, critic_dim, finals, fields, dtypes)
         if create:
-            _check_lane(lane, num_lanes)
+            check_lane(lane, num_lanes)
             ring = Ring.create(
                 _RAW, num_slots, num_lanes, policy=policy, deadline=deadline, least_nbytes=plan.stride,
                 about=plan.to_json(),
@@ -321,7 +321,7 @@ def _attached_ring(
             raise AttachError(
                 "shm_name_prefix: must name a ring of rollouts, found another ring; pass its `name`"
             )
-        _check_lane(lane, ring.num_lanes)
+        check_lane(lane, ring.num_lanes)
         counts = (("num_slots", num_slots, ring.num_slots), ("num_lanes", num_lanes, ring.num_lanes))
         found = plan.first_difference(SlotPlan.from_json(ring.about))
         for what, ours, theirs in (*([found] if found else []), *counts):
@@ -331,18 +331,6 @@ def _attached_ring(
         ring.close()
         raise
     return ring
-
-
-def _check_order(order: Any) -> None:
-    if order not in ORDERS:
-        raise ValueError(f"order: must be one of {', '.join(ORDERS)}, got {order!r}; choose one")
-
-
-def _check_lane(lane: Any, num_lanes: int) -> None:
-    if lane is not None and (
-        isinstance(lane, bool) or not isinstance(lane, int) or not 0 <= lane < num_lanes
-    ):
-        raise ValueError(f"lane: must be None or in [0, {num_lanes}), got {lane!r}")
 
 
 def _check_target(name: str, x: Any, shape: tuple[int, ...], dtype: str) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.ipc.shared_buffer import check_count
+from recollect import checks
 from recollect.memory.geometry import page_up
 from recollect.spaces.dtypes import dtype_from, dtype_name
 
@@ -114,7 +114,7 @@ def plan_slot(
         ("action_dim", action_dim, 1),
         ("critic_dim", critic_dim, 0),
     ):
-        check_count(label, n, least)
+        checks.count(label, n, least)
     obs = _checked_shape("obs_dim", (obs_dim,) if not isinstance(obs_dim, tuple | list) else obs_dim, 1)
     critic = (critic_dim,)
     grid, row = (num_steps, num_envs), (num_envs,)
@@ -179,7 +179,7 @@ def _check_names(names: list[str], kinds: Mapping[str, Any]) -> None:
 def _checked_shape(label: str, shape: Any, least: int) -> tuple[int, ...]:
     sizes = shape if isinstance(shape, tuple | list) else (shape,)
     for n in sizes:
-        check_count(label, n, least)
+        checks.count(label, n, least)
     return tuple(int(n) for n in sizes)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from typing import Any, Self
 
-import numpy as np
+from recollect import checks
 
 NUMPY = "numpy"
 
@@ -21,7 +21,7 @@ class SharedBufferBase(ABC):
 
     def __init__(self, capacity: int, device: Any, defer_gpu: bool = False) -> None:
         """Say how many rows there are at most, and where batches go."""
-        check_count("capacity", capacity)
+        checks.count("capacity", capacity)
         if not isinstance(device, str) and type(device).__module__ != "torch":
             raise ValueError(f"device: must be 'numpy' or a device of torch, got {device!r}")
         self.capacity, self.device, self.defer_gpu = int(capacity), str(device), bool(defer_gpu)
@@ -62,7 +62,7 @@ class SharedBufferBase(ABC):
         self.close()
 
 
-def check_count(label: str, n: Any, least: int = 1) -> None:
-    """Raise ValueError unless `n` is an int of at least `least`."""
-    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < least:
-        raise ValueError(f"{label}: must be an int of at least {least}, got {n!r}")
+def check_lane(lane: Any, num_lanes: int) -> None:
+    """Raise ValueError unless `lane` is None or the number of a lane."""
+    if lane is not None:
+        checks.count("lane", lane, 0, most=num_lanes - 1, advice="create more lanes")

@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.errors import AttachError, DtypeError, SchemaError
 from recollect.ipc.mailbox import Mailbox
-from recollect.ipc.shared_buffer import check_count
 from recollect.memory.latest import Latest
 from recollect.spaces.arrays import as_numpy
 from recollect.spaces.dtypes import dtype_from, dtype_kind
@@ -56,7 +55,7 @@ class SharedObsNormStats(Mailbox):
 
     def __init__(self, ctx: Any = None, *, max_bytes: int = 1 << 20) -> None:
         """Make the memory for pairs of at most `max_bytes`; `ctx` is any multiprocessing context and is not used."""
-        check_count("max_bytes", max_bytes)
+        checks.count("max_bytes", max_bytes)
         self._setup(Latest.create([_HEAD_NBYTES + max_bytes]))
 
     def _setup(self, box: Latest) -> None:

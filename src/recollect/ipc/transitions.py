@@ -7,9 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.errors import DtypeError, SchemaError
-from recollect.ipc.shared_buffer import check_count
 from recollect.spaces import Layout, compile_layout
 from recollect.spaces.arrays import as_numpy
 from recollect.spaces.dtypes import dtype_from, dtype_kind, dtype_name
@@ -30,7 +29,7 @@ def row_layout(
         ("action_dim", action_dim, 1),
         ("critic_dim", critic_dim, 0),
     ):
-        check_count(label, n, least)
+        checks.count(label, n, least)
     sizes = ((obs_dim,), (obs_dim,), (action_dim,), (), (), (), (critic_dim,), (critic_dim,))
     shapes = dict(zip(_FIELDS if critic_dim else _FIELDS[:6], sizes))
     dtypes = dict(dtypes or {})

@@ -5,20 +5,7 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from recollect._lazy import lazy
 
-from recollect.learners.normalization import normalize
-
-if TYPE_CHECKING:
-    import recollect.learners.appo as appo
-    import recollect.learners.sac as sac
-
+__getattr__, __dir__, _ = lazy(__name__, {"normalize": "recollect.learners.normalization"}, ("appo", "sac"))
 __all__ = ["appo", "normalize", "sac"]
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in ("appo", "sac"):
-            raise AttributeError(f"module 'recollect.learners' has no attribute {name!r}")
-        return import_module(f"recollect.learners.{name}")

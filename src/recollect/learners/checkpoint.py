@@ -11,7 +11,6 @@ name as it was before, or the new one; what it leaves beside them the next save 
 from __future__ import annotations
 
 import copy
-import ctypes
 import errno
 import os
 import re
@@ -26,17 +25,24 @@ import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import FormatError, LaneBusyError
-from recollect.files import OwnedDirectory, make_directory, remove_empty, sync_directory
+from recollect.files import (
+    OwnedDirectory,
+    exchange_directories,
+    make_directory,
+    move_directory,
+    remove_empty,
+    sync_directory,
+    sync_file,
+)
 from recollect.files.directory import NAME
 from recollect.files.names import files_below
 from recollect.files.record import FileAbout, as_kind, brief, damage_in, read_bytes, read_signed, signed_json
-from recollect.storage.dump import STORAGE, last_manifest, named_files
+from recollect.storage.dump import last_manifest, named_files
+from recollect.storage.manifest import STORAGE
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
 _UNIQUE = r"-\d+-[0-9a-f]{8}"  # a process and a number, at the end of the names of directories that are ours
-_EXCHANGE = 2  # renameat2's RENAME_EXCHANGE
-_HERE = -100  # AT_FDCWD
 
 
 class CheckpointFiles(msgspec.Struct, forbid_unknown_fields=True, rename={"tensors": TENSORS}):
@@ -172,30 +178,21 @@ def _write(file: Path, blocks: list[Any]) -> str:
         for block in blocks:
             f.write(block)
             crc = _core.crc32c(block, crc)
-        f.flush()
-        _core.fault_point()
-        os.fsync(f.fileno())
-    _core.fault_point()
+        sync_file(f)
     return f"{crc:08x}"
 
 
 def _put_in_place(temporary: Path, path: Path) -> None:
     """One rename; an older checkpoint of that name changes places with the new one in one step."""
     try:
-        os.rename(temporary, path)  # onto nothing
+        move_directory(temporary, path)
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
-        _check_ours(path)
-        libc = ctypes.CDLL(None, use_errno=True)
-        if libc.renameat2(_HERE, os.fsencode(temporary), _HERE, os.fsencode(path), _EXCHANGE):
-            code = ctypes.get_errno()
-            raise OSError(
-                code, f"{path}: cannot be replaced ({os.strerror(code)}); remove it first"
-            ) from None
-    _core.fault_point()
-    sync_directory(path.parent)
-    _core.fault_point()
+    else:
+        return
+    _check_ours(path)
+    exchange_directories(temporary, path)
 
 
 def _sweep(path: Path) -> None:
@@ -225,8 +222,7 @@ def remove_checkpoint(path: Path) -> None:
     _check_ours(path)
     gone = path.parent / f".removed-{path.name}-{os.getpid()}-{secrets.token_hex(4)}"
     with suppress(FileNotFoundError, LaneBusyError), interrupts.deferred():  # another save sweeps it
-        os.rename(path, gone)
-        _core.fault_point()
+        move_directory(path, gone)
         owned = OwnedDirectory.take(gone)
         owned.note(sorted(_names(gone) - {NAME}))
         _remove(owned)

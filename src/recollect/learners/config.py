@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import math
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from typing import Any
+
+from recollect import checks
 
 NAN_POLICIES = ("raise", "reject")
 RING_POLICIES = ("block", "drop_oldest", "drop_newest")
@@ -37,15 +39,15 @@ class SACConfig:
 
     def __post_init__(self) -> None:
         _hidden(self)
-        _ints(self, 1, "batch_size", "updates_per_step", "policy_frequency", "env_steps_per_sync")
-        _ints(self, 0, "learning_starts")
-        _between(self, 0.0, 1.0, "gamma", "tau")
-        _positive(self, "lr")
+        _counts(self, 1, "batch_size", "updates_per_step", "policy_frequency", "env_steps_per_sync")
+        _counts(self, 0, "learning_starts")
+        _numbers(self, checks.fraction, "gamma", "tau")
+        _numbers(self, _above_zero, "lr")
         _flags(self, "sync_collection", "obs_normalization", "save_replay")
-        _one_of(self, "pack", PACKERS)
-        _one_of(self, "nan_policy", NAN_POLICIES)
+        checks.choice("pack", self.pack, PACKERS)
+        checks.choice("nan_policy", self.nan_policy, NAN_POLICIES)
         if self.replay_buffer_n is not None:
-            _ints(self, 1, "replay_buffer_n")
+            _counts(self, 1, "replay_buffer_n")
             if self.env_steps_per_sync >= self.replay_buffer_n:
                 raise ValueError(
                     f"env_steps_per_sync: must be below replay_buffer_n {self.replay_buffer_n}, got "
@@ -83,16 +85,16 @@ class APPOConfig:
 
     def __post_init__(self) -> None:
         _hidden(self)
-        _ints(self, 1, "steps_per_env", "staging", "epochs", "minibatches")
-        _ints(self, 2, "num_slots")
-        _between(self, 0.0, 1.0, "gamma", "lam")
-        _positive(self, "lr", "clip", "rho_bar", "c_bar", "max_grad_norm")
-        _between(self, 0.0, math.inf, "entropy_coef", "value_coef")
+        _counts(self, 1, "steps_per_env", "staging", "epochs", "minibatches")
+        _counts(self, 2, "num_slots")
+        _numbers(self, checks.fraction, "gamma", "lam")
+        _numbers(self, _above_zero, "lr", "clip", "rho_bar", "c_bar", "max_grad_norm")
+        _numbers(self, checks.number, "entropy_coef", "value_coef")
         _flags(self, "sync_collection")
-        _one_of(self, "ring_policy", RING_POLICIES)
-        _one_of(self, "nan_policy", NAN_POLICIES)
+        checks.choice("ring_policy", self.ring_policy, RING_POLICIES)
+        checks.choice("nan_policy", self.nan_policy, NAN_POLICIES)
         if self.max_lag is not None:
-            _ints(self, 0, "max_lag")
+            _counts(self, 0, "max_lag")
         if self.sync_collection and self.ring_policy != "block":
             raise ValueError(f"ring_policy: must be 'block' with sync_collection, got {self.ring_policy!r}")
 
@@ -110,44 +112,24 @@ def _hidden(config: Any) -> None:
     if not isinstance(hidden, tuple | list) or not hidden:
         raise ValueError(f"hidden: must be a tuple of layer sizes, got {hidden!r}")
     for size in hidden:
-        if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-            raise ValueError(f"hidden: layer sizes must be ints of at least 1, got {size!r}")
-    object.__setattr__(config, "hidden", tuple(hidden))
+        checks.count("hidden", size, advice="give the size of each layer")
+    object.__setattr__(config, "hidden", tuple(map(int, hidden)))
 
 
-def _ints(config: Any, least: int, *names: str) -> None:
+def _counts(config: Any, least: int, *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if isinstance(value, bool) or not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}: must be an int of at least {least}, got {value!r}")
+        object.__setattr__(config, name, checks.count(name, getattr(config, name), least))
 
 
-def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or math.isnan(value):
-        raise ValueError(f"{name}: must be a number, got {value!r}")
-    return float(value)
-
-
-def _between(config: Any, low: float, high: float, *names: str) -> None:
+def _numbers(config: Any, check: Callable[[str, Any], float], *names: str) -> None:
     for name in names:
-        value = getattr(config, name)
-        if not low <= _number(name, value) <= high or math.isinf(value):
-            raise ValueError(f"{name}: must be finite and in [{low:g}, {high:g}], got {value!r}")
+        check(name, getattr(config, name))
 
 
-def _positive(config: Any, *names: str) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not 0 < _number(name, value) < math.inf:
-            raise ValueError(f"{name}: must be above 0 and finite, got {value!r}")
+def _above_zero(name: str, value: Any) -> float:
+    return checks.number(name, value, above=True)
 
 
 def _flags(config: Any, *names: str) -> None:
     for name in names:
-        if not isinstance(getattr(config, name), bool):
-            raise ValueError(f"{name}: must be True or False, got {getattr(config, name)!r}")
-
-
-def _one_of(config: Any, name: str, known: tuple[str, ...]) -> None:
-    if getattr(config, name) not in known:
-        raise ValueError(f"{name}: must be one of {list(known)}, got {getattr(config, name)!r}")
+        checks.flag(name, getattr(config, name))

@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from recollect import checks
 from recollect.errors import MissingExtraError, check_installed
 from recollect.learners.episodes import PHASES, WINDOW, Report
 
@@ -108,8 +109,7 @@ class WandB:
 
 def open_sinks(directory: Path, logger: str | None) -> list[MetricsSink]:
     """Return the sinks of a run: metrics.jsonl always, and the one named."""
-    if logger is not None and logger not in LOGGERS:
-        raise ValueError(f"logger: must be None or one of {list(LOGGERS)}, got {logger!r}")
+    checks.choice("logger", logger, (None, *LOGGERS))
     sinks: list[MetricsSink] = [JsonLines(directory)]
     try:
         if logger is not None:

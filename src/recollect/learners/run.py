@@ -12,7 +12,7 @@ from pathlib import Path
 from time import monotonic, monotonic_ns
 from typing import Any, ClassVar
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.errors import (
     CollectorDiedError,
     DeadlineError,
@@ -25,7 +25,6 @@ from recollect.errors import (
 from recollect.files.record import damage_in
 from recollect.ipc.async_runner import AsyncRunner
 from recollect.ipc.runner.collector import EnvSpec
-from recollect.ipc.shared_buffer import check_count
 from recollect.learners.checkpoint import check_shapes, load_checkpoint, remove_checkpoint, save_checkpoint
 from recollect.learners.config import config_json
 from recollect.learners.environment import EnvSpaces, spaces_of
@@ -394,14 +393,13 @@ def need_torch(logger: str | None = None) -> None:
 
 
 def _check_arguments(max_iterations: Any, save_interval: Any, log_dir: Path, logger: Any, keep: Any) -> None:
-    check_count("max_iterations", max_iterations)
-    check_count("save_interval", save_interval, 0)
+    checks.count("max_iterations", max_iterations)
+    checks.count("save_interval", save_interval, 0)
     if keep is not None:
-        check_count("keep", keep)
+        checks.count("keep", keep)
     if log_dir.exists() and not log_dir.is_dir():
         raise ValueError(f"log_dir: must be a directory, got the file {log_dir}")
-    if logger is not None and logger not in LOGGERS:
-        raise ValueError(f"logger: must be None or one of {list(LOGGERS)}, got {logger!r}")
+    checks.choice("logger", logger, (None, *LOGGERS))
 
 
 def _mean(values: list[float]) -> float:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from time import monotonic
 from typing import Any, Self
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, PeerDiedError
 from recollect.memory import shared
 from recollect.memory.closed import Closed
@@ -18,7 +17,6 @@ from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
 from recollect.memory.watching import LOOK_S, Watch, process_watch
 
 KIND = "latest"
-_MOST_TIMEOUT_S = 1e9
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +53,7 @@ class Latest:
     def __init__(self, segment: SharedSegment, deadline: float = 60.0) -> None:
         self._segment: SharedSegment | None = segment.hold(_make_core)
         self._native: Any = segment.core.share()
-        self.deadline = checked_timeout(deadline, deadline)
+        self.deadline = checks.seconds("deadline", deadline, most=checks.MOST_S)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
         self._watch: Watch | None = process_watch()
@@ -128,7 +126,7 @@ class Latest:
 
         PeerDiedError within a second of the writer's death, ClosedError as soon as the owner closes, or this object is.
         """
-        seconds, watch = checked_timeout(timeout, self.deadline), self._watch
+        seconds, watch = checks.timeout(timeout, self.deadline), self._watch
         if watch is None:
             return self._wait_once(version, seconds)
         end = monotonic() + seconds
@@ -203,8 +201,7 @@ def _make_core(segment: SharedSegment) -> _core.Latest:
 
 def _schema(sizes: Sequence[Any], schema: Any) -> dict[str, Any]:
     for size in sizes:
-        if not isinstance(size, int) or size < 0:
-            raise ValueError(f"sizes: must be byte counts of at least 0, got {size!r}")
+        checks.count("sizes", size, 0)
     return {"sizes": list(sizes), "schema": schema}
 
 
@@ -217,14 +214,3 @@ def latest_nbytes(sizes: Sequence[int], schema: Any = None) -> int:
 def offsets_of(sizes: Sequence[int]) -> list[int]:
     """Where pieces of these sizes begin when they follow one another."""
     return list(accumulate(sizes, initial=0))[:-1]
-
-
-def checked_timeout(timeout: float | None, default: float) -> float:
-    """Return a wait's seconds, `default` for None; ValueError for what is negative, NaN or endless."""
-    if timeout is None:
-        return default
-    if isinstance(timeout, bool) or not isinstance(timeout, int | float):
-        raise ValueError(f"timeout: must be a number of seconds or None, got {timeout!r}")
-    if not (math.isfinite(timeout) and 0 <= timeout <= _MOST_TIMEOUT_S):
-        raise ValueError(f"timeout: must be finite and at least 0 seconds, got {timeout!r}")
-    return float(timeout)

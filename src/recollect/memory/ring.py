@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -13,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyError, PeerDiedError
 from recollect.memory import shared
 from recollect.memory.closed import Closed
@@ -86,7 +85,7 @@ class Ring:
         self.layout = Layout.from_json(schema["layout"])
         self.num_slots, self.num_lanes = int(schema["num_slots"]), int(schema["num_lanes"])
         self.policy, self.slot_nbytes = POLICIES[schema["policy"]], int(schema["slot_nbytes"])
-        self.deadline, self.lane = checked_seconds(deadline, "deadline"), lane
+        self.deadline, self.lane = checks.seconds("deadline", deadline), lane
         self._segment: SharedSegment | None = segment.hold(_make_core)
         self.native: _core.Ring = segment.core
         self._held: set[int] = set()  # lanes that this object claimed
@@ -115,12 +114,11 @@ class Ring:
         its slots are free (fewer wake-ups, for a reader that is sure to come back for more). `about` (JSON) is kept
         for whoever attaches.
         """
-        checked_int(num_slots, 2, "num_slots")
-        checked_int(num_lanes, 1, "num_lanes")
-        checked_int(wake_free, 1, "wake_free")
-        if policy not in POLICIES:
-            raise ValueError(f"policy: must be one of {', '.join(POLICIES)}, got {policy!r}; choose one")
-        checked_seconds(deadline, "deadline")
+        checks.count("num_slots", num_slots, 2)
+        checks.count("num_lanes", num_lanes)
+        checks.count("wake_free", wake_free)
+        checks.choice("policy", policy, POLICIES)
+        checks.seconds("deadline", deadline)
         plan = _plan(slot, num_slots, num_lanes, policy, least_nbytes, wake_free, about)
         ring = cls(shared.create(KIND, *plan, "num_slots"), None, deadline)
         ring._is_maker = True
@@ -134,8 +132,7 @@ class Ring:
     def on_lane(self, number: int) -> Ring:
         """Return a ring over the same slots that writes to lane `number`."""
         segment = self._open()
-        if not 0 <= checked_int(number, 0, "lane") < self.num_lanes:
-            raise ValueError(f"lane: must be in [0, {self.num_lanes}), got {number}; create more lanes")
+        checks.count("lane", number, 0, most=self.num_lanes - 1, advice="create more lanes")
         return type(self)(segment, number, self.deadline)
 
     # -- writing
@@ -330,7 +327,7 @@ class Ring:
         return segment
 
     def _seconds(self, timeout: float | None) -> float:
-        return self.deadline if timeout is None else checked_seconds(timeout, "timeout")
+        return self.deadline if timeout is None else checks.seconds("timeout", timeout)
 
     def _waited(self, wait: Callable[[float], int], seconds: float) -> int:
         """The outcome of a native wait in slices: in between somebody looks after things, or has closed this object."""
@@ -458,21 +455,3 @@ def _attached(name: str, lane: int | None, deadline: float) -> Ring:
 def _busy(what: str, word: int) -> LaneBusyError:
     holder = _core.describe_process(word)
     return LaneBusyError(f"{what}: must be free, got one held by {holder}; wait, or create more lanes")
-
-
-def checked_seconds(seconds: Any, name: str) -> float:
-    """Return a finite, non-negative number of seconds, or ValueError."""
-    if isinstance(seconds, bool) or not isinstance(seconds, int | float | np.number):
-        raise TypeError(f"{name}: must be a number of seconds, got {type(seconds).__name__}; pass one")
-    if not (math.isfinite(seconds) and seconds >= 0):
-        raise ValueError(f"{name}: must be finite and at least 0 seconds, got {seconds}; pass such a number")
-    return float(seconds)
-
-
-def checked_int(n: Any, least: int, name: str) -> int:
-    """Return an int of at least `least`, or an error naming it."""
-    if isinstance(n, bool) or not isinstance(n, int | np.integer):
-        raise TypeError(f"{name}: must be an int, got {type(n).__name__}; pass one")
-    if n < least:
-        raise ValueError(f"{name}: must be at least {least}, got {n}; pass more")
-    return int(n)

@@ -5,8 +5,7 @@ Names are loaded when they are first used; none of them loads mpi4py, torch or r
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from recollect._lazy import lazy
 
 # name -> module; a line per public name
 _HOME = {
@@ -32,17 +31,4 @@ _HOME = {
     "rank_layout": "recollect.remote.ranks",
 }
 
-__all__ = sorted(_HOME)
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-        value = getattr(import_module(_HOME[name]), name)
-
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOME})
+__getattr__, __dir__, __all__ = lazy(__name__, _HOME)

@@ -20,12 +20,21 @@ import msgspec
 
 from recollect import _core, interrupts
 from recollect.errors import FormatError
-from recollect.files import OwnedDirectory, has_name, open_inside, open_named, remove_inside, sync_directory
+from recollect.files import (
+    OwnedDirectory,
+    file_crc,
+    has_name,
+    open_inside,
+    open_named,
+    remove_inside,
+    sync_directory,
+    sync_file,
+)  # fmt: skip
 from recollect.files.record import Count, damage_in
 from recollect.remote.forwarding import ForwardState
 from recollect.remote.wire import PREFIX, is_frame
 from recollect.replay import ReplayBuffer, snapshot
-from recollect.storage.dump import STORAGE, file_crc, is_committed, read_manifest
+from recollect.storage.manifest import STORAGE, is_committed, read_manifest
 
 _RECORD = struct.Struct("<IIqI")  # magic, bytes, sender, crc32c of the frame and then of what precedes
 _MAGIC = 0x474F4C52  # "RLOG"
@@ -144,8 +153,7 @@ class Log:
             try:
                 with open_named(self.path.parent, self.path.name) as original:
                     shutil.copyfileobj(original, copy)
-                copy.flush()
-                os.fsync(copy.fileno())
+                sync_file(copy)
             except BaseException:
                 remove_inside(self.path.parent, name)
                 raise

@@ -26,9 +26,9 @@ from recollect.replay.limiter import RateLimiter
 from recollect.spaces import as_numpy
 from recollect.spaces.tree import brief
 from recollect.storage import MemmapStorage, RowStorage, SpaceStorage, ToBackendOrDeviceStorage, find_storage
-from recollect.storage.base import PathName
-from recollect.storage.files import FiledStorage
-from recollect.storage.live import live_of
+from recollect.storage.contract import PathName
+from recollect.storage.filed.base import DirectoryStorage
+from recollect.storage.filed.commits import commits_of
 from recollect.text import refuse_unknown
 
 OLDEST = {"by": "oldest", "key": None}
@@ -197,7 +197,7 @@ class ReplayBuffer(BatchBase):
         else:  # a storage of yours need not know these
             asked = {"cast": cast, "max_lengths": max_lengths, "overwrite": overwrite}
             kwargs |= {name: value for name, value in asked.items() if value}
-            if issubclass(cls, FiledStorage) and cache_path is not None:
+            if issubclass(cls, DirectoryStorage) and cache_path is not None:
                 kwargs["owned"] = True
         storage = cls.create(
             single_instance_space, *args, capacity=capacity, cache_path=cache_path, multiprocessing=multiprocessing,
@@ -211,10 +211,10 @@ class ReplayBuffer(BatchBase):
             if "owned" in kwargs:
                 storage.flush()  # one commit makes both
         except BaseException:
-            live = live_of(storage)
+            commits = commits_of(storage)
             try:
-                if live is not None:
-                    live.home.give_up()  # else its close would commit a storage without a buffer
+                if commits is not None:
+                    commits.directory.give_up()  # else its close would commit a storage without a buffer
             finally:
                 storage.close()
             raise
@@ -564,7 +564,7 @@ class ReplayBuffer(BatchBase):
         """Return the space of a dump, None if there is no dump. Spaces are the same for every backend."""
         from pathlib import Path
 
-        from recollect.storage.rows import stored_space
+        from recollect.storage.manifest import stored_space
 
         found = snapshot.peek(path)
         return None if found is None else stored_space(Path(path), found)
@@ -573,9 +573,9 @@ class ReplayBuffer(BatchBase):
 
     def close(self) -> None:
         """Give up the storage; may be called twice. Whoever waits for the limiter is woken."""
-        live = live_of(self.inner_storage)
-        if live is not None:
-            live.check_free()
+        commits = commits_of(self.inner_storage)
+        if commits is not None:
+            commits.check_free()
         if self.limiter is not None:
             self.limiter.detach()
         closed: Any = Closed()

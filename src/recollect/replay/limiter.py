@@ -16,7 +16,7 @@ from fractions import Fraction
 from time import monotonic
 from typing import Any, Self
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.errors import AttachError, DeadlineError
 from recollect.memory.closed import Closed
 from recollect.memory.watching import LOOK_S, Watch
@@ -63,11 +63,10 @@ class RateLimiter:
 
     def __init__(self, samples_per_insert: float, min_size: int, band: float, deadline: float = 60.0) -> None:
         """Each row is to be drawn `samples_per_insert` times on average."""
-        self.samples_per_insert = _positive("samples_per_insert", samples_per_insert)
-        self.band, self.deadline = _positive("band", band), _positive("deadline", deadline)
-        if type(min_size) is not int or min_size < 1:
-            raise ValueError(f"min_size: must be an int of at least 1, got {min_size!r}; 1 draws at once")
-        self.min_size = min_size
+        self.samples_per_insert = checks.number("samples_per_insert", samples_per_insert, above=True)
+        self.band = checks.number("band", band, above=True)
+        self.deadline = checks.number("deadline", deadline, above=True, advice="nothing waits for ever")
+        self.min_size = checks.count("min_size", min_size, advice="1 draws at once")
         # The decimals as they are written, exactly: counts are compared without rounding, however many there are.
         self._ratio, self._band = Fraction(str(self.samples_per_insert)), Fraction(str(self.band))
         # In units of which one sample and one insert are whole numbers.
@@ -350,14 +349,6 @@ class Admission(_core.Share):
                 self.end(failed=True)
                 raise
         return self
-
-
-def _positive(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise TypeError(f"{name}: must be a number, got {type(value).__name__}; pass a float")
-    if not (math.isfinite(value) and value > 0):
-        raise ValueError(f"{name}: must be finite and above 0, got {value}; nothing waits for ever")
-    return float(value)
 
 
 def _text(value: Fraction | float) -> str:

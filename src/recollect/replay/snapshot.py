@@ -11,14 +11,15 @@ from recollect.files import OwnedDirectory
 from recollect.files.record import damage_in
 from recollect.replay.limiter import RateLimiter
 from recollect.spaces import as_space, first_difference
-from recollect.storage.backend import ToBackendOrDeviceStorage
-from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.dump import DumpWriter, check_files, read_manifest
-from recollect.storage.files import FiledStorage
-from recollect.storage.live import is_same, live_of
-from recollect.storage.memmap import MemmapStorage
+from recollect.storage.contract import PathName, SpaceStorage
+from recollect.storage.dump import DumpWriter
+from recollect.storage.filed.base import DirectoryStorage
+from recollect.storage.filed.commits import commits_of, is_same
+from recollect.storage.manifest import check_files, read_manifest, stored_cast, stored_layout, stored_space
+from recollect.storage.over.backend import ToBackendOrDeviceStorage
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.rows import RowStorage, open_live, stored_cast, stored_layout, stored_space
+from recollect.storage.rows.base import RowStorage, open_live
+from recollect.storage.rows.memmap import MemmapStorage
 
 if TYPE_CHECKING:
     from recollect.replay.buffer import ReplayBuffer
@@ -52,13 +53,13 @@ def dump(
         storage.live_as = (FORMAT, {"evict": buffer.evict_record(), **limiter_record(buffer.limiter)})
         storage.write_live()
         return 0
-    live = live_of(storage)
-    if live is not None and is_same(live.home.path, path):
-        if not live.home.is_writable:
+    commits = commits_of(storage)
+    if commits is not None and is_same(commits.directory.path, path):
+        if not commits.directory.is_writable:
             raise ReadOnlyError(
                 f"{path}: was opened for reading, got dumps() to itself; load it with read_only=False"
             )
-        live.commit()
+        commits.commit()
         return 0
     with DumpWriter(Path(path), owned) as writer:
         writer.log = log
@@ -95,7 +96,9 @@ def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only:
     )
     if multiprocessing and not cls.is_multiprocessing_safe and cls.short_name == "memory":
         cls = find_storage("shared")
-    if multiprocessing and not (cls.is_multiprocessing_safe or (read_only and issubclass(cls, FiledStorage))):
+    if multiprocessing and not (
+        cls.is_multiprocessing_safe or (read_only and issubclass(cls, DirectoryStorage))
+    ):
         raise ValueError(f"multiprocessing: {cls.__name__} belongs to one process; pass storage='shared'")
     if issubclass(cls, RowStorage):
         verify = bool(kwargs.pop("verify", False))
@@ -105,7 +108,7 @@ def load_storage(path: Path, manifest: dict[str, Any], *, space: Any, read_only:
         return cls.from_dump(path, manifest, space, read_only=read_only, verify=verify, cast=cast)
     verify = bool(kwargs.pop("verify", False))
     check_files(path, manifest, verify=verify)
-    if issubclass(cls, FiledStorage):
+    if issubclass(cls, DirectoryStorage):
         _check_same(path, manifest, cls)
         return cls.from_manifest(path, manifest, space, read_only=read_only, verify=verify, **kwargs)
     return cls.load_from(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import checks
 from recollect._core import Turn
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase
@@ -76,7 +77,7 @@ class BatchSampler(View):
     def __init__(self, single_space: Any, single_metadata_space: Any = None, batch_size: int = 1) -> None:
         """Set the spaces of one sample and how many a batch has; `data` is assigned by the subclass."""
         BatchBase.__init__(self, single_space, single_metadata_space)
-        self.batch_size = _checked_size(batch_size)
+        self.batch_size = checks.count("batch_size", batch_size, advice="pass how many to draw")
         self.batch = self._data = _NoSource(type(self).__name__)
         self._limiter: RateLimiter | None = None
         self._stream = IndexStream()
@@ -454,11 +455,3 @@ def _copied(state: Any) -> Any:
     if isinstance(state, dict):
         return {key: _copied(value) for key, value in state.items()}
     return state.copy() if isinstance(state, np.ndarray) else state
-
-
-def _checked_size(batch_size: Any) -> int:
-    if isinstance(batch_size, bool) or not isinstance(batch_size, int | np.integer):
-        raise TypeError(f"batch_size: must be an int, got {type(batch_size).__name__}; pass how many to draw")
-    if batch_size < 1:
-        raise ValueError(f"batch_size: must be at least 1, got {batch_size}; pass how many to draw")
-    return int(batch_size)

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect import checks
 from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import Lapped, Runs, again_and_again, as_labels, check_known, drawn, is_same
@@ -78,11 +79,8 @@ class HindsightSampler(BatchSampler):
             raise TypeError(
                 f"compute_reward: must be callable, got {kind}; pass compute_reward(achieved, desired, info)"
             )
-        if strategy not in STRATEGIES:
-            raise ValueError(f"strategy: must be one of {', '.join(STRATEGIES)}, got {strategy!r}")
-        if not 0.0 <= ratio <= 1.0:
-            raise ValueError(f"ratio: must be in [0, 1], got {ratio}; pass the share of draws to relabel")
-        self.compute_reward, self.strategy, self.ratio = compute_reward, strategy, float(ratio)
+        self.compute_reward, self.strategy = compute_reward, checks.choice("strategy", strategy, STRATEGIES)
+        self.ratio = checks.fraction("ratio", ratio, advice="pass the share of draws to relabel")
         super().__init__(data.single_space, _metadata_space(data), batch_size)
         self._bind(data, device, backend)
         if seed is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import count
@@ -12,6 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
+from recollect import checks
 from recollect.backends import Backend, move
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import CONTENTION_S, Lapped, again_and_again, counted, is_same
@@ -85,7 +85,7 @@ class PrioritizedSampler(BatchSampler):
     ) -> None:
         """Draw from `data`; nothing is read yet. `alpha=0` is uniform; `beta` may be assigned."""
         as_source(data)
-        self.alpha, self.eps = _checked("alpha", alpha), _checked("eps", eps)
+        self.alpha, self.eps = _weight("alpha", alpha), _weight("eps", eps)
         self.beta = beta
         self._applied = self._late = 0
         super().__init__(data.single_space, _labelled_space(data), batch_size)
@@ -100,7 +100,7 @@ class PrioritizedSampler(BatchSampler):
 
     @beta.setter
     def beta(self, beta: float) -> None:
-        self._beta = _checked("beta", beta)
+        self._beta = _weight("beta", beta)
 
     def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
         self._ledger = ledger_of(data, self.alpha, self.eps)
@@ -259,7 +259,7 @@ class PrioritizedSampler(BatchSampler):
         }
 
     def _load(self, state: dict[str, Any]) -> None:
-        beta, applied, late = _checked("beta", state["beta"]), int(state["applied"]), int(state["late"])
+        beta, applied, late = _weight("beta", state["beta"]), int(state["applied"]), int(state["late"])
         before = self._ledger.state()
         try:
             self._ledger.load(state["priorities"])
@@ -348,12 +348,8 @@ def _labelled_space(data: BatchBase) -> spaces.Dict | dict[str, Any]:
     return {**({} if own is None else own.spaces), **LABELS}
 
 
-def _checked(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float | np.integer | np.floating):
-        raise TypeError(f"{name}: must be a number, got {type(value).__name__}; pass a float")
-    if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"{name}: must be finite and not negative, got {value}; 0 to 1 is usual")
-    return float(value)
+def _weight(name: str, value: Any) -> float:
+    return checks.number(name, value, advice="0 to 1 is usual")
 
 
 def _ints(meta: Mapping[str, Any], name: str) -> Ints:

@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import check_known
@@ -58,8 +59,8 @@ class SequenceSampler(BatchSampler):
         backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`, which must keep segments; no sample is read yet."""
-        self.length = _checked("length", length, 1)
-        self.burn_in = _checked("burn_in", burn_in, 0)
+        self.length = checks.count("length", length, advice="pass a number of samples")
+        self.burn_in = checks.count("burn_in", burn_in, 0, advice="pass a number of samples")
         self.pad = bool(pad)
         windows = self._windows(data, device, backend)
         super().__init__(windows.single_space, windows.single_metadata_space, batch_size)
@@ -89,11 +90,3 @@ class SequenceSampler(BatchSampler):
     def _configuration(self) -> dict[str, Any]:
         mine = {"length": self.length, "burn_in": self.burn_in, "pad": self.pad}
         return {**super()._configuration(), **mine}
-
-
-def _checked(name: str, value: Any, least: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int | np.integer):
-        raise TypeError(f"{name}: must be an int, got {type(value).__name__}; pass a number of samples")
-    if value < least:
-        raise ValueError(f"{name}: must be at least {least}, got {value}; pass a number of samples")
-    return int(value)

@@ -8,12 +8,12 @@ two numbers.
 
 from __future__ import annotations
 
-import operator
 import secrets
 from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect._core import Stream, draw_indices
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -48,7 +48,7 @@ class IndexStream(Stream):
     def __init__(self, seed: int | None = None) -> None:
         """Start at counter 0; `seed=None` takes a fresh one from the system."""
         super().__init__()
-        self.seed = secrets.randbits(63) if seed is None else _checked_seed(seed)
+        self.seed = secrets.randbits(63) if seed is None else checks.seed("seed", seed)
         self.key = mix(self.seed)
         self.counter = 0
 
@@ -90,7 +90,7 @@ class IndexStream(Stream):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where `state_dict` was called."""
-        seed, key, counter = (_checked_seed(state[name], name) for name in ("seed", "key", "counter"))
+        seed, key, counter = (checks.seed(name, state[name]) for name in ("seed", "key", "counter"))
         self.seed, self.key, self.counter = seed, key, counter
 
     @classmethod
@@ -123,15 +123,6 @@ def _ranked(words: Words) -> Ints:
     tagged = (words & ~low) | np.arange(len(words), dtype=np.uint64)
     tagged.sort()
     return (tagged & low).view(np.int64)
-
-
-def _checked_seed(seed: Any, name: str = "seed") -> int:
-    if isinstance(seed, bool) or not hasattr(seed, "__index__"):
-        raise TypeError(f"{name}: must be an int or None, got {type(seed).__name__}; pass an int")
-    number = operator.index(seed)
-    if not 0 <= number <= _WORD:
-        raise ValueError(f"{name}: must be in [0, 2**64), got {number}; take it modulo 2**64")
-    return number
 
 
 def unit_floats(key: int, counter: int, n: int) -> np.ndarray[Any, np.dtype[np.float64]]:

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space
 
+from recollect import checks
 from recollect.errors import FormatError
 from recollect.spaces.codec import Codec, Column
 from recollect.spaces.dtypes import dtype_name
@@ -264,8 +265,7 @@ def _checked_lengths(space: Space[Any], most: Mapping[str, Any]) -> dict[str, in
     for name, length in most.items():
         if name not in names:
             raise ValueError(f"max_lengths: keys must be Sequence leaves of the space, {names}, got {name!r}")
-        if isinstance(length, bool) or not isinstance(length, int | np.integer) or length < 1:
-            raise ValueError(f"max_lengths: {name!r} must be an int of at least 1, got {length!r}")
+        checks.count(f"max_lengths/{name}", length)
     for name in names:
         if name not in most:
             remedy = f"pass max_lengths={{{name!r}: ...}}"

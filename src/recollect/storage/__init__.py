@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-from recollect.storage.backend import ToBackendOrDeviceStorage
-from recollect.storage.base import SpaceStorage
-from recollect.storage.dict import DictStorage
-from recollect.storage.flattened import FlattenedStorage
-from recollect.storage.hdf5 import HDF5Storage
-from recollect.storage.image import ImageStorage
-from recollect.storage.memmap import MemmapStorage
-from recollect.storage.memory import MemoryStorage
-from recollect.storage.parquet import ParquetStorage
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.filed.hdf5 import HDF5Storage
+from recollect.storage.filed.image import ImageStorage
+from recollect.storage.filed.parquet import ParquetStorage
+from recollect.storage.filed.video import VideoStorage
+from recollect.storage.over.backend import ToBackendOrDeviceStorage
+from recollect.storage.over.dict import DictStorage
+from recollect.storage.over.flattened import FlattenedStorage
+from recollect.storage.over.transformed import TransformedStorage
 from recollect.storage.registry import find_storage, register_storage
-from recollect.storage.rows import RowStorage
-from recollect.storage.shared import SharedMemoryStorage
-from recollect.storage.transformed import TransformedStorage
-from recollect.storage.video import VideoStorage
+from recollect.storage.rows.base import RowStorage
+from recollect.storage.rows.memmap import MemmapStorage
+from recollect.storage.rows.memory import MemoryStorage
+from recollect.storage.rows.shared import SharedMemoryStorage
 
 __all__ = [
     "DictStorage",

@@ -10,36 +10,37 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import stat
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO, Literal, Self
-
-import msgspec
-import numpy as np
-from msgspec import Meta
+from typing import Any, BinaryIO, Self
 
 from recollect import _core, interrupts
 from recollect.errors import FormatError, MissingExtraError
 from recollect.files import (
+    About,
     OwnedDirectory,
+    about_file,
     check_name,
     has_name,
     make_directory,
     make_inside,
     open_named,
     remove_empty,
-    replace_file,
+    seal,
     sync_directory,
+    sync_file,
 )
-from recollect.files.record import Count, FileAbout, Positive, as_kind, read_json, read_signed, signed_json
+from recollect.storage.manifest import (
+    FORMATS,
+    MANIFEST,
+    STORAGE,
+    is_committed,
+    read_manifest,
+    stored_layout,
+    write_manifest,
+)
 
-MANIFEST = "manifest.json"
-FORMAT_VERSION = 1
-STORAGE = "storage"
-DUMPS = ("recollect.storage", "recollect.replay")
-About = dict[str, Any]  # size and checksum of a file
 _PART = 1 << 22
 _NUMBERED = re.compile(r"(?!live-)[^-]+-(\d{1,15})\.bin|part-(\d{1,15})")
 
@@ -125,12 +126,7 @@ class DumpWriter:
         with self.owned.make(f"{STORAGE}/{name}") as f:
             _core.fault_point()
             yield f
-            f.flush()
-            _core.fault_point()
-            os.fsync(f.fileno())
-            _core.fault_point()
-            f.seek(0)
-            self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
+            self.files[f"{STORAGE}/{name}"] = seal(f)
 
     def begin_part(self) -> str:
         """The name of a new directory, for files that are written by other means."""
@@ -143,9 +139,7 @@ class DumpWriter:
         base, full = self.path / STORAGE, self.path / STORAGE / name
         self._synced.update(place for place in full.parents if place.is_relative_to(base))
         with open_named(self.path, f"{STORAGE}/{name}", "rb+") as f:
-            os.fsync(f.fileno())
-            _core.fault_point()
-            self.files[f"{STORAGE}/{name}"] = {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
+            self.files[f"{STORAGE}/{name}"] = seal(f)
 
     def adopt_all(self, base: str) -> None:
         """Name all files that were written by other means below a directory, or as one file of that name."""
@@ -175,9 +169,9 @@ class DumpWriter:
 
     def _has_synced(self, name: str, about: About) -> bool:
         with open_named(self.path, name) as f:
-            if {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)} != about:
+            if about_file(f) != about:
                 return False
-            os.fsync(f.fileno())  # a killed dump may have left it
+            sync_file(f)  # a killed dump may have left it
         self._same.add(name)
         return True
 
@@ -200,10 +194,7 @@ class DumpWriter:
         with open_named(source.parent, source.name) as f, self.owned.make(name) as copy:
             _core.fault_point()
             shutil.copyfileobj(f, copy, _PART)
-            copy.flush()
-            _core.fault_point()
-            os.fsync(copy.fileno())
-            found = {"bytes": os.fstat(copy.fileno()).st_size, "crc32c": file_crc(copy)}
+            found = seal(copy)
         if found != about:
             raise FormatError(f"{source}: its checksum does not match; it is damaged")
 
@@ -232,7 +223,7 @@ def check_owned(owned: OwnedDirectory) -> dict[str, Any]:
     manifest: dict[str, Any] = {}
     if has_name(path, MANIFEST):
         try:
-            manifest = read_manifest(path, DUMPS)
+            manifest = read_manifest(path, FORMATS)
         except FormatError as error:
             raise FileExistsError(
                 f"{path}: must be new or hold a dump of ours, got a {MANIFEST} that is none ({error}); "
@@ -268,7 +259,7 @@ def remove_dump(path: Path, more: Collection[str] = ()) -> None:
 def last_manifest(path: Path) -> dict[str, Any]:
     """The manifest of a directory, {} if there is none, or a damaged one; OSError if that cannot be told now."""
     try:
-        return read_manifest(path, DUMPS)
+        return read_manifest(path, FORMATS)
     except FormatError:
         return {}
 
@@ -339,127 +330,15 @@ def _has_more(storage: Any) -> bool:
 
 
 def _more_files(path: Path, manifest: dict[str, Any], base: str) -> list[str]:
-    from recollect.storage.files import FiledStorage
+    from recollect.storage.filed.base import DirectoryStorage
     from recollect.storage.registry import find_stored
-    from recollect.storage.rows import stored_layout
 
     cls = find_stored(manifest["storage"]["name"], str(path))
-    if not issubclass(cls, FiledStorage) or cls.is_in_parts(path, manifest["storage"]):
+    if not issubclass(cls, DirectoryStorage) or cls.is_in_parts(path, manifest["storage"]):
         return []
     space = stored_layout(path, manifest).space
     with cls.from_manifest(path, manifest, space, read_only=True, verify=False) as storage:
         return [f"{base}/{name}" for name in storage.more_files()]
-
-
-def write_manifest(path: Path, manifest: dict[str, Any], owned: OwnedDirectory | None = None) -> None:
-    """Replace the manifest of a directory in one step."""
-    text = signed_json({"format_version": FORMAT_VERSION, **manifest})
-    note = None if owned is None else lambda name: owned.note([name])
-    replace_file(path / MANIFEST, lambda f: f.write(text.encode()), note=note)
-
-
-class LaneRecord(msgspec.Struct):
-    """One lane, as a manifest has it."""
-
-    start: Count
-    capacity: Positive | None
-    count: Count
-    offset: Count
-
-
-class StorageRecord(msgspec.Struct):
-    """A storage, as a manifest has it; what its options may be, it knows itself."""
-
-    name: str
-    options: dict[str, Any]
-    children: dict[str, StorageRecord] = {}
-
-
-class EvictRecord(msgspec.Struct):
-    """What goes first, as a manifest has it."""
-
-    by: Literal["oldest", "lowest"]
-    key: str | None = None
-
-
-class ManifestRecord(msgspec.Struct):
-    """What a manifest must say, whatever storage it is of."""
-
-    format: str
-    commit: Count
-    live: bool
-    storage: StorageRecord
-    space: dict[str, Any]
-    layout_hash: str
-    count: Count
-    offset: Count
-    capacity: Positive | None
-    lanes: Annotated[list[LaneRecord], Meta(min_length=1)]
-    segments: list[tuple[Count, Count, Count, Positive, Count]] | None
-    files: dict[str, FileAbout]
-    storage_path_relative: str = STORAGE
-    log: str = STORAGE
-    evict: EvictRecord | None = None
-    segment_counter: Count = 0
-    max_lengths: dict[str, Positive] | None = None
-
-
-def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
-    """Read and check the manifest of a directory; FormatError says what is wrong with it."""
-    file = path / MANIFEST
-    try:
-        manifest = read_signed(file, formats, FORMAT_VERSION)
-    except (FileNotFoundError, NotADirectoryError):
-        raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
-    record = as_kind(manifest, ManifestRecord, file)
-    if record.format == "recollect.replay" and record.evict is None:
-        raise FormatError(f"{file}: must say what goes first, got no evict; it is damaged")
-    if record.evict is not None and record.evict.by == "lowest" and record.evict.key is None:
-        raise FormatError(f"{file}: evict must have a key, got none; it is damaged")
-    count = sum(lane.count for lane in record.lanes)
-    if count != record.count:
-        raise FormatError(
-            f"{file}: count must be {count}, that of all lanes, got {record.count}; it is damaged"
-        )
-    for name in (record.storage_path_relative, record.log, *record.files):
-        check_name(path, name)
-    manifest.setdefault("storage_path_relative", record.storage_path_relative)
-    return manifest
-
-
-def check_files(
-    path: Path, manifest: dict[str, Any], *, verify: bool, read_whole: Collection[str] = ()
-) -> None:
-    """Check the sizes of all named files, and the checksums of those `read_whole`, or with `verify` of all."""
-    real: set[str] = set()  # directories that are no links
-    for name, about in manifest["files"].items():
-        nbytes = _size_of(path, name, real)
-        if nbytes != about["bytes"]:
-            raise FormatError(
-                f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; "
-                f"it is {'truncated' if nbytes < about['bytes'] else 'longer than it was written'}"
-            )
-        if verify or name in read_whole:
-            with open_named(path, name) as f:
-                if file_crc(f) != about["crc32c"]:
-                    raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
-
-
-def _size_of(path: Path, name: str, real: set[str]) -> int:
-    # Not by open_named: there may be thousands, and each directory is looked at once.
-    parent = check_name(path, name).rpartition("/")[0]
-    try:
-        if parent not in real:
-            has_name(path, name)  # raises for a link on the way
-            real.add(parent)
-        found = os.lstat(f"{path}/{name}")
-    except FileNotFoundError:
-        raise FormatError(
-            f"{path / name}: is gone; the dump was replaced or damaged meanwhile: load again"
-        ) from None
-    if not stat.S_ISREG(found.st_mode):
-        raise FormatError(f"{path / name}: must be a plain file, got a link or something else; it is forged")
-    return found.st_size
 
 
 def _has_size(file: Path, about: About) -> bool:
@@ -467,35 +346,3 @@ def _has_size(file: Path, about: About) -> bool:
         return bool(file.lstat().st_size == about["bytes"])
     except OSError:
         return False
-
-
-def is_committed(path: Path, number: int) -> bool | None:
-    """Whether the newest commit has this number; None if that cannot be told, since the manifest cannot be read now."""
-    try:
-        return last_commit(path) == number
-    except (OSError, MemoryError):
-        return None
-
-
-def last_commit(path: Path) -> int:
-    """Return the number of the newest commit, 0 if there is none; what a damaged manifest says is not looked at."""
-    try:
-        found = read_json(path / MANIFEST, follow=False).get("commit")
-    except (FileNotFoundError, NotADirectoryError, FormatError):
-        return 0
-    return found if type(found) is int and found > 0 else 0
-
-
-def held_nbytes(path: Path) -> int:
-    """The bytes that all plain files of a dump have together."""
-    found = (os.lstat(f) for f in (path / STORAGE).rglob("*"))
-    return sum(s.st_size for s in found if stat.S_ISREG(s.st_mode))
-
-
-def file_crc(f: BinaryIO) -> str:
-    """Return the crc32c of a whole file as 8 hex digits."""
-    crc, part = 0, np.empty(_PART, np.uint8)
-    f.seek(0)
-    while n := f.readinto(part):  # type: ignore[attr-defined]
-        crc = _core.crc32c(part[:n], crc)
-    return f"{crc:08x}"

@@ -7,21 +7,21 @@ from typing import Any
 
 from recollect import plugins
 from recollect.errors import FormatError
-from recollect.storage.base import SpaceStorage
+from recollect.storage.contract import SpaceStorage
 
 # Ours are loaded when first asked for, since some need an optional package.
 _OWN = {
-    "memory": "recollect.storage.memory:MemoryStorage",
-    "shared": "recollect.storage.shared:SharedMemoryStorage",
-    "memmap": "recollect.storage.memmap:MemmapStorage",
-    "hdf5": "recollect.storage.hdf5:HDF5Storage",
-    "parquet": "recollect.storage.parquet:ParquetStorage",
-    "image": "recollect.storage.image:ImageStorage",
-    "video": "recollect.storage.video:VideoStorage",
-    "dict": "recollect.storage.dict:DictStorage",
-    "flattened": "recollect.storage.flattened:FlattenedStorage",
-    "transformed": "recollect.storage.transformed:TransformedStorage",
-    "backend": "recollect.storage.backend:ToBackendOrDeviceStorage",
+    "memory": "recollect.storage.rows.memory:MemoryStorage",
+    "shared": "recollect.storage.rows.shared:SharedMemoryStorage",
+    "memmap": "recollect.storage.rows.memmap:MemmapStorage",
+    "hdf5": "recollect.storage.filed.hdf5:HDF5Storage",
+    "parquet": "recollect.storage.filed.parquet:ParquetStorage",
+    "image": "recollect.storage.filed.image:ImageStorage",
+    "video": "recollect.storage.filed.video:VideoStorage",
+    "dict": "recollect.storage.over.dict:DictStorage",
+    "flattened": "recollect.storage.over.flattened:FlattenedStorage",
+    "transformed": "recollect.storage.over.transformed:TransformedStorage",
+    "backend": "recollect.storage.over.backend:ToBackendOrDeviceStorage",
 }
 _registered: dict[str, type[SpaceStorage]] = {}
 

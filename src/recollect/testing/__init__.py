@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import Any
+from recollect._lazy import lazy
 
 # name -> module. A line per public name; the module is imported when the name is first asked for.
-_HOME = {
+_MODULE_OF = {
     "BatchContract": "recollect.testing.batch_contract",
     "CarrierContract": "recollect.testing.carrier_contract",
     "FaultyCarrier": "recollect.testing.faulty_carrier",
@@ -22,14 +21,4 @@ _HOME = {
     "samples": "recollect.testing.spaces",
 }
 
-__all__ = sorted(_HOME)
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _HOME:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(import_module(_HOME[name]), name)
-
-
-def __dir__() -> list[str]:
-    return sorted([*globals(), *_HOME])
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULE_OF)

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
-from recollect.storage.frames import check_codec, opened_video, pixels
+from recollect.storage.filed.video_file import check_codec, opened_video, pixels
 
 Array = np.ndarray[Any, Any]
 

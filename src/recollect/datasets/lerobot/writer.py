@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import checks
 from recollect.batch import BatchBase
 from recollect.datasets.lerobot.features import (
     OWN_DTYPES,
@@ -38,10 +39,9 @@ from recollect.datasets.lerobot.statistics import Running
 from recollect.datasets.lerobot.video import CameraFile
 from recollect.datasets.stage import stage_of, take_stage
 from recollect.errors import FormatError, SegmentOpenError, check_installed
-from recollect.files import make_inside, replace_file, sync_directory
+from recollect.files import make_inside, move_directory, replace_file, seal_file
 from recollect.files.record import signed_json
 from recollect.replay import ReplayBuffer
-from recollect.storage.home import seal
 
 JOURNAL = "journal.json"
 CHUNKS_SIZE = 1000
@@ -66,9 +66,8 @@ def to_lerobot(
     wrote is taken up by the same call; every `commit_rows` rows files are closed for that.
     """
     meta = getattr(batch, "meta", None)
-    fps = fps if fps is not None else getattr(meta, "fps", None)
-    if fps is None or not fps > 0:
-        raise ValueError(f"fps: must be a number of frames a second above 0, got {fps!r}; pass fps=")
+    rate: Any = fps if fps is not None else getattr(meta, "fps", None)
+    checks.number("fps", rate, above=True, advice="pass fps=, frames a second")
     if isinstance(batch, ReplayBuffer) and batch.engine.has_open_segment():
         raise SegmentOpenError(
             "to_lerobot: must be of whole episodes, got an open one; call mark_segment_end() first"
@@ -83,7 +82,7 @@ def to_lerobot(
             f"tasks: must be one text, or one for each of {len(segments)} episodes, got {len(tasks)}"
         )
     robot_type = robot_type or getattr(meta, "robot_type", None)
-    writer = LeRobotWriter(path, batch.single_space, fps=fps, robot_type=robot_type, video_codec=video_codec,
+    writer = LeRobotWriter(path, batch.single_space, fps=rate, robot_type=robot_type, video_codec=video_codec,
                            codec_options=codec_options, commit_rows=commit_rows)  # fmt: skip
     try:
         done = writer.n_episodes
@@ -298,7 +297,7 @@ class LeRobotWriter:
             saved["files"][name] = number + 1
         self._cameras = {}
         for name in names[len(saved.get("names", ())) :]:
-            saved["sums"][name] = seal(self.stage / name)
+            saved["sums"][name] = seal_file(self.stage / name)
         saved["episodes"] += self._fresh
         saved |= {"names": names, "stats": {name: s.state() for name, s in self._stats.items()}}
         self._fresh, self._data_nbytes, self._rows_in_files = [], 0, 0
@@ -315,8 +314,7 @@ class LeRobotWriter:
         self._replace("meta/stats.json", json.dumps(stats, indent=4))
         self._replace(INFO, json.dumps(self._info(), indent=4, ensure_ascii=False))
         self._write_checksums()
-        os.rename(self.stage, self.path)
-        sync_directory(self.path.parent)
+        move_directory(self.stage, self.path)
         (self.path / JOURNAL).unlink()
         self._owned.moved_to(self.path)
         self._owned.forget()
@@ -333,7 +331,7 @@ class LeRobotWriter:
         sums = dict(self._saved["sums"])
         for file in sorted((self.stage / "meta").rglob("*")):
             if file.is_file() and file != self.stage / CHECKSUMS:
-                sums[str(file.relative_to(self.stage))] = seal(file)
+                sums[str(file.relative_to(self.stage))] = seal_file(file)
         self._replace(CHECKSUMS, signed_json({"format": "recollect.checksums", "files": sums}))
 
     def _write_tasks(self) -> None:

@@ -5,42 +5,15 @@ Names are loaded when they are first used; none of them needs torch until a devi
 
 from __future__ import annotations
 
-from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from recollect._lazy import lazy
 
-_NAMES = {
-    "recollect.ipc.replay_pipelines.base": "ReplayPipeline ReplayTickMetadata",
-    "recollect.ipc.replay_pipelines.cpu_pinned_double_buffer": (
-        "CPUPinnedDoubleBufferReplayPipeline make_collector_pack serve_pack_requests"
-    ),
-    "recollect.ipc.replay_pipelines.transfer": "TransferBackend",
+_MODULE_OF = {
+    "ReplayPipeline": "recollect.ipc.replay_pipelines.base",
+    "ReplayTickMetadata": "recollect.ipc.replay_pipelines.base",
+    "CPUPinnedDoubleBufferReplayPipeline": "recollect.ipc.replay_pipelines.cpu_pinned_double_buffer",
+    "make_collector_pack": "recollect.ipc.replay_pipelines.cpu_pinned_double_buffer",
+    "serve_pack_requests": "recollect.ipc.replay_pipelines.cpu_pinned_double_buffer",
+    "TransferBackend": "recollect.ipc.replay_pipelines.transfer",
 }
-_HOME = {name: module for module, names in _NAMES.items() for name in names.split()}
 
-if TYPE_CHECKING:
-    from recollect.ipc.replay_pipelines.base import ReplayPipeline as ReplayPipeline
-    from recollect.ipc.replay_pipelines.base import ReplayTickMetadata as ReplayTickMetadata
-    from recollect.ipc.replay_pipelines.cpu_pinned_double_buffer import (
-        CPUPinnedDoubleBufferReplayPipeline as CPUPinnedDoubleBufferReplayPipeline,
-    )
-    from recollect.ipc.replay_pipelines.cpu_pinned_double_buffer import (
-        make_collector_pack as make_collector_pack,
-    )
-    from recollect.ipc.replay_pipelines.cpu_pinned_double_buffer import (
-        serve_pack_requests as serve_pack_requests,
-    )
-    from recollect.ipc.replay_pipelines.transfer import TransferBackend as TransferBackend
-
-__all__ = sorted(_HOME)
-
-if not TYPE_CHECKING:  # a type checker that saw __getattr__ would let any misspelt name pass
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOME:
-            raise AttributeError(f"module 'recollect.ipc.replay_pipelines' has no attribute {name!r}")
-        value = getattr(import_module(_HOME[name]), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *__all__})
+__getattr__, __dir__, __all__ = lazy(__name__, _MODULE_OF)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
+from recollect import checks
 from recollect.sampling.stream import mix
 
 SEEDS = 2**32
@@ -69,11 +70,7 @@ def sample_seed(base_seed: int, tick_id: int) -> int:
     >>> sample_seed(0, 1) != sample_seed(1, 0)
     True
     """
-    return mix(checked_seed("base_seed", base_seed) * SEEDS + checked_seed("tick_id", tick_id))
-
-
-def checked_seed(label: str, n: Any) -> int:
-    """Return `n` if it is an int in [0, 2**32); else ValueError."""
-    if isinstance(n, bool) or not hasattr(n, "__index__") or not 0 <= n.__index__() < SEEDS:
-        raise ValueError(f"{label}: must be an int in [0, 2**32), got {n!r}; take it modulo 2**32")
-    return int(n.__index__())
+    return mix(
+        checks.seed("base_seed", base_seed, below=SEEDS) * SEEDS
+        + checks.seed("tick_id", tick_id, below=SEEDS)
+    )

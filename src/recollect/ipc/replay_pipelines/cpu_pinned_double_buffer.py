@@ -11,19 +11,17 @@ from contextlib import suppress
 from time import monotonic, monotonic_ns
 from typing import Any, Self
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, DeadlineError, WrongTickError, class_name
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines import native_h2d, packing
-from recollect.ipc.replay_pipelines.base import ReplayTickMetadata, checked_seed, sample_seed
+from recollect.ipc.replay_pipelines.base import SEEDS, ReplayTickMetadata, sample_seed
 from recollect.ipc.replay_pipelines.packer import BROKEN, PENDING, READY, Packer, PackJob
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
 from recollect.ipc.replay_pipelines.reports import PipelineStats, PipelineTrace, TickLog
 from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, PackSlots
 from recollect.ipc.replay_pipelines.transfer import TransferBackend, make_transfer
-from recollect.ipc.shared_buffer import check_count
 from recollect.ipc.transitions import fields_of
-from recollect.memory.latest import checked_timeout
 from recollect.memory.watching import Watch
 
 __all__ = ["CPUPinnedDoubleBufferReplayPipeline", "make_collector_pack", "serve_pack_requests"]
@@ -72,13 +70,14 @@ class CPUPinnedDoubleBufferReplayPipeline:
         transfer: TransferBackend | None = None,
     ) -> None:
         """Make slots and start the packer. `transfer` replaces the backend that `device` would get."""
-        check_count("sample_count", sample_count)
+        checks.count("sample_count", sample_count)
         if not isinstance(replay_buffer, ReplayBuffer):
             raise TypeError(
                 f"replay_buffer: must be a recollect.ipc.ReplayBuffer, got {class_name(replay_buffer)}"
             )
-        self.base_seed, self.sample_count = checked_seed("base_seed", base_seed), int(sample_count)
-        self.deadline = checked_timeout(deadline, 60.0)
+        self.base_seed = checks.seed("base_seed", base_seed, below=SEEDS)
+        self.sample_count = int(sample_count)
+        self.deadline = checks.timeout(deadline, 60.0)
         queues = _checked_queues(
             collector_pack_request_queue, collector_pack_ready_queue, collector_pack_shared_slots
         )
@@ -155,7 +154,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         next `headroom` rows of each lane (of each environment, where they are kept apart) will overwrite.
         """
         if min_snapshot_ptr is not None:
-            check_count("min_snapshot_ptr", min_snapshot_ptr, 0)
+            checks.count("min_snapshot_ptr", min_snapshot_ptr, 0)
         self._check_headroom(headroom)
         with self._lock:
             tick = self._check(tick_id, sample_count)
@@ -203,7 +202,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
 
     def wait_until_ready(self, tick_id: int, sample_count: int, *, timeout: float | None = None) -> bool:
         """Wait for this tick, starting it if nothing is cold; False on timeout, and it stays pending."""
-        seconds = checked_timeout(timeout, self.deadline)
+        seconds = checks.timeout(timeout, self.deadline)
         end = monotonic() + seconds
         with self._lock:
             tick = self._check(tick_id, sample_count)
@@ -382,7 +381,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
 
     def _check(self, tick_id: Any, sample_count: Any) -> int:
         self._check_open()
-        tick = checked_seed("tick_id", tick_id)
+        tick = checks.seed("tick_id", tick_id, below=SEEDS)
         if isinstance(sample_count, bool) or sample_count != self.sample_count:
             raise ValueError(
                 f"sample_count: must be the {self.sample_count} of the constructor, got {sample_count!r}; "
@@ -392,7 +391,7 @@ class CPUPinnedDoubleBufferReplayPipeline:
         return tick
 
     def _check_headroom(self, headroom: Any) -> None:
-        check_count("headroom", headroom, 0)
+        checks.count("headroom", headroom, 0)
         if operator.index(headroom) >= self._run:
             raise ValueError(
                 f"headroom: must be below the {self._run} rows of a lane, got {headroom}; use a larger buffer"

@@ -8,7 +8,7 @@ from functools import lru_cache
 from time import monotonic, monotonic_ns
 from typing import Any
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, EmptyError, RecollectError
 from recollect.ipc.replay_buffer import ReplayBuffer
 from recollect.ipc.replay_pipelines.reports import PipelineTrace
@@ -22,8 +22,6 @@ from recollect.ipc.replay_pipelines.slots import (
     PackSlots,
     Wakeup,
 )
-from recollect.ipc.shared_buffer import check_count
-from recollect.memory.latest import checked_timeout
 from recollect.memory.rows import packed_codec
 
 REACHED, TIMED_OUT, CLOSED, STOPPED = range(4)  # what `wait_added` returns
@@ -67,7 +65,7 @@ def make_collector_pack(replay_buffer: ReplayBuffer, sample_count: int) -> tuple
 
     Ownership: the caller's; `slots.cleanup()` ends all three. They go to the collector as process arguments.
     """
-    check_count("sample_count", sample_count)
+    checks.count("sample_count", sample_count)
     slots = PackSlots(sample_count, replay_buffer.row_nbytes)
     return Wakeup(slots, ASKED_AT), Wakeup(slots, READY_AT), slots
 
@@ -87,7 +85,7 @@ def serve_pack_requests(
     stays open until the next call.
     What goes wrong while packing is raised in the learner, not here. One process packs; LaneBusyError for another.
     """
-    end, served = monotonic() + checked_timeout(timeout, 0.0), 0
+    end, served = monotonic() + checks.timeout(timeout, 0.0), 0
     trace = PipelineTrace(trace_recorder)
     slots.enlist()
     while True:

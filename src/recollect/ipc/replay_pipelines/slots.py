@@ -21,12 +21,10 @@ from typing import Any, Self
 import msgspec
 import numpy as np
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import AttachError, ClosedError, LaneBusyError
-from recollect.ipc.shared_buffer import check_count
 from recollect.memory import shared
 from recollect.memory.geometry import page_up
-from recollect.memory.latest import checked_timeout
 from recollect.memory.shared import WORDS_AT, SharedSegment
 from recollect.text import told_briefly
 
@@ -86,8 +84,8 @@ class PackSlots:
 
     def __init__(self, sample_count: int, row_bytes: int) -> None:
         """Make the memory."""
-        check_count("sample_count", sample_count)
-        check_count("row_bytes", row_bytes)
+        checks.count("sample_count", sample_count)
+        checks.count("row_bytes", row_bytes)
         stride = page_up(sample_count * row_bytes)
         schema = [int(sample_count), int(row_bytes)]
         self._setup(shared.create(KIND, schema, _WORDS_NBYTES, RING_DEPTH * stride, "sample_count"))
@@ -300,7 +298,7 @@ class Wakeup:
 
     def get(self, block: bool = True, timeout: float | None = None) -> int:
         """Wait until it has rung since the last `get`; queue.Empty when `timeout` seconds (60 for None) passed."""
-        end = monotonic() + (checked_timeout(timeout, 60.0) if block else 0.0)
+        end = monotonic() + (checks.timeout(timeout, 60.0) if block else 0.0)
         while (rung := self._slots.mapping.load(self._at)) == self._seen:
             left = end - monotonic()
             if left <= 0:

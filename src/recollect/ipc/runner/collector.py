@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
-from recollect import _core, interrupts
+from recollect import _core, checks, interrupts
 from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.runner.control import Control, Counters, Permit
-from recollect.memory.latest import checked_timeout
 from recollect.memory.watching import watched_process
 
 ORPHAN_GRACE_S = 5.0  # a collector without a learner has this long to end by itself
@@ -112,7 +111,7 @@ class CollectorContext:
         `timeout` None waits for the runner's deadline. `on_take(permit)` is called before the learner, which may then
         publish newer weights, sees that it was taken: the place to read those of the permit's version.
         """
-        seconds = checked_timeout(timeout, self._deadline)
+        seconds = checks.timeout(timeout, self._deadline)
         self._control.finish(self.lane)
         return self._control.take(self.lane, seconds, on_take)
 

@@ -14,6 +14,7 @@ from starlette.responses import PlainTextResponse, Response
 from starlette.routing import BaseRoute, Mount, Route
 from starlette.staticfiles import StaticFiles
 
+from recollect import checks
 from recollect.errors import RecollectError
 from recollect.observe.view.catalogue import Catalogue
 from recollect.observe.view.episodes import ENDS, Filter
@@ -41,9 +42,7 @@ class Query:
     def word(self, name: str, words: tuple[str, ...]) -> str:
         """One of some words, the first by default."""
         found = self.text(name, words[0])
-        if found not in words:
-            raise ValueError(f"{name}: must be one of {words}, got {found!r}")
-        return found
+        return checks.choice(name, found, words)
 
     def whole(self, name: str, default: int | None = None) -> int:
         """A whole number."""

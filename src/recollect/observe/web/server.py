@@ -8,6 +8,7 @@ from typing import Self
 
 import uvicorn
 
+from recollect import checks
 from recollect.observe.web.app import Guard
 
 HOST = "127.0.0.1"
@@ -23,8 +24,7 @@ class WebServer:
 
     def __init__(self, app: Guard, port: int = 0) -> None:
         """Take the port, 0 for any free one; OSError if it is in use, ValueError if it can be none."""
-        if not 0 <= port < 1 << 16:
-            raise ValueError(f"port: must be from 0 to 65535, got {port}; 0 takes any that is free")
+        checks.count("port", port, 0, most=65535, advice="0 takes any that is free")
         self._socket = socket.create_server((HOST, port))
         self.port: int = self._socket.getsockname()[1]
         self.url = f"http://{HOST}:{self.port}/{app.token}/"

@@ -8,8 +8,8 @@ from recollect.replay.engines.any import AnyEngine
 from recollect.replay.engines.base import Engine
 from recollect.replay.engines.lowest import LowestEngine
 from recollect.replay.engines.rows import RowsEngine
-from recollect.storage.base import SpaceStorage
-from recollect.storage.rows import RowStorage
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.rows.base import RowStorage
 
 
 def make_engine(

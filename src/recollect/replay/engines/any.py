@@ -23,9 +23,9 @@ from recollect.batch.structure import select
 from recollect.budget import check_fits
 from recollect.errors import FormatError, LaneBusyError, ReadOnlyError, SchemaError, SegmentOpenError
 from recollect.replay.engines.base import OPEN, Engine, Ints, Keys, Segments, check_adoption, checked_ends
-from recollect.storage.base import SpaceStorage
+from recollect.storage.contract import SpaceStorage
 from recollect.storage.dump import DumpWriter
-from recollect.storage.live import live_of, manifest_of, save
+from recollect.storage.filed.commits import commits_of, manifest_of, save
 
 # What an epoch reads at a time: so little that it is still in the cache when it is handed out.
 AHEAD_NBYTES = 1 << 19
@@ -521,19 +521,19 @@ class AnyEngine(Engine):
 
     def go_live(self, extra: dict[str, Any]) -> None:
         """Put counters and segments, and `extra`, into every commit of a storage that has a directory."""
-        live = live_of(self.storage)
-        if live is not None and live.home.is_writable:
+        commits = commits_of(self.storage)
+        if commits is not None and commits.directory.is_writable:
             self._extra = extra
-            live.owner, live.mend, live.is_busy = self.record, self._mend, self._is_busy
+            commits.owner, commits.mend, commits.is_busy = self.record, self._mend, self._is_busy
 
     def handle_state(self) -> dict[str, Any] | None:
         return self.record()
 
     def dump(self, writer: DumpWriter) -> dict[str, Any]:
         with self._lock:
-            live = live_of(self.storage)
-            if live is not None:
-                live.commit()
+            commits = commits_of(self.storage)
+            if commits is not None:
+                commits.commit()
             base = save(self.storage, writer)
             return {**manifest_of(self.storage, self.record), "storage_path_relative": base}
 

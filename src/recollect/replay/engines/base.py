@@ -17,7 +17,7 @@ from recollect.batch.boundaries import Ask, Boundaries, Found
 from recollect.batch.structure import fill, leaf_paths, pick
 from recollect.errors import SegmentOpenError
 from recollect.replay.limiter import RateLimiter
-from recollect.storage.base import SpaceStorage
+from recollect.storage.contract import SpaceStorage
 from recollect.storage.dump import DumpWriter
 
 Ints = np.ndarray[Any, np.dtype[np.int64]]

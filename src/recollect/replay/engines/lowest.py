@@ -13,8 +13,8 @@ from recollect.replay.engines.base import Ints
 from recollect.replay.engines.rows import RowsEngine
 from recollect.spaces import Layout
 from recollect.storage.dump import DumpWriter
-from recollect.storage.row_dump import write_orders
-from recollect.storage.rows import RowStorage, encode_at
+from recollect.storage.rows.base import RowStorage, encode_at
+from recollect.storage.rows.dump import write_orders
 
 _EXACT = 1 << 53  # whole numbers below this compare exactly as float64
 

@@ -18,8 +18,8 @@ from recollect.memory.geometry import LIMITER_AT
 from recollect.memory.rows import packed_codec
 from recollect.replay.engines.base import OPEN, Engine, Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.dump import DumpWriter
-from recollect.storage.row_dump import write_rows
-from recollect.storage.rows import RowStorage, encode_at
+from recollect.storage.rows.base import RowStorage, encode_at
+from recollect.storage.rows.dump import write_rows
 
 
 class RowsEngine(Engine):

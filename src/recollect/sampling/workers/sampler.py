@@ -12,13 +12,12 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.backends import move
 from recollect.batch.location import Location
 from recollect.batch.structure import check_fills, fill
 from recollect.batch.view import Read
 from recollect.errors import ClosedError, WorkerDiedError, WorkerError, class_name
-from recollect.memory.ring import checked_int, checked_seconds
 from recollect.sampling.base import BatchSampler, SamplerStats, counted_in
 from recollect.sampling.stream import IndexStream, Ints
 from recollect.sampling.workers.messages import DRAW, WorkRequest, key_of
@@ -81,14 +80,14 @@ class MultiprocessingSampler(BatchSampler):
             raise TypeError(
                 f"sampler: must be a BatchSampler of this process, got {kind}; wrap a StepSampler"
             )
-        self.n_workers = checked_int(n_workers, 1, "n_workers")
-        self._n_slots = max(2, -(-checked_int(n_buffers, 1, "n_buffers") // self.n_workers))
+        self.n_workers = checks.count("n_workers", n_workers)
+        self._n_slots = max(2, -(-checks.count("n_buffers", n_buffers) // self.n_workers))
         self._context: Any = multiprocessing.get_context(ctx) if ctx is None or isinstance(ctx, str) else ctx
-        self._doze_s = checked_seconds(doze_time, "doze_time")
-        if not self._doze_s:
-            raise ValueError("doze_time: must be above 0 s, got 0; pass how often to look for the parent")
+        self._doze_s = checks.seconds(
+            "doze_time", doze_time, above=True, advice="pass how often to look for the parent"
+        )
         self._daemon = True if daemon is None else bool(daemon)
-        self.deadline = checked_seconds(deadline, "deadline")
+        self.deadline = checks.seconds("deadline", deadline)
         super().__init__(sampler.single_space, sampler.single_metadata_space, sampler.batch_size)
         self.sampler = sampler
         self._data, self.batch, self._limiter = sampler._data, sampler.batch, sampler._limiter

@@ -7,18 +7,16 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.errors import FormatError
 from recollect.spaces import Layout
 from recollect.spaces.tree import as_keys
-from recollect.storage.appending import AppendStorage
-from recollect.storage.arrow import from_table, to_table
-from recollect.storage.base import SpaceStorage
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes
-from recollect.storage.columnar import Array, Keys, from_saved
-from recollect.storage.columns import Columns, longest, part_of, wide_layout
-from recollect.storage.files import Ints
-from recollect.storage.live import PIECE, Live
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.filed.arrow import from_table, to_table
+from recollect.storage.filed.base import AppendStorage, Array, Ints, Keys, from_saved
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes
+from recollect.storage.filed.columns import Columns, longest, part_of, wide_layout
+from recollect.storage.filed.commits import PIECE, Commits
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +54,7 @@ class ParquetStorage(AppendStorage):
     requires = ("pyarrow", "parquet")
     commits_from = PIECE
 
-    def __init__(self, live: Live, prefix: str, space: Any, *, piece_size: int = 1024, compression: str = "zstd",
+    def __init__(self, commits: Commits, prefix: str, space: Any, *, piece_size: int = 1024, compression: str = "zstd",
                  cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
                  max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         self._pa = self.need()
@@ -64,7 +62,7 @@ class ParquetStorage(AppendStorage):
         SpaceStorage.__init__(self, space)
         most: dict[str, int] = {}
         longest(self.single_instance_space, (), most)
-        super().__init__(live, prefix, space, cast=cast, max_lengths=most)
+        super().__init__(commits, prefix, space, cast=cast, max_lengths=most)
         self._most = dict(max_lengths or {})  # what may not be exceeded, if the caller wants so
         if self._most:
             wide_layout(
@@ -77,15 +75,15 @@ class ParquetStorage(AppendStorage):
         self._caches: dict[Any, ChunkCache] = {}
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
-        return cls(live, prefix, space, **options)
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(commits, prefix, space, **options)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         def make(known: dict[str, Any]) -> Any:
             kept = {k: v for k, v in known.items() if k != "contents"}
-            storage = cls(live, prefix, space, **{**kept, **options})
+            storage = cls(commits, prefix, space, **{**kept, **options})
             storage._pieces = [Piece(str(name), int(n)) for name, n in known["contents"]["pieces"]]
             storage._layout = wide_layout(storage.single_instance_space, known["contents"]["longest"])
             storage._pending = Columns(storage._layout)
@@ -95,9 +93,11 @@ class ParquetStorage(AppendStorage):
             storage._ends = _ends_of(storage._pieces)
             return storage
 
-        storage: Self = from_saved(live.home.path, saved, make)
+        storage: Self = from_saved(commits.directory.path, saved, make)
         for piece in storage._pieces:
-            if piece.n > live.home.about(piece.name)["bytes"]:  # as few bytes may hold many equal rows: look
+            if (
+                piece.n > commits.directory.about(piece.name)["bytes"]
+            ):  # as few bytes may hold many equal rows: look
                 storage._check_piece(piece)
         storage._truncate(length)
         return storage
@@ -148,7 +148,7 @@ class ParquetStorage(AppendStorage):
 
     def _added(self) -> None:
         if self._tail() + self._pending.n >= self.piece_size:
-            self._live.due(PIECE)
+            self._commits.due(PIECE)
 
     def _written(self) -> int:
         return self.stored_length() + self._pending.n
@@ -171,21 +171,21 @@ class ParquetStorage(AppendStorage):
         self._forget_from(first)
         self._pieces, self._ends = kept, _ends_of(kept)
         for piece in gone:
-            self.home.drop(piece.name)
+            self.directory.drop(piece.name)
 
     def _check_piece(self, piece: Piece) -> None:
         from pyarrow import parquet
 
         try:
-            with self.home.open_file(piece.name) as f:
+            with self.directory.open_file(piece.name) as f:
                 found = parquet.read_metadata(f).num_rows
         except (self._pa.ArrowException, OSError) as error:
             raise FormatError(
-                f"{self.home.path}: {piece.name}: cannot be read ({error}); it is damaged"
+                f"{self.directory.path}: {piece.name}: cannot be read ({error}); it is damaged"
             ) from None
         if found < piece.n:
             raise FormatError(
-                f"{self.home.path}: {piece.name}: must have {piece.n} rows, got {found}; it is damaged"
+                f"{self.directory.path}: {piece.name}: must have {piece.n} rows, got {found}; it is damaged"
             )
 
     def _forget_from(self, piece: int) -> None:
@@ -212,7 +212,7 @@ class ParquetStorage(AppendStorage):
                 written.append(self._write_piece(columns, first, end))
         except BaseException:
             for piece in written:
-                self.home.drop(piece.name)
+                self.directory.drop(piece.name)
             raise
         old = self._pieces[-1:] if tail else []
         pieces = [*self._pieces[: len(self._pieces) - len(old)], *written]
@@ -224,7 +224,7 @@ class ParquetStorage(AppendStorage):
             rest,
         )  # at once: an interrupt may come before or after
         for piece in old:
-            self.home.drop(piece.name)
+            self.directory.drop(piece.name)
 
     def _with_tail(self) -> Columns:
         """The pending rows after those of the last piece."""
@@ -238,8 +238,8 @@ class ParquetStorage(AppendStorage):
     def _write_piece(self, columns: Columns, first: int, end: int) -> Piece:
         from pyarrow import parquet
 
-        name = self.home.new_name(f"{self.prefix}part-", ".parquet")
-        with self.home.writing(name) as path:
+        name = self.directory.new_name(f"{self.prefix}part-", ".parquet")
+        with self.directory.writing(name) as path:
             table = to_table(self._pa, columns.layout, columns.cut(first, end))
             parquet.write_table(
                 table, path, compression=self.compression, use_dictionary=False, write_statistics=False
@@ -274,12 +274,12 @@ class ParquetStorage(AppendStorage):
 
     def _load(self, number: int, keys: Keys) -> tuple[Layout, list[Array]]:
         piece = self._pieces[number]
-        where = f"{self.home.path}: {piece.name}"
-        with self.home.open_file(piece.name) as f:
+        where = f"{self.directory.path}: {piece.name}"
+        with self.directory.open_file(piece.name) as f:
             source: Any = f
             if not keys:  # it is read whole anyway
                 data = f.read()
-                if f"{_core.crc32c(data):08x}" != self.home.about(piece.name)["crc32c"]:
+                if f"{_core.crc32c(data):08x}" != self.directory.about(piece.name)["crc32c"]:
                     raise FormatError(f"{where}: its checksum does not match; it is damaged")
                 source = self._pa.BufferReader(data)
             table = self._table(source, keys, where)
@@ -315,7 +315,7 @@ class ParquetStorage(AppendStorage):
         return True
 
     def expect(self, rows: Any, nested_keys: Any = ()) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             if not (self._closed or self.is_mutable):  # who writes may drop what a thread reads
                 self._cache(as_keys(nested_keys)).expect(self._ends, rows)
 
@@ -329,7 +329,7 @@ def _merged(
     old: Any, layout: Layout, columns: list[Array], shown: Layout, new: list[Array]
 ) -> tuple[Layout, list[Array]]:
     """Rows from files and from memory, in the order asked for."""
-    from recollect.storage.columns import widened
+    from recollect.storage.filed.columns import widened
 
     if layout.max_lengths:
         both = {k: max(n, shown.max_lengths[k]) for k, n in layout.max_lengths.items()}
@@ -360,7 +360,6 @@ def _batched(space: Any, value: Any) -> Any:
 
 
 def _check_options(piece_size: Any, compression: Any, pa: Any) -> None:
-    if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
-        raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+    checks.count("piece_size", piece_size, most=(1 << 31) - 1)
     if compression != "none" and not (isinstance(compression, str) and pa.Codec.is_available(compression)):
         raise ValueError(f"compression: must be 'none', 'zstd', 'snappy' or 'lz4', got {compression!r}")

@@ -9,8 +9,8 @@ from gymnasium import spaces
 
 from recollect.spaces import ExtendedBox, compile_layout
 from recollect.spaces.dtypes import dtype_kind, is_extended
-from recollect.storage.base import SpaceStorage
-from recollect.storage.wrapper import WrapperStorage
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.over.base import WrapperStorage
 
 
 class FlattenedStorage(WrapperStorage):

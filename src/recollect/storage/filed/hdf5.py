@@ -2,38 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import os
-import secrets
 import shutil
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, BinaryIO, Self
 from urllib.parse import quote
 
 import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import FormatError
-from recollect.files import make_directory, sync_directory
+from recollect.files import make_directory, replace_file
 from recollect.files.record import ArgumentTypeError
 from recollect.indexing import normalize
 from recollect.spaces import Field, Layout
-from recollect.storage.arrow import raw_dtype
-from recollect.storage.base import PathName
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_chunks
-from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
-from recollect.storage.columns import part_of
-from recollect.storage.files import Ints
-from recollect.storage.hdf5_file import HDF5File, own_node
-from recollect.storage.home import Home
-from recollect.storage.live import FLUSH, Live
-from recollect.storage.rows import encode_at
+from recollect.storage.contract import PathName
+from recollect.storage.filed.arrow import raw_dtype
+from recollect.storage.filed.base import Array, ColumnStorage, Ints, Keys, from_saved
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_chunks
+from recollect.storage.filed.columns import part_of
+from recollect.storage.filed.commits import FLUSH, Commits, StorageDirectory
+from recollect.storage.filed.hdf5_file import HDF5File, own_node
+from recollect.storage.rows.base import encode_at
 
 _CHUNK_NBYTES = 1 << 18
 # Space that a chunk leaves when it is written anew (a compressed one changes its size) is used again, in copies too.
 _REUSED = {"fs_strategy": "fsm", "fs_persist": True, "fs_threshold": 1}
 
 
-class HDF5Storage(FileStorage):
+class HDF5Storage(ColumnStorage):
     """Exchange: one `.hdf5` file with a dataset per leaf, named by its path (a Text has one more, of lengths).
 
     Rows are written to a new file as they come; `dumps()` and `close()` commit it. A committed file never changes:
@@ -57,11 +55,11 @@ class HDF5Storage(FileStorage):
     requires = ("h5py", "hdf5")
     commits_from = FLUSH
 
-    def __init__(self, live: Live, prefix: str, space: Any, capacity: int | None, *, compression: str | None = None,
-                 cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
+    def __init__(self, commits: Commits, prefix: str, space: Any, capacity: int | None, *,
+                 compression: str | None = None, cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
                  max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         self._h5 = self.need()
-        super().__init__(live, prefix, space, capacity, cast, max_lengths)
+        super().__init__(commits, prefix, space, capacity, cast, max_lengths)
         if compression not in (None, "gzip", "lzf"):
             raise ValueError(f"compression: must be None, 'gzip' or 'lzf', got {compression!r}")
         self.compression, self.cache_nbytes = compression, cache_nbytes
@@ -75,25 +73,25 @@ class HDF5Storage(FileStorage):
         self._caches: dict[Keys, ChunkCache] = {}
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
-        return cls(live, prefix, space, capacity, **options)
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(commits, prefix, space, capacity, **options)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         def make(known: dict[str, Any]) -> Any:
             kept = {k: v for k, v in known.items() if k != "contents"}
-            storage = cls(live, prefix, space, capacity, **{**kept, **options})
+            storage = cls(commits, prefix, space, capacity, **{**kept, **options})
             storage._name = known["contents"]["file"]
             storage._length = int(known["contents"]["length"])
             return storage
 
-        storage: Self = from_saved(live.home.path, saved, make)
+        storage: Self = from_saved(commits.directory.path, saved, make)
         if capacity is None:
             storage._length = min(storage._length, length)
         storage._check_length()
         if storage._name is not None:
-            live.home.about(storage._name)
+            commits.directory.about(storage._name)
         storage._check_file()
         return storage
 
@@ -112,8 +110,8 @@ class HDF5Storage(FileStorage):
         unknown = set(options) - {"multiprocessing", "verify"}
         if unknown:
             raise ArgumentTypeError(f"{cls.__name__}.load_from: unknown arguments {sorted(unknown)}")
-        live = Live(Home(Path(path).absolute().parent, {}, 0, ".", None))
-        live.root = storage = cls(live, "", single_instance_space, None, max_lengths=most)
+        commits = Commits(StorageDirectory(Path(path).absolute().parent, {}, 0, ".", None))
+        commits.root = storage = cls(commits, "", single_instance_space, None, max_lengths=most)
         storage._name, storage.is_multiprocessing_safe = Path(path).name, False
         storage._check_file()
         sizes = {len(storage._file[dataset_name(f)]) for f in storage.layout.fields if all(f.shape)}
@@ -129,7 +127,7 @@ class HDF5Storage(FileStorage):
         return storage
 
     def _check_length(self) -> None:
-        check_chunks(-(-self._length // self._chunk_rows), f"{self.home.path}: {self._length} rows")
+        check_chunks(-(-self._length // self._chunk_rows), f"{self.directory.path}: {self._length} rows")
 
     def options(self) -> dict[str, Any]:
         most = dict(self.layout.max_lengths)
@@ -167,29 +165,29 @@ class HDF5Storage(FileStorage):
                     self._make_datasets(f)
                 disk.settle()
             else:
-                with self.home.open_file(old) as source:
+                with self.directory.open_file(old) as source:
                     if (
-                        disk.take_all(source) != self.home.about(old)["crc32c"]
+                        disk.take_all(source) != self.directory.about(old)["crc32c"]
                     ):  # else the copy would vouch for it
                         raise FormatError(
-                            f"{self.home.path}: {old}: its checksum does not match; it is damaged"
+                            f"{self.directory.path}: {old}: its checksum does not match; it is damaged"
                         )
             _core.fault_point()
         except BaseException:
             disk.close()
-            self.home.take_back(name)
+            self.directory.take_back(name)
             raise
         self._name, self._disk, self._old = name, disk, old
         return disk
 
     def _new_file(self) -> tuple[str, HDF5File]:
-        name = self.home.new_name(f"{self.prefix}rows-", ".hdf5")
-        full = self.home.place_new(name)
+        name = self.directory.new_name(f"{self.prefix}rows-", ".hdf5")
+        full = self.directory.place_new(name)
         try:
             _core.fault_point()
             return name, HDF5File(os.open(full, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644))
         except BaseException:
-            self.home.take_back(name)
+            self.directory.take_back(name)
             raise
 
     def _renew_file(self, old: HDF5File) -> None:
@@ -200,12 +198,12 @@ class HDF5Storage(FileStorage):
             disk.take_all(old)
         except BaseException:
             disk.close()
-            self.home.take_back(name)
+            self.directory.take_back(name)
             raise
         with interrupts.deferred():
             self._name, self._disk, self._is_doubtful = name, disk, False
             old.close()
-            self.home.take_back(doubtful)
+            self.directory.take_back(doubtful)
 
     def _make_datasets(self, f: Any) -> None:
         for field in self.layout.fields:
@@ -225,7 +223,7 @@ class HDF5Storage(FileStorage):
                 self._file.close()
             except (OSError, RuntimeError) as error:  # of the disk it hears nothing
                 raise FormatError(
-                    f"{self.home.path}: {self._name}: cannot be written to its end ({error}); it is damaged"
+                    f"{self.directory.path}: {self._name}: cannot be written to its end ({error}); it is damaged"
                 ) from None
             self._file = None
 
@@ -233,16 +231,16 @@ class HDF5Storage(FileStorage):
         if self._disk is not None:
             return self._writable_file()
         if self._file is None and self._name is not None:
-            self.home.check_place()
+            self.directory.check_place()
             try:
-                self._file = self._h5.File(self.home.path / self.home.base / self._name, "r")
+                self._file = self._h5.File(self.directory.path / self.directory.base / self._name, "r")
             except (OSError, RuntimeError, ValueError) as error:
-                if not self.home.has(self._name):  # the library does not always say so
+                if not self.directory.has(self._name):  # the library does not always say so
                     raise FormatError(
-                        f"{self.home.path}: {self._name} is gone; it was replaced: load again"
+                        f"{self.directory.path}: {self._name} is gone; it was replaced: load again"
                     ) from None
                 raise FormatError(
-                    f"{self.home.path}: {self._name}: must be HDF5, got {error}; it is damaged"
+                    f"{self.directory.path}: {self._name}: must be HDF5, got {error}; it is damaged"
                 ) from None
         return self._file
 
@@ -253,7 +251,7 @@ class HDF5Storage(FileStorage):
         f = self._readable_file()
         for field in self.layout.fields:
             if all(field.shape):
-                check_dataset(f, field, self._length, f"{self.home.path}: {self._name}")
+                check_dataset(f, field, self._length, f"{self.directory.path}: {self._name}")
 
     def write_out(self, urgency: int) -> None:
         """Sync the file and name it. Where that fails, the rows stay as they are, and the next time goes on there."""
@@ -265,13 +263,13 @@ class HDF5Storage(FileStorage):
         if self._is_doubtful:
             self._renew_file(self._disk)
         self._is_doubtful = True
-        self.home.adopt(str(self._name))
+        self.directory.adopt(str(self._name))
         self._is_doubtful = False
         with interrupts.deferred():  # it is closed and gone at once: the next call would read a closed file
             self._disk.close()
             self._disk = None
             if self._old is not None:
-                self.home.drop(self._old)
+                self.directory.drop(self._old)
                 self._old = None
 
     # -- rows
@@ -310,13 +308,13 @@ class HDF5Storage(FileStorage):
                     found: Array = f[dataset_name(field)][first:end]
             except (OSError, KeyError, ValueError, RuntimeError, TypeError) as error:
                 raise FormatError(
-                    f"{self.home.path}: {self._name}: {field.name} cannot be read ({error}); it is damaged"
+                    f"{self.directory.path}: {self._name}: {field.name} cannot be read ({error}); it is damaged"
                 ) from None
             out.append(found.view(field.dtype).reshape(end - first, *field.shape))
         return layout, out
 
     def set(self, index: Any, value: Any) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self._check_mutable("set")
             rows, arrays = encode_at(self.layout, normalize(index, len(self)), value, self.cast)
             if not len(rows):
@@ -369,7 +367,7 @@ class HDF5Storage(FileStorage):
         self._length = length
 
     def clear(self) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self._check_mutable("clear")
             self._cursor = self._reserved = 0
             if self.capacity is None:
@@ -396,8 +394,20 @@ class HDF5Storage(FileStorage):
             super().dumps(path)
             return
         self._check_open()
-        self._live.commit()
-        write_single(self, Path(path))
+        self._commits.commit()
+        make_directory(Path(path).parent)
+        replace_file(Path(path), self._copy_to)
+
+    def _copy_to(self, f: BinaryIO) -> None:
+        """Write the committed file, or one of no rows."""
+        if self._name is not None:
+            with self.directory.open_file(self._name) as source:
+                shutil.copyfileobj(source, f)
+            return
+        empty = io.BytesIO()
+        with self._h5.File(empty, "w", libver="latest") as datasets:
+            self._make_datasets(datasets)
+        f.write(empty.getbuffer())
 
     def _release(self) -> None:
         with interrupts.deferred(*interrupts.ASKING):
@@ -406,28 +416,7 @@ class HDF5Storage(FileStorage):
             if self._disk is not None:  # never committed
                 self._disk.close()
                 self._disk = None
-                self.home.take_back(str(self._name))
-
-
-def write_single(storage: HDF5Storage, path: Path) -> None:
-    """Copy the committed file to a name of its own; a temporary name is renamed when it is complete."""
-    make_directory(path.parent)
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
-    try:
-        source = storage.contents()["file"]
-        if source is None:
-            with storage._h5.File(temporary, "x", libver="latest") as f:
-                storage._make_datasets(f)
-        else:
-            shutil.copyfile(storage.home.path / storage.home.base / source, temporary)
-        with open(temporary, "rb+") as raw:
-            os.fsync(raw.fileno())
-        _core.fault_point()
-        os.replace(temporary, path)
-    except BaseException:
-        temporary.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
+                self.directory.take_back(str(self._name))
 
 
 def dataset_name(field: Field) -> str:

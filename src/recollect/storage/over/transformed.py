@@ -13,8 +13,8 @@ from recollect.spaces.transformation import (
     transformation_from_json,
     transformation_to_json,
 )
-from recollect.storage.base import SpaceStorage
-from recollect.storage.wrapper import WrapperStorage
+from recollect.storage.contract import SpaceStorage
+from recollect.storage.over.base import WrapperStorage
 
 
 class TransformedStorage(WrapperStorage):

@@ -9,17 +9,115 @@ from typing import Any, Self
 from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout
-from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, check_capacity, open_part, reopen_child
-from recollect.storage.forwarding import ForwardingStorage
-from recollect.storage.live import Live, dump_storage, live_of
+from recollect.storage.contract import PathName, Segments, SpaceStorage
+from recollect.storage.filed.base import DirectoryStorage, check_capacity, open_part, reopen_child
+from recollect.storage.filed.columns import sequence_names
+from recollect.storage.filed.commits import Commits, commits_of, dump_storage
 from recollect.storage.registry import find_storage, find_stored
+
+
+class ForwardingStorage(SpaceStorage):
+    """A storage over `inner`; a subclass says what happens to the values.
+
+    Ownership: owns `inner`, and closes it.
+    Concurrency: as `inner`.
+    """
+
+    inner: SpaceStorage
+
+    def _forward_to(self, inner: SpaceStorage) -> None:
+        """Take over what `inner` is."""
+        self.inner = inner
+        self.capacity, self.cache_filename = inner.capacity, inner.cache_filename
+        self.is_mutable, self.is_multiprocessing_safe = inner.is_mutable, inner.is_multiprocessing_safe
+        self.is_append_only, self.is_cut_by_segment = inner.is_append_only, inner.is_cut_by_segment
+        self.commits_from, self.cast = inner.commits_from, inner.cast
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def extend_length(self, length: int) -> None:
+        self.inner.extend_length(length)
+
+    def shrink_length(self, length: int) -> None:
+        self.inner.shrink_length(length)
+
+    def cut_to(self, length: int) -> None:
+        self.inner.cut_to(length)
+
+    def clear(self) -> None:
+        self.inner.clear()
+
+    # -- segments
+
+    def mark_segment_start(self, row: int) -> None:
+        self.inner.mark_segment_start(row)
+
+    def mark_segment_end(self) -> None:
+        self.inner.mark_segment_end()
+
+    def prepare_segment_end(self) -> None:
+        self.inner.prepare_segment_end()
+
+    def cancel_segment_end(self) -> None:
+        self.inner.cancel_segment_end()
+
+    def finish_segment_end(self) -> None:
+        self.inner.finish_segment_end()
+
+    def abort_segment(self) -> None:
+        self.inner.abort_segment()
+
+    @property
+    def has_open_segment(self) -> bool:
+        return self.inner.has_open_segment
+
+    @property
+    def pending_segment_length(self) -> int:
+        return self.inner.pending_segment_length
+
+    def get_segments(self) -> Segments | None:
+        return self.inner.get_segments()
+
+    # -- chunks
+
+    def chunk_ends(self) -> Any:
+        return self.inner.chunk_ends()
+
+    def chunk_window(self) -> int:
+        return self.inner.chunk_window()
+
+    def expect(self, rows: Any, nested_keys: Any = ()) -> None:
+        self.inner.expect(rows)  # the keys may be others inside
+
+    # -- files
+
+    def stored_length(self) -> int:
+        return self.inner.stored_length()
+
+    def write_out(self, urgency: int) -> None:
+        self.inner.write_out(urgency)
+
+    def checks_reads(self) -> bool:
+        return self.inner.checks_reads()
+
+    def more_files(self) -> dict[str, dict[str, Any]]:
+        return self.inner.more_files()
+
+    def settle(self) -> None:
+        self.inner.settle()
+
+    def flush(self) -> None:
+        self.inner.flush()
+
+    def close(self) -> None:
+        self.inner.close()
+
 
 INNER = "inner"
 
 
-class WrapperStorage(ForwardingStorage, FiledStorage):
+class WrapperStorage(ForwardingStorage, DirectoryStorage):
     """A storage over `inner`, of which a subclass changes the space and the values.
 
     A subclass gives `inner_space`, `wrap` and, where it has keywords of its own, `positional`, `own`, `own_from`; and
@@ -33,9 +131,9 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         SpaceStorage.__init__(self, space)
         self._layout = compile_layout(self.single_instance_space, max_lengths)
         self._forward_to(inner)
-        self.live = live_of(inner)
-        if self.live is not None and self.live.root is inner:
-            self.live.root = self
+        self.commits = commits_of(inner)
+        if self.commits is not None and self.commits.root is inner:
+            self.commits.root = self
 
     # -- what a subclass gives
 
@@ -68,7 +166,9 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
 
     @classmethod
     def is_filed(cls, cache_path: PathName | None, options: dict[str, Any]) -> bool:
-        return cache_path is not None and issubclass(find_storage(options.get(INNER, "memory")), FiledStorage)
+        return cache_path is not None and issubclass(
+            find_storage(options.get(INNER, "memory")), DirectoryStorage
+        )
 
     @classmethod
     def in_memory(cls, space: Any, capacity: int | None, cache_path: PathName | None, multiprocessing: bool,
@@ -95,25 +195,25 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         return own | ({"max_lengths": lengths} if lengths else {}), inner
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, *, inner: Any = "memory",
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, *, inner: Any = "memory",
               **options: Any) -> Self:  # fmt: skip
         inner_cls = find_storage(inner)
-        if not issubclass(inner_cls, FiledStorage):
+        if not issubclass(inner_cls, DirectoryStorage):
             raise ValueError(
                 f"inner: {inner_cls.__name__} keeps no files; leave out cache_path and use dumps(path)"
             )
         own, below = cls._divided(space, options)
         check_capacity(inner_cls, capacity)
         inner_cls.need()
-        made = inner_cls.under(live, prefix, below, capacity, **options)
+        made = inner_cls.under(commits, prefix, below, capacity, **options)
         return cls.wrap(space, made, own)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
-        own = cls._read_own(live.home.path, saved)
+        own = cls._read_own(commits.directory.path, saved)
         inner = saved["children"][INNER]
-        made = reopen_child(live, prefix, inner, cls.inner_space(space, own), capacity, length)
+        made = reopen_child(commits, prefix, inner, cls.inner_space(space, own), capacity, length)
         return cls.wrap(space, made, own)
 
     @classmethod
@@ -138,7 +238,7 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
     # -- files
 
     def describe(self) -> dict[str, Any]:
-        inner = self.inner.describe() if self.live is not None else _by_name(self.inner)
+        inner = self.inner.describe() if self.commits is not None else _by_name(self.inner)
         return {"name": self.short_name, "options": self._saved(), "children": {INNER: inner}}
 
     def _saved(self) -> dict[str, Any]:
@@ -148,7 +248,7 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         self.inner.dumps(path / INNER)
 
     def damages(self) -> Iterator[tuple[str, str]]:
-        return self.inner.damages() if isinstance(self.inner, FiledStorage) else iter(())
+        return self.inner.damages() if isinstance(self.inner, DirectoryStorage) else iter(())
 
     def dumps(self, path: PathName) -> None:
         dump_storage(self, path)
@@ -184,7 +284,7 @@ class WrapperStorage(ForwardingStorage, FiledStorage):
         self.inner.append(layout.decode_one([a[0] for a in layout.encode_batch(block)[1]]))
 
     def __reduce__(self) -> Any:
-        if self.live is not None or not self.is_multiprocessing_safe:
+        if self.commits is not None or not self.is_multiprocessing_safe:
             return super().__reduce__()
         return _rewrap, (type(self), self.single_instance_space, self.inner, self._saved())
 

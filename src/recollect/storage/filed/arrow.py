@@ -19,7 +19,7 @@ from recollect.errors import FormatError
 from recollect.spaces import Layout
 from recollect.spaces.dtypes import is_extended, native
 from recollect.spaces.tree import ELEMENT, Path, array_form, children, path_name, space_at
-from recollect.storage.columns import wide_layout
+from recollect.storage.filed.columns import wide_layout
 
 Array = np.ndarray[Any, Any]
 _SURROGATES = frozenset(map(chr, range(0xD800, 0xE000)))

@@ -6,9 +6,8 @@ from typing import Any
 
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
-from recollect.storage.base import PathName
-from recollect.storage.memory import refuse
-from recollect.storage.rows import RowStorage
+from recollect.storage.contract import PathName
+from recollect.storage.rows.base import RowStorage, refuse
 
 
 class SharedMemoryStorage(RowStorage):

@@ -13,19 +13,12 @@ from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, has_name, make_directory, make_inside, remove_empty
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
-from recollect.storage.base import PathName
-from recollect.storage.dump import (
-    STORAGE,
-    DumpWriter,
-    check_owned,
-    claim_live,
-    last_manifest,
-    read_manifest,
-    remove_unnamed,
-)
-from recollect.storage.home import refuse_dump
-from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of
-from recollect.storage.rows import FORMATS, RowStorage, open_live, stored_layout
+from recollect.storage.contract import PathName
+from recollect.storage.dump import DumpWriter, check_owned, claim_live, last_manifest, remove_unnamed
+from recollect.storage.filed.commits import refuse_dump
+from recollect.storage.manifest import FORMATS, STORAGE, read_manifest, stored_layout
+from recollect.storage.rows.base import RowStorage, open_live
+from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of
 
 _LIVE = re.compile(r"live-([0-9]{1,15})\.bin")
 _TURN_S = 10.0  # for another process that commits in the same directory

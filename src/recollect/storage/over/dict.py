@@ -2,27 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
+from urllib.parse import quote
 
 import numpy as np
+from gymnasium import Space, spaces
 
-from recollect import interrupts
+from recollect import checks, interrupts
 from recollect.errors import FormatError, SchemaError, check_installed
+from recollect.files import check_name
+from recollect.files.record import damage_in
 from recollect.indexing import normalize
 from recollect.spaces import Layout, as_space, compile_layout, space_at
-from recollect.spaces.tree import as_keys, path_name
-from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.columns import sequence_names
-from recollect.storage.files import FiledStorage, Ints, check_capacity, open_part, reopen_child
-from recollect.storage.live import SEGMENT, Live
-from recollect.storage.patterns import Part, directory_of, divide, join, saved_parts
+from recollect.spaces.tree import Path as Keys
+from recollect.spaces.tree import as_keys, children, leaf_paths, make_dict, path_name
+from recollect.storage.contract import PathName, Segments, SpaceStorage
+from recollect.storage.filed.base import DirectoryStorage, Ints, check_capacity, open_part, reopen_child
+from recollect.storage.filed.columns import sequence_names
+from recollect.storage.filed.commits import SEGMENT, Commits
 from recollect.storage.registry import find_storage, find_stored
-from recollect.storage.together import do_to_all, undo_set
 
 
-class DictStorage(FiledStorage):
+class DictStorage(DirectoryStorage):
     """One storage for each pattern of `{"obs/image": (VideoStorage, {"codec": "h264"}), "*": ParquetStorage}`.
 
     `a/*` is the rest under `a`, `*` the rest; the most exact pattern wins. Rows are the same in all children: if one
@@ -43,7 +47,7 @@ class DictStorage(FiledStorage):
     positional = ("storages",)
 
     def __init__(
-        self, space: Any, parts: list[Part], storages: list[SpaceStorage], live: Live | None
+        self, space: Any, parts: list[DictPart], storages: list[SpaceStorage], commits: Commits | None
     ) -> None:
         """Join storages whose spaces are those of the parts."""
         super().__init__(space)
@@ -52,8 +56,8 @@ class DictStorage(FiledStorage):
         if len(capacities) != 1:
             raise ValueError(f"capacity: must be equal in all storages, got {capacities}")
         (self.capacity,) = capacities
-        self.live = live
-        self.cache_filename = None if live is None else str(live.home.path)
+        self.commits = commits
+        self.cache_filename = None if commits is None else str(commits.directory.path)
         self.is_mutable = all(s.is_mutable for s in storages)
         self.is_multiprocessing_safe = all(s.is_multiprocessing_safe for s in storages)
         self.is_append_only = any(s.is_append_only for s in storages)
@@ -85,38 +89,38 @@ class DictStorage(FiledStorage):
             raise
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, *, storages: Any = None,
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, *, storages: Any = None,
               **options: Any) -> Self:  # fmt: skip
         parts = divide(as_space(space), storages)
         _check_installed([_chosen(storages[part.pattern])[0] for part in parts])
         inner: list[SpaceStorage] = []
         for number, (part, shared) in enumerate(zip(parts, _shared_out(options, parts))):
             child, more = _chosen(storages[part.pattern])
-            if not issubclass(child, FiledStorage):
+            if not issubclass(child, DirectoryStorage):
                 raise ValueError(
                     f"storages: {child.__name__} for {part.pattern!r} must keep files below a cache_path, got one that "
                     "does not; leave out cache_path and use dumps(path)"
                 )
             check_capacity(child, capacity)
             below = prefix + directory_of(number, part) + "/"
-            inner.append(child.under(live, below, part.space, capacity, **{**shared, **more}))
-        return cls(space, parts, inner, live)
+            inner.append(child.under(commits, below, part.space, capacity, **{**shared, **more}))
+        return cls(space, parts, inner, commits)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
-        parts = saved_parts(live.home.path, saved, space)
+        parts = saved_parts(commits.directory.path, saved, space)
         _check_installed(
-            [find_stored(child["name"], str(live.home.path)) for child in saved["children"].values()]
+            [find_stored(child["name"], str(commits.directory.path)) for child in saved["children"].values()]
         )
         inner: list[SpaceStorage] = [
-            reopen_child(live, prefix + child["path"] + "/", child, part.space, capacity, length)
+            reopen_child(commits, prefix + child["path"] + "/", child, part.space, capacity, length)
             for part, child in zip(parts, saved["children"].values())
         ]
-        storage = cls(space, parts, inner, live)
+        storage = cls(space, parts, inner, commits)
         if len({len(s) for s in inner}) > 1:
             raise FormatError(
-                f"{live.home.path}: all children must have as many rows, got {[len(s) for s in inner]}"
+                f"{commits.directory.path}: all children must have as many rows, got {[len(s) for s in inner]}"
             )
         return storage
 
@@ -144,7 +148,9 @@ class DictStorage(FiledStorage):
         found: dict[str, Any] = {}
         for number, (part, storage) in enumerate(zip(self.parts, self.storages)):
             below = (
-                storage.describe() if self.live is not None else {"name": storage.short_name, "parts": True}
+                storage.describe()
+                if self.commits is not None
+                else {"name": storage.short_name, "parts": True}
             )
             found[part.pattern] = {"options": {}, "children": {}, **below, "path": directory_of(number, part)}
         # JSON sorts keys; the order of the patterns is part of what they mean to the directories.
@@ -170,7 +176,7 @@ class DictStorage(FiledStorage):
 
     def damages(self) -> Iterator[tuple[str, str]]:
         for storage in self.storages:
-            if isinstance(storage, FiledStorage):
+            if isinstance(storage, DirectoryStorage):
                 yield from storage.damages()
 
     # -- rows
@@ -252,7 +258,7 @@ class DictStorage(FiledStorage):
         if len(rows):
             do_to_all(
                 self.storages,
-                self.live,
+                self.commits,
                 lambda s, k: s.set(rows, self.parts[k].pick(block)),
                 lambda s: undo_set(s, rows),
             )
@@ -273,17 +279,15 @@ class DictStorage(FiledStorage):
         self._cursor += 1
 
     def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        checks.count("extend_length", length, 0)
         do_to_all(
-            self.storages, self.live, lambda s, _: s.extend_length(length),
+            self.storages, self.commits, lambda s, _: s.extend_length(length),
             lambda s: lambda: s.capacity is None and s.shrink_length(length),
         )  # fmt: skip
 
     def shrink_length(self, length: int) -> None:
         n = self._extent()
-        if length < 0 or (self.capacity is None and length > n):
-            raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+        checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
         for storage in self.storages:
             storage.shrink_length(length)
 
@@ -315,8 +319,8 @@ class DictStorage(FiledStorage):
             raise
         for storage in self.storages:
             storage.finish_segment_end()
-        if self.live is not None:
-            self.live.due(SEGMENT)
+        if self.commits is not None:
+            self.commits.due(SEGMENT)
 
     def abort_segment(self) -> None:
         pending = self.pending_segment_length
@@ -359,18 +363,18 @@ class DictStorage(FiledStorage):
     def close(self) -> None:
         if self._closed:
             return
-        if self.live is not None:
-            self.live.check_free()
+        if self.commits is not None:
+            self.commits.check_free()
         try:
-            if self.live is not None:
-                self.live.close()
+            if self.commits is not None:
+                self.commits.close()
         finally:
             self._closed = True
             for storage in self.storages:
                 storage.close()
 
     def __reduce__(self) -> Any:
-        if self.live is not None or not self.is_multiprocessing_safe:
+        if self.commits is not None or not self.is_multiprocessing_safe:
             return super().__reduce__()
         return type(self), (self.single_instance_space, self.parts, self.storages, None)
 
@@ -381,7 +385,7 @@ def _up_to(ends: Ints, n: int) -> Ints:
     return np.append(inside, n) if n else inside
 
 
-def _shared_out(options: dict[str, Any], parts: list[Part]) -> list[dict[str, Any]]:
+def _shared_out(options: dict[str, Any], parts: list[DictPart]) -> list[dict[str, Any]]:
     """The keywords for each part: all have the same, but the greatest lengths of its own Sequences only."""
     most = dict(options.pop("max_lengths", None) or {})
     found = []
@@ -407,3 +411,162 @@ def _chosen(spec: Any) -> tuple[type[SpaceStorage], dict[str, Any]]:
             raise ValueError(f"storages: a value must be a storage or (storage, keywords), got {spec!r}")
         return find_storage(spec[0]), dict(spec[1])
     return find_storage(spec), {}
+
+
+REST = "*"
+
+
+@dataclass(frozen=True, slots=True)
+class DictPart:
+    """The leaves of one child: a node of the space by itself, or several leaves as a flat Dict by name."""
+
+    pattern: str
+    paths: tuple[Keys, ...]
+    node: Keys | None  # None: a flat Dict
+    space: Space[Any]
+
+    def pick(self, data: Any) -> Any:
+        """Take the child's value out of a sample or block."""
+        if self.node is not None:
+            return _at(data, self.node)
+        return {path_name(path): _at(data, path) for path in self.paths}
+
+    def whole_name(self, name: str) -> str:
+        """The name in the whole of what the child calls `name`."""
+        if not self.node:
+            return name
+        return path_name(self.node) if name == "value" else f"{path_name(self.node)}/{name}"
+
+    def leaves(self, data: Any) -> dict[Keys, Any]:
+        """The child's leaves, by their path in the whole."""
+        if self.node is None:
+            return {path: data[path_name(path)] for path in self.paths}
+        return {path: _at(data, path[len(self.node) :]) for path in self.paths}
+
+
+def divide(space: Space[Any], patterns: Any) -> list[DictPart]:
+    """Give each leaf to the most exact pattern; a leaf or a pattern left over raises ValueError."""
+    if not patterns or not isinstance(patterns, Mapping):
+        raise ValueError(
+            f"storages: must be a dict of patterns, as {{'obs/image': VideoStorage, '*': …}}, got {patterns!r}"
+        )
+    paths = [path for path, _ in leaf_paths(space)]
+    taken: dict[str, list[Keys]] = {pattern: [] for pattern in patterns}
+    for path in paths:
+        fitting = [pattern for pattern in patterns if _exactness(pattern, path) >= 0]
+        if not fitting:
+            raise ValueError(
+                f"storages: {path_name(path)} must be in one of {list(patterns)}, got none; add '*'"
+            )
+        taken[max(fitting, key=lambda pattern: _exactness(pattern, path))].append(path)
+    unused = [pattern for pattern, found in taken.items() if not found]
+    if unused:
+        names = [path_name(path) for path in paths]
+        raise ValueError(
+            f"storages: every pattern must fit a leaf of {names} that no other takes, got {unused}"
+        )
+    return [_part(space, pattern, tuple(found)) for pattern, found in taken.items()]
+
+
+def _exactness(pattern: str, path: Keys) -> int:
+    """How well a pattern fits a leaf, -1 if it does not: the deeper and the plainer, the better."""
+    parts, names = pattern.split("/"), [str(key) for key in path]
+    if pattern == path_name(path) or (parts[-1] != REST and names[: len(parts)] == parts):
+        return 2 * len(parts) + 1
+    if parts[-1] == REST and names[: len(parts) - 1] == parts[:-1] and len(names) >= len(parts):
+        return 2 * (len(parts) - 1)
+    return 0 if pattern == REST else -1
+
+
+def _part(space: Space[Any], pattern: str, paths: tuple[Keys, ...]) -> DictPart:
+    node = paths[0][: len(pattern.split("/"))] if pattern != "value" else ()
+    whole = {path for path, _ in leaf_paths(space) if path[: len(node)] == node}
+    if pattern.split("/")[-1] != REST and whole == set(paths):
+        return DictPart(pattern, paths, node, space_at(space, node))
+    flat = make_dict((path_name(path), space_at(space, path)) for path in paths)
+    return DictPart(pattern, paths, None, flat)
+
+
+def _at(data: Any, path: Keys) -> Any:
+    for key in path:
+        data = data[key]
+    return data
+
+
+def join(space: Any, path: tuple[Any, ...], leaves: Mapping[Any, Any]) -> Any:
+    """Put leaves, by their path, together to a value of a space."""
+    if isinstance(space, spaces.Dict):
+        return {key: join(child, (*path, key), leaves) for key, child in children(space)}
+    if isinstance(space, spaces.Tuple):
+        return tuple([join(child, (*path, key), leaves) for key, child in children(space)])
+    return leaves[path]
+
+
+def directory_of(number: int, part: DictPart) -> str:
+    """A child's directory: its number, and its pattern for people to read."""
+    return f"{number}-{quote(part.pattern.replace('/', '.'), safe='.').replace('%2A', 'rest')}"
+
+
+def saved_parts(where: Path, saved: dict[str, Any], space: Any) -> list[DictPart]:
+    """The parts of a manifest, whose children are put into their order."""
+    with damage_in(f"{where}: storages"):
+        order = saved["options"]["order"]
+        saved["children"] = {pattern: saved["children"][pattern] for pattern in order}
+        for child in saved["children"].values():
+            if "/" in check_name(where, child["path"]):
+                raise ValueError(f"path {child['path']!r}")
+        return divide(space, saved["children"])
+
+
+Undo = Callable[[], Any]
+
+
+def do_to_all(
+    storages: Sequence[SpaceStorage],
+    commits: Commits | None,
+    do: Callable[[Any, int], Any],
+    undo: Callable[[Any], Undo],
+) -> None:
+    """Do something to every storage, with its number; if one fails, undo it in those before.
+
+    `undo(storage)` is asked before the change for what takes it back. Storages below one roof commit after the last.
+    """
+    done: list[Undo] = []
+    owner = commits.owner if commits is not None else None
+    if commits is not None and owner is None:
+        commits.owner = _nobody  # a storage must not commit before the last has written
+    try:
+        for number, storage in enumerate(storages):
+            back = undo(storage)
+            do(storage, number)
+            done.append(back)
+    except BaseException:
+        with interrupts.deferred():  # a second Ctrl-C would leave half of it
+            for back in reversed(done):
+                back()
+        raise
+    finally:
+        if commits is not None:
+            commits.owner = owner
+    if commits is not None and owner is None:
+        commits.settle()
+
+
+def _nobody(stored: int) -> dict[str, Any]:
+    return {}
+
+
+def undo_set(storage: SpaceStorage, rows: Ints) -> Undo:
+    """What takes back a `set` of these rows: the old values, or in an unbounded storage the end moved and back."""
+    if storage.is_append_only:
+        return lambda: _refill(storage, len(rows))
+    try:
+        old = storage.get(rows)
+    except FormatError:  # rows that were never written: nobody counts them
+        return lambda: None
+    return lambda: storage.set(rows, old)
+
+
+def _refill(storage: SpaceStorage, n: int) -> None:
+    storage.shrink_length(n)
+    storage.extend_length(n)

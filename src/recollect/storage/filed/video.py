@@ -13,19 +13,15 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import FormatError, SegmentOpenError
-from recollect.files import write_at
+from recollect.files import file_crc, write_at
 from recollect.indexing import normalize
 from recollect.spaces import Layout
-from recollect.storage.appending import AppendStorage
-from recollect.storage.base import Segments
-from recollect.storage.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
-from recollect.storage.columnar import Array, Keys, from_saved
-from recollect.storage.dump import file_crc
-from recollect.storage.files import Ints
-from recollect.storage.frames import check_codec, read_video, write_video
-from recollect.storage.home import Home
-from recollect.storage.image import check_frames
-from recollect.storage.live import FLUSH, SEGMENT, Live
+from recollect.storage.contract import Segments
+from recollect.storage.filed.base import AppendStorage, Array, Ints, Keys, from_saved
+from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes, chunk_ends
+from recollect.storage.filed.commits import FLUSH, SEGMENT, Commits, StorageDirectory
+from recollect.storage.filed.image import check_frames
+from recollect.storage.filed.video_file import check_codec, read_video, write_video
 
 _CHUNK_NBYTES = 4 << 20
 _OPEN_NBYTES = 4 << 20  # frames of an open segment that wait in memory
@@ -48,10 +44,12 @@ class OpenFrames:
     Concurrency: the storage's lock is held in every call.
     """
 
-    def __init__(self, home: Home, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]) -> None:
+    def __init__(
+        self, directory: StorageDirectory, name: str, dtype: np.dtype[Any], shape: tuple[int, ...]
+    ) -> None:
         self._fd, self._n_filed = -1, 0
         self._newest: list[Array] = []
-        self._home, self._name, self._dtype, self._shape = home, name, dtype, shape
+        self._home, self._name, self._dtype, self._shape = directory, name, dtype, shape
         self._frame_nbytes = int(np.prod(shape)) * dtype.itemsize
         self._most = max(1, _OPEN_NBYTES // max(self._frame_nbytes, 1))  # frames in memory
 
@@ -131,11 +129,11 @@ class VideoStorage(AppendStorage):
     commits_from = SEGMENT
     is_cut_by_segment = True
 
-    def __init__(self, live: Live, prefix: str, space: Any, *, codec: str = "ffv1",
+    def __init__(self, commits: Commits, prefix: str, space: Any, *, codec: str = "ffv1",
                  codec_options: dict[str, str] | None = None, cache_nbytes: int = CACHE_NBYTES, cast: bool = False,
                  max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         self._av = self.need()
-        super().__init__(live, prefix, space, cast=cast, max_lengths=max_lengths)
+        super().__init__(commits, prefix, space, cast=cast, max_lengths=max_lengths)
         self._dtype, self._shape = check_frames(
             self.single_instance_space, type(self).__name__, deep_channel=True
         )
@@ -151,26 +149,27 @@ class VideoStorage(AppendStorage):
         self._cache = ChunkCache(self.layout, self.chunk_rows, cache_nbytes, self._load)
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
-        return cls(live, prefix, space, **options)
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(commits, prefix, space, **options)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         def make(known: dict[str, Any]) -> Any:
             kept = {k: v for k, v in known.items() if k != "contents"}
-            storage = cls(live, prefix, space, **{**kept, **options})
+            storage = cls(commits, prefix, space, **{**kept, **options})
             storage._clips = [Clip(str(name), int(n)) for name, n in known["contents"]]
             check_sizes([clip.n for clip in storage._clips], "clips")
             storage._ends, storage._chunk_ends = storage._counted(storage._clips)
             return storage
 
-        storage: Self = from_saved(live.home.path, saved, make)
+        storage: Self = from_saved(commits.directory.path, saved, make)
         for clip in storage._clips:
-            nbytes = live.home.about(clip.name)["bytes"]
+            nbytes = commits.directory.about(clip.name)["bytes"]
             if clip.n > nbytes:  # every frame takes some
                 raise FormatError(
-                    f"{live.home.path}: {clip.name}: cannot hold {clip.n} frames in {nbytes} bytes; it is damaged"
+                    f"{commits.directory.path}: {clip.name}: cannot hold {clip.n} frames in {nbytes} bytes; "
+                    "it is damaged"
                 )
         storage._truncate(length)
         return storage
@@ -204,7 +203,7 @@ class VideoStorage(AppendStorage):
         self._pending.add(arrays[0])
 
     def _no_frames(self) -> OpenFrames:
-        return OpenFrames(self.home, f"{self.prefix}open-", self._dtype, self._shape)
+        return OpenFrames(self.directory, f"{self.prefix}open-", self._dtype, self._shape)
 
     def _truncate(self, length: int) -> None:
         seen = self._visible_length()
@@ -222,22 +221,22 @@ class VideoStorage(AppendStorage):
         self._cache.clear()
         self._clips, self._ends, self._chunk_ends = kept, ends, chunk_ends
         for clip in gone:
-            self.home.drop(clip.name)
+            self.directory.drop(clip.name)
 
     def _forget_cut(self, longest: int) -> None:
         cut = self._cut
         if cut is not None and cut.n > longest:
             self._cut = None
-            self.home.drop(cut.name)
+            self.directory.drop(cut.name)
 
     def _counted(self, clips: list[Clip]) -> tuple[Ints, Ints]:
         """Where clips end, and the chunks within."""
         ends = np.cumsum(np.array([clip.n for clip in clips], np.int64))
-        return ends, chunk_ends(ends, self.chunk_rows, str(self.home.path))
+        return ends, chunk_ends(ends, self.chunk_rows, str(self.directory.path))
 
     def _write_clip(self) -> Clip:
-        name = self.home.new_name(f"{self.prefix}segment-", ".mkv")
-        with self.home.writing(name) as path:
+        name = self.directory.new_name(f"{self.prefix}segment-", ".mkv")
+        with self.directory.writing(name) as path:
             try:
                 write_video(
                     self._av, path, self._pending, self._dtype, self._shape,
@@ -264,7 +263,7 @@ class VideoStorage(AppendStorage):
     def cancel_segment_end(self) -> None:
         """Take back what `prepare_segment_end` wrote."""
         if self._ending is not None:
-            self.home.drop(self._ending.name)
+            self.directory.drop(self._ending.name)
             self._ending = None
 
     def finish_segment_end(self) -> None:
@@ -292,15 +291,15 @@ class VideoStorage(AppendStorage):
         self.mark_segment_end()
 
     def mark_segment_end(self) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self.prepare_segment_end()
             ended = self._ending is not None
             self.finish_segment_end()
             if ended:
-                self._live.due(SEGMENT)
+                self._commits.due(SEGMENT)
 
     def abort_segment(self) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self._check_mutable("abort_segment")
             self._truncate(self._visible_length())
 
@@ -315,7 +314,7 @@ class VideoStorage(AppendStorage):
         clip = self._write_clip()
         old, self._cut = self._cut, clip
         if old is not None:
-            self.home.drop(old.name)
+            self.directory.drop(old.name)
 
     # -- frames out
 
@@ -342,11 +341,13 @@ class VideoStorage(AppendStorage):
 
     def _checked_path(self, name: str) -> Path:
         """The file of a clip; its checksum is checked once, since a decoder makes a picture of anything."""
-        with self.home.open_file(name) as f:
-            if name not in self._checked and file_crc(f) != self.home.about(name)["crc32c"]:
-                raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
+        with self.directory.open_file(name) as f:
+            if name not in self._checked and file_crc(f) != self.directory.about(name)["crc32c"]:
+                raise FormatError(
+                    f"{self.directory.path}: {name}: its checksum does not match; it is damaged"
+                )
         self._checked.add(name)
-        return self.home.path / self.home.base / name
+        return self.directory.path / self.directory.base / name
 
     def chunk_ends(self) -> Any:
         return self._chunk_ends
@@ -358,7 +359,7 @@ class VideoStorage(AppendStorage):
         return True
 
     def expect(self, rows: Any, nested_keys: Any = ()) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             if not (self._closed or self.is_mutable):  # who writes may drop what a thread reads
                 self._cache.expect(self._chunk_ends, rows)
 

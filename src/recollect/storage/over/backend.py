@@ -6,8 +6,8 @@ from typing import Any, Self
 
 from recollect.backends import Backend, get_backend, move
 from recollect.spaces import Layout
-from recollect.storage.base import PathName, SpaceStorage
-from recollect.storage.forwarding import ForwardingStorage
+from recollect.storage.contract import PathName, SpaceStorage
+from recollect.storage.over.base import ForwardingStorage
 from recollect.storage.registry import find_storage
 
 

@@ -1,47 +1,44 @@
-"""Home: the directory of a live file storage, immutable files and the manifest that names them.
+"""The directory of a storage that keeps files, and its commits: immutable files and the manifest that names them.
 
-A commit writes new files, syncs them, and renames a new manifest over the old one, as `dump.py` does for a dump; but
-it knows what changed, so that its cost is that of the new files and not of all. What a killed writer left is swept
-when the next one opens the directory.
+A storage that keeps files writes them below one `StorageDirectory`. Storages nest (a wrapper over a storage, a dict of
+storages, a buffer over all of them), but there is one manifest and one commit: that of the outermost, which `Commits`
+knows.
+
+A commit writes new files, syncs them, and renames a new manifest over the old one, as a dump does; but it knows what
+changed, so that its cost is that of the new files and not of all. What a killed writer left is swept when the next one
+opens the directory.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Iterator
+import threading
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, BinaryIO, Self
 
 from recollect import _core, interrupts
-from recollect.errors import FormatError, ReadOnlyError
+from recollect.errors import FormatError, LaneBusyError, ReadOnlyError
 from recollect.files import (
+    About,
     OwnedDirectory,
     check_name,
     make_directory,
     make_inside,
-    open_inside,
     open_named,
     remove_empty,
     remove_inside,
+    seal_file,
     sync_directory,
 )
-from recollect.storage.dump import (
-    MANIFEST,
-    STORAGE,
-    About,
-    check_owned,
-    claim_live,
-    file_crc,
-    is_committed,
-    last_commit,
-    named_files,
-    remove_unnamed,
-    write_manifest,
-)
+from recollect.spaces import space_to_json
+from recollect.storage.contract import PathName, SpaceStorage
+from recollect.storage.dump import DumpWriter, check_owned, claim_live, named_files, remove_unnamed
+from recollect.storage.manifest import MANIFEST, STORAGE, is_committed, last_commit, write_manifest
 
 
-class Home:
+class StorageDirectory:
     """A directory that one process may write and any may read.
 
     Ownership: of the files that it made or that a manifest of ours names; the directory is locked until `close()`.
@@ -78,15 +75,15 @@ class Home:
             claim_live(owned, old)
             made += make_inside(path, STORAGE)
             commit = old.get("commit", 0)
-            home = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, owned)
-            home._dropped = {*named_files(path, old)}  # they go with the first commit
-            home._old = old
+            directory = cls(path, {}, commit, f"{STORAGE}/part-{commit + 1}" if commit else STORAGE, owned)
+            directory._dropped = {*named_files(path, old)}  # they go with the first commit
+            directory._old = old
         except BaseException:
             owned.release()
             remove_empty(made)
             raise
-        home._made = made
-        return home
+        directory._made = made
+        return directory
 
     def give_up(self) -> None:
         """Take back what `create` made, unless a commit came of it."""
@@ -183,7 +180,7 @@ class Home:
             _core.fault_point()
             yield full
             _core.fault_point()
-            self.files[self._key(name)] = seal(full)
+            self.files[self._key(name)] = seal_file(full)
         except BaseException:
             self.take_back(name)
             raise
@@ -202,7 +199,7 @@ class Home:
     def adopt(self, name: str) -> None:
         """Sync a file of `place_new`, and let the next commit name it; where that fails, the file stays as it is."""
         key = self._key(name)
-        self.files[key] = seal(self.path / key)
+        self.files[key] = seal_file(self.path / key)
         self._open.discard(key)
         self._fresh.add(key)
 
@@ -309,9 +306,144 @@ def refuse_dump(path: Path, overwrite: bool) -> None:
         raise FileExistsError(f"{path}: holds a dump already; load it with load_from, or pass overwrite=True")
 
 
-def seal(full: Path) -> About:
-    """Sync a file that is complete, and return its size and checksum."""
-    with open_inside(full.parent, full.name, os.O_RDWR) as f:
-        os.fsync(f.fileno())
-        _core.fault_point()
-        return {"bytes": os.fstat(f.fileno()).st_size, "crc32c": file_crc(f)}
+# What brings a commit about, from the least to the most urgent. A storage says from which on it takes part.
+PIECE, SEGMENT, FLUSH = 0, 1, 2
+
+Owner = Callable[[int], dict[str, Any]]
+
+
+class Commits:
+    """The commits of a directory: which storage is outermost, and what its owner adds to the manifest.
+
+    Ownership: owns the `StorageDirectory`.
+    Concurrency: one lock for all storages below one roof.
+    """
+
+    def __init__(self, directory: StorageDirectory) -> None:
+        self.directory = directory
+        self.root: SpaceStorage | None = None
+        self.owner: Owner | None = None  # a buffer: counters and segments for so many stored rows
+        self.mend: Callable[[], None] | None = None  # of the owner: what an interrupt left unfinished
+        self.is_busy: Callable[[], bool] | None = None  # of the owner: whether it writes, in this very thread
+        self.lock = threading.RLock()
+        self._due = -1
+        # For a long copy: only `flush()` and `close()` commit; full pieces are still written.
+        self.waits_for_flush = False
+
+    def due(self, urgency: int) -> None:
+        """Ask for a commit; without an owner it is made at once, else when the owner has counted and settles."""
+        self._due = max(self._due, urgency)
+        if self.owner is None:
+            self.settle()
+
+    def settle(self) -> None:
+        """Make the commit that was asked for."""
+        urgency, self._due = self._due, -1
+        if urgency >= 0 and not self.waits_for_flush:
+            self._commit(urgency)
+        elif urgency == PIECE and self.root is not None and self.root.commits_from == PIECE:
+            with self.lock:
+                self.root.write_out(PIECE)
+
+    def check_free(self) -> None:
+        """Raise LaneBusyError within a write or commit of this thread: then a signal handler calls."""
+        if self.lock._is_owned() or (self.is_busy is not None and self.is_busy()):  # type: ignore[attr-defined]
+            raise LaneBusyError(
+                f"{self.directory.path}: a write or commit of this thread is under way, got a call in the midst of it; "
+                "let a signal handler set a flag, and save or close after the call"
+            )
+
+    def commit(self, urgency: int = FLUSH) -> None:
+        """Write out what is pending and name it; less urgent than what the storages take part in: nothing."""
+        self.check_free()
+        if self.mend is not None:
+            self.mend()
+        self._commit(urgency)
+
+    def _commit(self, urgency: int) -> None:
+        with self.lock:
+            root = self.root
+            if root is None or not self.directory.is_writable or urgency < root.commits_from:
+                return
+            self._due = -1
+            root.write_out(urgency)
+            self.directory.finish(self.manifest(root))
+
+    def close(self) -> None:
+        """Commit all, once, and give the directory back."""
+        self.check_free()
+        try:
+            self.commit()
+        finally:
+            self.directory.close()
+
+    def manifest(self, root: SpaceStorage) -> dict[str, Any]:
+        """What the manifest of this moment says, but for its files."""
+        return manifest_of(root, self.owner)
+
+    def copy_to(self, writer: DumpWriter) -> str:
+        """Copy all files into a dump, but those that are there already; return the directory that they are in."""
+        root = self.root
+        if root is None:
+            raise FormatError(f"{self.directory.path}: holds no storage")
+        names = {key[len(self.directory.base) + 1 :]: about for key, about in self.directory.files.items()}
+        more = root.more_files()
+        base = writer.base_for(names, more)
+        for name, about in (names | more).items():
+            source = self.directory.path / self.directory.base / name
+            writer.copy(source, f"{base}/{name}", about, named=name not in more)
+        return base
+
+
+def manifest_of(root: SpaceStorage, owner: Owner | None = None) -> dict[str, Any]:
+    """What a manifest says of a storage of any kind, and of its owner's counters."""
+    n = root.stored_length()
+    layout = root.layout
+    record: dict[str, Any] = {
+        "format": "recollect.storage",
+        "storage": root.describe(),
+        "space": space_to_json(root.single_instance_space),
+        "max_lengths": dict(layout.max_lengths),
+        "layout_hash": layout.hash,
+        "count": n,
+        "offset": 0,
+        "capacity": root.capacity,
+        "lanes": [{"start": 0, "capacity": root.capacity, "count": n, "offset": 0}],
+        "segments": None,
+        "live": False,
+    }
+    return record if owner is None else {**record, **owner(n)}
+
+
+def dump_storage(storage: SpaceStorage, path: PathName) -> None:
+    """Do `dumps(path)` of a storage that describes itself."""
+    commits = commits_of(storage)
+    if commits is not None and commits.directory.is_writable:
+        commits.commit()
+    if commits is not None and is_same(commits.directory.path, path):
+        return
+    with DumpWriter(Path(path)) as writer:
+        base = save(storage, writer)
+        writer.finish({**manifest_of(storage), "storage_path_relative": base})
+
+
+def save(storage: SpaceStorage, writer: DumpWriter) -> str:
+    """Write the files of a storage into a dump; return the directory that they are in."""
+    commits = commits_of(storage)
+    if commits is not None:
+        return commits.copy_to(writer)
+    base = writer.begin_part()
+    storage.save_parts(writer.path / base)
+    writer.adopt_all(base)
+    return base
+
+
+def commits_of(storage: SpaceStorage) -> Commits | None:
+    """The commits that a storage takes part in; None for one that keeps no files of its own."""
+    found: Commits | None = getattr(storage, "commits", None)
+    return found
+
+
+def is_same(a: Path, b: PathName) -> bool:
+    """Whether two paths are one directory."""
+    return a.resolve() == Path(b).resolve()

@@ -6,8 +6,8 @@ from typing import Any
 
 from recollect.memory.rows import Rows
 from recollect.spaces import Layout
-from recollect.storage.base import PathName
-from recollect.storage.rows import RowStorage
+from recollect.storage.contract import PathName
+from recollect.storage.rows.base import RowStorage, refuse
 
 
 class MemoryStorage(RowStorage):
@@ -39,13 +39,3 @@ class MemoryStorage(RowStorage):
     ) -> Rows:
         refuse(cls, cache_path, kwargs)
         return Rows.in_ram(layout, capacity, num_lanes, segments)
-
-
-def refuse(cls: type[RowStorage], cache_path: PathName | None, kwargs: dict[str, Any]) -> None:
-    """Raise for arguments that memory has no use for."""
-    if kwargs:
-        raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
-    if cache_path is not None:
-        raise ValueError(
-            f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage"
-        )

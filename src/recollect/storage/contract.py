@@ -43,7 +43,7 @@ class SpaceStorage(ABC):
     is_cut_by_segment: bool = (
         False  # rows of an open segment cannot be read, so segments must be ended in place
     )
-    commits_from: int = 0  # see `recollect.storage.live`: what brings a commit about
+    commits_from: int = 0  # see `recollect.storage.filed.commits`: what brings a commit about
 
     def __init__(self, single_instance_space: Any) -> None:
         """Bind the storage to the space of one row."""

@@ -18,7 +18,7 @@ from recollect.budget import check_fits
 from recollect.errors import BudgetError, FormatError
 from recollect.files.record import brief
 from recollect.spaces import Layout
-from recollect.storage.columns import widened
+from recollect.storage.filed.columns import widened
 
 Array = np.ndarray[Any, Any]
 Ints = np.ndarray[Any, np.dtype[np.int64]]
@@ -264,7 +264,7 @@ class ChunkCache:
 
     def _joined(self, layout: Layout, columns: list[Array]) -> tuple[Layout, list[Array]]:
         """Widen the slab and a chunk to the longer of their Sequences."""
-        from recollect.storage.columns import wide_layout
+        from recollect.storage.filed.columns import wide_layout
 
         most = {k: max(v, layout.max_lengths[k]) for k, v in self.layout.max_lengths.items()}
         both = wide_layout(layout.space, most)

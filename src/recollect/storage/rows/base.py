@@ -8,6 +8,7 @@ from typing import Any, ClassVar, Self
 
 import numpy as np
 
+from recollect import checks
 from recollect.errors import FormatError, ReadOnlyError, SchemaError
 from recollect.files import check_name, open_named
 from recollect.files.record import ArgumentTypeError, damage_in
@@ -17,17 +18,20 @@ from recollect.spaces import (
     Layout,
     as_space,
     compile_layout,
-    first_difference,
-    space_from_json,
     space_to_json,
 )
-from recollect.spaces.json import MOST_NBYTES
 from recollect.spaces.tree import as_keys
-from recollect.storage.base import PathName, Segments, SpaceStorage
-from recollect.storage.dump import MANIFEST, DumpWriter, held_nbytes, read_manifest
-from recollect.storage.row_dump import Saved, copy_rows, open_rows, windows_of, write_rows
-
-FORMATS = ("recollect.storage", "recollect.replay")
+from recollect.storage.contract import PathName, Segments, SpaceStorage
+from recollect.storage.dump import DumpWriter
+from recollect.storage.manifest import (
+    FORMATS,
+    MANIFEST,
+    checked_space,
+    read_manifest,
+    stored_cast,
+    stored_layout,
+)
+from recollect.storage.rows.dump import Saved, copy_rows, open_rows, windows_of, write_rows
 
 
 class RowStorage(SpaceStorage):
@@ -218,8 +222,7 @@ class RowStorage(SpaceStorage):
         self._reserved = max(0, self._reserved - 1)
 
     def extend_length(self, length: int) -> None:
-        if length < 0:
-            raise ValueError(f"extend_length: must be at least 0, got {length}")
+        checks.count("extend_length", length, 0)
         if self.capacity is None:
             self._check_mutable("extend_length")
             self.rows.native.reserve_rows(len(self) + length)
@@ -227,8 +230,7 @@ class RowStorage(SpaceStorage):
 
     def shrink_length(self, length: int) -> None:
         n = len(self)
-        if length < 0 or (self.capacity is None and length > n):
-            raise ValueError(f"shrink_length: must be in [0, {n}], got {length}")
+        checks.count("shrink_length", length, 0, most=n if self.capacity is None else None)
         if self.capacity is None:
             self._check_mutable("shrink_length")
             written = n - self._reserved
@@ -356,6 +358,16 @@ def encode_at(layout: Layout, index: Any, value: Any, cast: bool) -> tuple[Any, 
     return np.ascontiguousarray(index), arrays
 
 
+def refuse(cls: type[RowStorage], cache_path: PathName | None, kwargs: dict[str, Any]) -> None:
+    """Raise for arguments that memory has no use for."""
+    if kwargs:
+        raise TypeError(f"{cls.__name__}.create: unknown arguments {sorted(kwargs)}")
+    if cache_path is not None:
+        raise ValueError(
+            f"cache_path: {cls.__name__} lives in memory; write it with dumps(path), or use MemmapStorage"
+        )
+
+
 def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None:
     """Raise for capacities and lanes that cannot be."""
     if capacity is None:
@@ -364,44 +376,9 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         if num_lanes != 1:
             raise ValueError(f"num_lanes: an unbounded buffer has one lane, got {num_lanes}; give a capacity")
         return
-    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
-        raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
-    if type(num_lanes) is not int or num_lanes < 1 or capacity % num_lanes:
-        raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
-
-
-def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
-    """The caller's space, if it and the capacity are those stored."""
-    space = as_space(space)
-    difference = first_difference(space, stored_layout(path, manifest).space)
-    if difference:
-        raise ValueError(f"{path}: the space must equal the stored one, got a difference at {difference}")
-    if capacity is not None and capacity != manifest["capacity"]:
-        raise ValueError(f"{path}: capacity must be the stored {manifest['capacity']}, got {capacity}")
-    return space
-
-
-def stored_cast(manifest: dict[str, Any]) -> bool:
-    """Whether a storage that a manifest describes was created with `cast=True`."""
-    return bool(manifest["storage"].get("options", {}).get("cast"))
-
-
-def stored_layout(path: Path, manifest: dict[str, Any]) -> Layout:
-    """The layout that a manifest describes."""
-    with damage_in(f"{path / MANIFEST}: space"):
-        return compile_layout(stored_space(path, manifest), manifest.get("max_lengths") or None)
-
-
-def stored_space(path: Path, manifest: dict[str, Any]) -> Any:
-    """The space that a manifest describes: no larger than its files speak for, or than any may be."""
-    with damage_in(f"{path / MANIFEST}: space"):
-        try:
-            return space_from_json(manifest["space"])
-        except FormatError as error:
-            held = held_nbytes(path)
-            if held <= MOST_NBYTES:
-                raise FormatError(f"{path / MANIFEST}: {error}") from None
-            return space_from_json(manifest["space"], held)
+    checks.count("capacity", capacity)
+    if capacity % checks.count("num_lanes", num_lanes):
+        raise ValueError(f"num_lanes: must divide the capacity {capacity}, got {num_lanes}")
 
 
 def live_file(path: Path, manifest: dict[str, Any]) -> str:

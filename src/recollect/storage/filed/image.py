@@ -10,24 +10,23 @@ from typing import Any, Self
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, checks
 from recollect.budget import check_fits
 from recollect.errors import FormatError
+from recollect.files import seal_file
 from recollect.indexing import normalize
 from recollect.spaces import Layout
 from recollect.spaces.tree import array_form
-from recollect.storage.columnar import Array, FileStorage, Keys, from_saved
-from recollect.storage.files import Ints
-from recollect.storage.home import seal
-from recollect.storage.live import PIECE, Live
-from recollect.storage.rows import encode_at
+from recollect.storage.filed.base import Array, ColumnStorage, Ints, Keys, from_saved
+from recollect.storage.filed.commits import PIECE, Commits
+from recollect.storage.rows.base import encode_at
 
 _ENTRY = np.dtype([("generation", "<i8"), ("bytes", "<i8"), ("crc32c", "<u4"), ("pad", "<u4")])
 _BLOCK = 1024  # rows in one index file
 _DEEP = ("png", "tiff")  # formats that hold 16 bits
 
 
-class ImageStorage(FileStorage):
+class ImageStorage(ColumnStorage):
     """A file per row: uint8 images HxW, HxWx1 or HxWx3, or uint16 HxW; PNG, exact, unless a lossy `format=` is named.
 
     Each write of a row is a new file, named by row and generation; a commit (a thousand writes, the end of a segment,
@@ -49,11 +48,11 @@ class ImageStorage(FileStorage):
     requires = ("PIL.Image", "images")
     commits_from = PIECE
 
-    def __init__(self, live: Live, prefix: str, space: Any, capacity: int | None, *, format: Any = "png",
+    def __init__(self, commits: Commits, prefix: str, space: Any, capacity: int | None, *, format: Any = "png",
                  quality: int | None = None, piece_size: Any = 1024, cast: bool = False,
                  max_lengths: dict[str, int] | None = None) -> None:  # fmt: skip
         self._pil = self.need()
-        super().__init__(live, prefix, space, capacity, cast, max_lengths)
+        super().__init__(commits, prefix, space, capacity, cast, max_lengths)
         self._dtype, self._shape = check_frames(
             self.single_instance_space, type(self).__name__, deep_channel=False
         )
@@ -65,8 +64,7 @@ class ImageStorage(FileStorage):
             )
         if self._dtype == np.uint16 and format.lower() not in _DEEP:
             raise ValueError(f"format: uint16 needs one of {list(_DEEP)}, got {format!r}")
-        if isinstance(piece_size, bool) or not isinstance(piece_size, int) or not 1 <= piece_size < 1 << 31:
-            raise ValueError(f"piece_size: must be an int of at least 1, got {piece_size!r}")
+        checks.count("piece_size", piece_size, most=(1 << 31) - 1)
         self.format, self.quality, self.piece_size = format.lower(), quality, piece_size
         self._entries = _no_entries(capacity or 0)
         self._length = capacity or 0
@@ -76,15 +74,15 @@ class ImageStorage(FileStorage):
         self._newest = 0  # generations go on, whatever is dropped
 
     @classmethod
-    def under(cls, live: Live, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
-        return cls(live, prefix, space, capacity, **options)
+    def under(cls, commits: Commits, prefix: str, space: Any, capacity: int | None, **options: Any) -> Self:
+        return cls(commits, prefix, space, capacity, **options)
 
     @classmethod
-    def reopen(cls, live: Live, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
+    def reopen(cls, commits: Commits, prefix: str, saved: dict[str, Any], space: Any, capacity: int | None,
                length: int, **options: Any) -> Self:  # fmt: skip
         def make(known: dict[str, Any]) -> Any:
             kept = {k: v for k, v in known.items() if k != "contents"}
-            storage = cls(live, prefix, space, capacity, **{**kept, **options})
+            storage = cls(commits, prefix, space, capacity, **{**kept, **options})
             storage._length = int(known["contents"]["length"])
             storage._newest = int(known["contents"]["newest"])
             index = known["contents"]["index"]
@@ -95,7 +93,7 @@ class ImageStorage(FileStorage):
                 storage._read_index(int(number), str(name))
             return storage
 
-        storage: Self = from_saved(live.home.path, saved, make)
+        storage: Self = from_saved(commits.directory.path, saved, make)
         if capacity is None:
             storage._length = min(storage._length, length)
             storage._entries = storage._entries[: storage._length].copy()
@@ -118,11 +116,11 @@ class ImageStorage(FileStorage):
     # -- index files
 
     def _read_index(self, number: int, name: str) -> None:
-        crc = self.home.about(name)["crc32c"]
-        with self.home.open_file(name) as f:
+        crc = self.directory.about(name)["crc32c"]
+        with self.directory.open_file(name) as f:
             data = f.read()
         if f"{_core.crc32c(data):08x}" != crc:
-            raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
+            raise FormatError(f"{self.directory.path}: {name}: its checksum does not match; it is damaged")
         found = np.frombuffer(data, _ENTRY)
         first = number * _BLOCK
         self._entries[first : first + _BLOCK] = found[: len(self._entries) - first]
@@ -132,7 +130,7 @@ class ImageStorage(FileStorage):
         blocks = {row // _BLOCK for row in self._unsynced.values()}
         blocks |= self._changed
         for name in self._unsynced:
-            about = seal(self.home.place(name))
+            about = seal_file(self.directory.place(name))
             row, generation = _numbers(name)
             if row < self._length and self._entries[row]["generation"] == generation:
                 self._entries[row]["bytes"], self._entries[row]["crc32c"] = (
@@ -148,14 +146,14 @@ class ImageStorage(FileStorage):
         old = self._index.get(number)
         part = self._entries[number * _BLOCK : (number + 1) * _BLOCK]
         if part["generation"].any():
-            name = self.home.new_name(f"{self.prefix}index-{number}-", ".bin")
-            with self.home.writing(name), self.home.make(name) as f:
+            name = self.directory.new_name(f"{self.prefix}index-{number}-", ".bin")
+            with self.directory.writing(name), self.directory.make(name) as f:
                 f.write(part.tobytes())
             self._index[number] = name
         else:
             self._index.pop(number, None)
         if old is not None:
-            self.home.drop(old)
+            self.directory.drop(old)
         self._changed.discard(number)
 
     # -- rows
@@ -172,20 +170,22 @@ class ImageStorage(FileStorage):
     def _decode(self, row: int) -> Array:
         entry = self._entries[row]
         if not entry["generation"]:
-            raise FormatError(f"{self.home.path}: row {row} must have a file, got none; it was never written")
+            raise FormatError(
+                f"{self.directory.path}: row {row} must have a file, got none; it was never written"
+            )
         name = self._name(row, int(entry["generation"]))
-        with self.home.open_file(name) as f:
+        with self.directory.open_file(name) as f:
             is_whole = entry["bytes"] in (0, os.fstat(f.fileno()).st_size)  # 0: not committed yet
             data = f.read() if is_whole else b""
         if not is_whole or (entry["bytes"] and _core.crc32c(data) != entry["crc32c"]):
-            raise FormatError(f"{self.home.path}: {name}: its checksum does not match; it is damaged")
+            raise FormatError(f"{self.directory.path}: {name}: its checksum does not match; it is damaged")
         make, _ = self._pil.OPEN[self.format.upper()]  # what the storage was given it reads, of any size
-        with image_damage(f"{self.home.path}: {name}"), make(BytesIO(data)) as image:
+        with image_damage(f"{self.directory.path}: {name}"), make(BytesIO(data)) as image:
             check_side(image, self._shape)
             found = np.asarray(image)
         if found.dtype != self._dtype or found.size != int(np.prod(self._shape)):
             raise FormatError(
-                f"{self.home.path}: {name}: must be {self._dtype}{self._shape}, got {found.dtype}{found.shape}"
+                f"{self.directory.path}: {name}: must be {self._dtype}{self._shape}, got {found.dtype}{found.shape}"
             )
         return found.reshape(self._shape)
 
@@ -199,25 +199,25 @@ class ImageStorage(FileStorage):
         return buffer.getvalue()
 
     def set(self, index: Any, value: Any) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self._check_mutable("set")
             rows, (frames,) = encode_at(self.layout, normalize(index, len(self)), value, self.cast)
             last = {row: i for i, row in enumerate(rows.tolist())}
             written: list[tuple[int, str]] = []
             self._newest += 1
-            while any(self.home.has(self._name(row, self._newest)) for row in last):
+            while any(self.directory.has(self._name(row, self._newest)) for row in last):
                 self._newest += 1  # a file of another program has that name
-            self.home.note_new([self._name(row, self._newest) for row in last])
+            self.directory.note_new([self._name(row, self._newest) for row in last])
             try:
                 for row, i in last.items():
                     name, data = self._name(row, self._newest), self._encode(frames[i])
                     _core.fault_point()
-                    with self.home.make(name) as f:
+                    with self.directory.make(name) as f:
                         written.append((row, name))
                         f.write(data)
             except BaseException:
                 for _, name in written:
-                    self.home.take_back(name)
+                    self.directory.take_back(name)
                 raise
             self._reach(max(last, default=-1) + 1)
             for row, name in written:
@@ -233,9 +233,9 @@ class ImageStorage(FileStorage):
             return
         name = self._name(row, generation)
         if self._unsynced.pop(name, None) is not None:
-            self.home.take_back(name)
+            self.directory.take_back(name)
         else:
-            self.home.drop_later(name)
+            self.directory.drop_later(name)
         self._entries[row] = (0, 0, 0, 0)
         self._changed.add(row // _BLOCK)
 
@@ -253,7 +253,7 @@ class ImageStorage(FileStorage):
             self._forget(row)
 
     def clear(self) -> None:
-        with self._live.lock:
+        with self._commits.lock:
             self._check_mutable("clear")
             for row in np.flatnonzero(self._entries["generation"]).tolist():
                 self._forget(row)
@@ -279,7 +279,7 @@ class ImageStorage(FileStorage):
                 self._decode(row)
             except FormatError as error:
                 name = self._name(row, int(self._entries[row]["generation"]))
-                yield f"{self.home.base}/{name}", str(error)
+                yield f"{self.directory.base}/{name}", str(error)
 
 
 @contextmanager

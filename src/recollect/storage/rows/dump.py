@@ -21,7 +21,8 @@ from recollect.errors import ContentionError, FormatError
 from recollect.files.record import damage_in
 from recollect.memory.rows import Rows, packed_codec
 from recollect.spaces import Layout
-from recollect.storage.dump import MANIFEST, STORAGE, DumpWriter, check_files
+from recollect.storage.dump import DumpWriter
+from recollect.storage.manifest import MANIFEST, STORAGE, check_files
 
 _CHUNK_NBYTES = 1 << 22
 _TRIES = 8

@@ -1,0 +1,34 @@
+"""The names of recollect.rollout for type checkers; `__init__.py` loads each when it is first used."""
+
+from recollect.rollout.config import Config as Config
+from recollect.rollout.coordinator import RolloutCoordinator as RolloutCoordinator
+from recollect.rollout.decoding import decode as decode
+from recollect.rollout.events import Event as Event
+from recollect.rollout.experience import Experience as Experience
+from recollect.rollout.experience import Experiences as Experiences
+from recollect.rollout.experience import experience_buffer as experience_buffer
+from recollect.rollout.experience import experience_space as experience_space
+from recollect.rollout.models.base import Generation as Generation
+from recollect.rollout.models.base import InferenceModel as InferenceModel
+from recollect.rollout.models.openai import OpenAIModel as OpenAIModel
+from recollect.rollout.models.scripted import ScriptedModel as ScriptedModel
+from recollect.rollout.models.torch import TorchModel as TorchModel
+from recollect.rollout.operators import Dedupe as Dedupe
+from recollect.rollout.operators import DropUniformGroups as DropUniformGroups
+from recollect.rollout.operators import GroupAdvantage as GroupAdvantage
+from recollect.rollout.operators import LengthFilter as LengthFilter
+from recollect.rollout.operators import RewardFilter as RewardFilter
+from recollect.rollout.operators import ShapeReward as ShapeReward
+from recollect.rollout.operators import StalenessFilter as StalenessFilter
+from recollect.rollout.operators import operator as operator
+from recollect.rollout.payload import encode as encode
+from recollect.rollout.sinks import FileSink as FileSink
+from recollect.rollout.sinks import QueueSink as QueueSink
+from recollect.rollout.sinks import ReplaySink as ReplaySink
+from recollect.rollout.state import BatchLifecycleState as BatchLifecycleState
+from recollect.rollout.state import BatchState as BatchState
+from recollect.rollout.state import TaskStatus as TaskStatus
+from recollect.rollout.tasks import GiveUp as GiveUp
+from recollect.rollout.tasks import Result as Result
+from recollect.rollout.tasks import Task as Task
+from recollect.rollout.tasks import workflow as workflow
