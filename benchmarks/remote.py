@@ -28,10 +28,10 @@ import numpy as np
 from gymnasium import spaces
 
 import recollect as rc
-from recollect.remote.items import item_space
+from recollect.remote.frame import cut_items, decode, encode, joined
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import item_space
 from recollect.remote.messages import Data, Sample
-from recollect.remote.packed import Packed
-from recollect.remote.wire import cut_items, decode, encode, joined
 
 HERE = Path(__file__)
 RESULTS = HERE.parent / "results" / "remote.json"

@@ -15,8 +15,8 @@ from tests.remote.make import SAMPLE, samples
 
 from recollect.errors import AuthError, DeadlineError, PeerDiedError, ScoringError
 from recollect.remote import Limits, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote.frame import encode
 from recollect.remote.messages import Exit, Sample
-from recollect.remote.wire import encode
 from recollect.testing.carrier_contract import eventually
 
 MANAGER = 2

@@ -23,8 +23,8 @@ from tests.timing import Stopwatch
 
 from recollect.errors import DeadlineError, PeerDiedError
 from recollect.remote import Carrier, LocalCarrier, TorchCarrier, launch
-from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import local, torch
+from recollect.remote.carriers.by_name import carrier_of
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 

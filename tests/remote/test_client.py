@@ -33,11 +33,14 @@ from recollect.errors import (
     SchemaError,
     ScoringError,
 )
-from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier, open_clients
-from recollect.remote import line as line_module
-from recollect.remote import requests as requests_module
-from recollect.remote.items import item_space
-from recollect.remote.line import Line
+from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote.client import connection as line_module
+from recollect.remote.client import metadata as requests_module
+from recollect.remote.client import open_clients
+from recollect.remote.client.connection import Line
+from recollect.remote.client.metadata import get_metadata
+from recollect.remote.frame import decode, encode
+from recollect.remote.items.space import item_space
 from recollect.remote.messages import (
     METADATA_TAG,
     Data,
@@ -51,8 +54,6 @@ from recollect.remote.messages import (
     Welcome,
 )
 from recollect.remote.ranks import HOST
-from recollect.remote.requests import get_metadata
-from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
 TOKEN = b"a token of the tests"
@@ -102,7 +103,7 @@ def test_a_draw_of_millions_is_refused_at_once_and_others_are_served(monkeypatch
             with pytest.raises(BudgetError, match="draw several times"):
                 greedy.sample(20_000_000)
             monkeypatch.setattr(
-                "recollect.remote.client.check_drawn", lambda n, shapes: None
+                "recollect.remote.client.client.check_drawn", lambda n, shapes: None
             )  # an older client
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(greedy.sample, 20_000_000)
@@ -126,7 +127,7 @@ class Silent:
         self.thread.start()
 
     def _work(self) -> None:
-        from recollect.remote.serving import Received
+        from recollect.remote.manager.loop import Received
 
         while not self.over.is_set():
             try:
@@ -204,7 +205,7 @@ import sys
 sys.modules[{package!r}] = None  # as if it were not installed
 from recollect.errors import MissingExtraError
 from recollect.remote import RayCarrier
-from recollect.remote.backends import carrier_of
+from recollect.remote.carriers.by_name import carrier_of
 
 try:
     RayCarrier.serve("job", 0) if {kind!r} == "ray" else carrier_of({kind!r})
@@ -1136,7 +1137,7 @@ def test_seconds_to_encode_are_those_of_packing_and_of_framing(
     ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that goes on by a second whenever somebody looks at it."""
-    monkeypatch.setattr("recollect.remote.client.perf_counter", count(0.0).__next__)
+    monkeypatch.setattr("recollect.remote.client.client.perf_counter", count(0.0).__next__)
     with client(ends[0], send_every=2) as replay:
         replay.add(samples([1]))
         assert replay.stats().encode_s == 1.0

@@ -16,8 +16,13 @@ import pytest
 from gymnasium import spaces
 from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager, records, saving, writers
-from recollect.remote.items import item_space
+from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager
+from recollect.remote import config as records
+from recollect.remote.frame import decode, encode, joined
+from recollect.remote.items.space import item_space
+from recollect.remote.manager import checkpoint as saving
+from recollect.remote.manager import peers as writers
+from recollect.remote.manager.loop import Received
 from recollect.remote.messages import (
     DATA_TAG,
     METADATA_TAG,
@@ -35,8 +40,6 @@ from recollect.remote.messages import (
     Sync,
     Welcome,
 )
-from recollect.remote.serving import Received
-from recollect.remote.wire import decode, encode, joined
 from recollect.spaces.json import canonical, space_to_json
 
 ITEMS = item_space(PLAIN)
@@ -123,7 +126,7 @@ def test_a_log_that_cannot_be_written_refuses_the_container_and_changes_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.checkpoint.os.writev", full)
+        disk.setattr("recollect.remote.manager.log.os.writev", full)
         (refused,) = peer.data(1, [1])
     assert refused.error == "RemoteError" and "No space" in refused.text
     assert held(m) == [] and m.stats().offered == 0
@@ -571,7 +574,7 @@ def test_another_dump_that_fails_is_warned_of_again(tmp_path: Path, monkeypatch:
     m.close()
 
 
-@pytest.mark.parametrize("step", ["remote.checkpoint.Log", "remote.checkpoint.sync_directory"])
+@pytest.mark.parametrize("step", ["remote.manager.log.Log", "remote.manager.log.sync_directory"])
 def test_behind_a_commit_without_its_log_nothing_is_taken_before_another_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -674,7 +677,7 @@ def test_what_cannot_be_synced_is_answered_when_a_dump_has_it(
         m._handle_message_sync(0, Received(*decode(frame)[::2], memoryview(frame)))
 
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.checkpoint.os.fdatasync", full_disk)
+        disk.setattr("recollect.remote.manager.log.os.fdatasync", full_disk)
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
         come()
     assert carrier.messages == [] and m.stats().unsent == 1
@@ -692,7 +695,7 @@ def test_an_add_here_that_cannot_be_synced_is_not_logged(
     log = m._desk.saving.log.path
     nbytes = log.stat().st_size
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.checkpoint.os.fdatasync", full_disk)
+        disk.setattr("recollect.remote.manager.log.os.fdatasync", full_disk)
         with pytest.raises(OSError, match="No space"):
             m.add(samples([2]))
     assert held(m) == [1] and log.stat().st_size == nbytes

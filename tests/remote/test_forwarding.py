@@ -17,10 +17,10 @@ from tests.remote.make import SAMPLE, samples
 
 from recollect.remote import Checkpoint, ReplayBufferManager
 from recollect.remote.carriers.base import check_rank
-from recollect.remote.forwarding import Forwarder
-from recollect.remote.items import item_space
-from recollect.remote.packed import Packed
-from recollect.remote.wire import MAX_FRAME, decode, joined
+from recollect.remote.frame import MAX_FRAME, decode, joined
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import item_space
+from recollect.remote.manager.forwarder import Forwarder
 from recollect.testing.carrier_contract import SOON
 
 FIRST, LAST = 1, 2
@@ -114,7 +114,7 @@ class Pair:
 @pytest.fixture(autouse=True)
 def _a_clock_that_is_always_due_and_no_syncing(monkeypatch: pytest.MonkeyPatch) -> None:
     ticks = itertools.count(10, 2)
-    monkeypatch.setattr("recollect.remote.forwarding.monotonic", lambda: float(next(ticks)))
+    monkeypatch.setattr("recollect.remote.manager.forwarder.monotonic", lambda: float(next(ticks)))
     monkeypatch.setattr("os.fsync", lambda fd: None)  # processes are killed here, not machines
 
 
@@ -146,7 +146,7 @@ def test_a_long_log_is_passed_on_whole_and_what_arrived_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the window that has answers, and more than a manager without a log would queue."""
-    monkeypatch.setattr("recollect.remote.forwarding._MOST_QUEUED", 50)
+    monkeypatch.setattr("recollect.remote.manager.forwarder._MOST_QUEUED", 50)
     pair = Pair(tmp_path)
     for _ in range(100):
         pair.add(1)

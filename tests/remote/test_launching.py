@@ -18,8 +18,9 @@ import pytest
 from tests.remote.make import PLAIN, SAMPLE, samples
 
 from recollect.errors import WorkerError
-from recollect.remote import LocalCarrier, ReplayBufferManager, launch, launching, rank_layout
-from recollect.remote.launching import Context, _Child, _Family, most_restarts, run_rank
+from recollect.remote import LocalCarrier, ReplayBufferManager, launch, rank_layout
+from recollect.remote import launcher as launching
+from recollect.remote.launcher import Context, _Child, _Family, most_restarts, run_rank
 from recollect.testing.carrier_contract import SOON, eventually
 
 FORK = multiprocessing.get_context("fork")

@@ -21,15 +21,15 @@ import pytest
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
-from recollect.remote.carriers import link as links
 from recollect.remote.carriers import local
-from recollect.remote.carriers.absent import Absent
-from recollect.remote.carriers.bell import Bell
-from recollect.remote.carriers.inbox import Inbox
-from recollect.remote.carriers.link import HEADER, MAGIC, Link, Outgoing
-from recollect.remote.carriers.listening import accepted
-from recollect.remote.carriers.stream import StreamCarrier
-from recollect.remote.carriers.turns import Turns
+from recollect.remote.carriers.sockets import framed as links
+from recollect.remote.carriers.sockets.absent import Absent
+from recollect.remote.carriers.sockets.bell import Bell
+from recollect.remote.carriers.sockets.carrier import StreamCarrier
+from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, Link, Outgoing
+from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.carriers.sockets.poll import Turns
+from recollect.remote.carriers.sockets.queues import Inbox
 from recollect.testing.carrier_contract import SOON, eventually
 
 CARRIER = SimpleNamespace(max_frame=1 << 20)
@@ -307,7 +307,7 @@ def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
     piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     if is_late:  # the moment is over whenever somebody looks
-        monkeypatch.setattr("recollect.remote.carriers.stream.monotonic", itertools.count().__next__)
+        monkeypatch.setattr("recollect.remote.carriers.sockets.carrier.monotonic", itertools.count().__next__)
     carrier, other = piped
     monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)  # so that nobody sends the rest before
     (link,) = carrier._links.values()

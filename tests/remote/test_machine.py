@@ -18,10 +18,10 @@ from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invar
 from tests.remote.make import PLAIN, assert_doors, samples
 
 from recollect.remote import Checkpoint, ReplayBufferManager
-from recollect.remote.items import item_space
-from recollect.remote.serving import Received
-from recollect.remote.session import Session
-from recollect.remote.wire import decode, joined
+from recollect.remote.client.protocol import Session
+from recollect.remote.frame import decode, joined
+from recollect.remote.items.space import item_space
+from recollect.remote.manager.loop import Received
 
 N_CLIENTS = 2
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None

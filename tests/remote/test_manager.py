@@ -35,12 +35,12 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
-from recollect.remote import manager as managers
-from recollect.remote import timing as timings
+from recollect.remote import stats as timings
+from recollect.remote.frame import encode
+from recollect.remote.manager import manager as managers
+from recollect.remote.manager.ranking import Ranking
 from recollect.remote.messages import Exit
-from recollect.remote.ranking import Ranking
-from recollect.remote.timing import Timing
-from recollect.remote.wire import encode
+from recollect.remote.stats import Timing
 
 INF = float("inf")
 

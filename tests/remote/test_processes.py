@@ -27,10 +27,10 @@ from recollect.remote import (
     ReplayBufferManager,
     TcpCarrier,
     launch,
-    launching,
-    open_clients,
     rank_layout,
 )
+from recollect.remote import launcher as launching
+from recollect.remote.client import open_clients
 from recollect.testing import FaultyCarrier
 from recollect.testing.carrier_contract import eventually
 
@@ -136,8 +136,8 @@ def test_a_killed_worker_costs_its_unfinished_frame_and_no_more() -> None:
 
 def never_read(end: Any, ready: Any, stop: Any) -> None:
     """Ask for much and take nothing: 60 draws of 1 MB that are never received."""
+    from recollect.remote.frame import encode
     from recollect.remote.messages import Sample
-    from recollect.remote.wire import encode
 
     for request in range(60):
         end.send(2, 0, encode(Sample(request, 60_000, "uniform", True)))
@@ -399,7 +399,7 @@ def test_launch_needs_a_carrier_it_knows_and_a_world_that_fits(monkeypatch: pyte
     with pytest.raises(ValueError, match="carrier"):
         launch(count, plain_manager, carrier="pigeon")
     (end,) = LocalCarrier.group(1)
-    monkeypatch.setattr("recollect.remote.launching.carrier_of", lambda name: end)
+    monkeypatch.setattr("recollect.remote.launcher.carrier_of", lambda name: end)
     with pytest.raises(ValueError, match="must be the 1 ranks there are, got 3"):
         launch(count, plain_manager, carrier="mpi")
 

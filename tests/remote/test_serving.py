@@ -21,9 +21,9 @@ from recollect.remote import (
     ReplayBufferManager,
     Shards,
 )
-from recollect.remote.desk import Reply
+from recollect.remote.frame import decode, encode
+from recollect.remote.manager.protocol import Reply
 from recollect.remote.messages import Exit, Goodbye, Items, Sample
-from recollect.remote.wire import decode, encode
 
 INF = float("inf")
 
@@ -246,7 +246,7 @@ def test_at_the_end_answers_get_a_moment(monkeypatch: pytest.MonkeyPatch, is_tak
         carrier.handles[0].is_done = is_taken and now[0] > 2.0
         raise DeadlineError("nothing")
 
-    monkeypatch.setattr("recollect.remote.serving.monotonic", lambda: now[0])
+    monkeypatch.setattr("recollect.remote.manager.loop.monotonic", lambda: now[0])
     carrier.recv = nothing  # type: ignore[method-assign]
     m._serving.answer([Reply(0, 0, [b""])], is_async=True)
     m._serving._finish(carrier, True)
@@ -256,7 +256,7 @@ def test_at_the_end_answers_get_a_moment(monkeypatch: pytest.MonkeyPatch, is_tak
 
 def test_silence_counts_from_the_last_message_where_no_death_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr("recollect.remote.serving.monotonic", lambda: now[0])
+    monkeypatch.setattr("recollect.remote.manager.loop.monotonic", lambda: now[0])
     carrier = Lazy()
     carrier.sees_death = False  # type: ignore[attr-defined]
     m = manager(n=2, communication_backend=carrier, limits=Limits(silence_s=5.0))

@@ -10,7 +10,9 @@ from tests.remote.make import PLAIN, grid, samples
 
 from recollect import _core, errors
 from recollect.errors import FrameError
-from recollect.remote.items import item_space
+from recollect.remote.client.protocol import Session, as_error
+from recollect.remote.frame import decode
+from recollect.remote.items.space import item_space
 from recollect.remote.messages import (
     PROTOCOL,
     Exit,
@@ -23,8 +25,6 @@ from recollect.remote.messages import (
     Welcome,
 )
 from recollect.remote.ranks import HOST
-from recollect.remote.session import Session, as_error
-from recollect.remote.wire import decode
 
 
 @pytest.fixture

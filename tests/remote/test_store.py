@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recollect import _core
-from recollect.remote.items import item_space
-from recollect.remote.packed import Rows
-from recollect.remote.store import Store, item_plan, make_buffer
-from recollect.remote.trajectories import Trajectories
+from recollect.remote.items.packed import Rows
+from recollect.remote.items.space import item_space
+from recollect.remote.items.trajectories import Trajectories
+from recollect.remote.manager.store import Store, item_plan, make_buffer
 from recollect.spaces import as_space, compile_layout
 
 STEP = spaces.Dict({"state": spaces.Box(-9, 9, (3,), np.int16), "action": spaces.Discrete(5)})

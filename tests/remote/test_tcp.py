@@ -23,12 +23,14 @@ import numpy as np
 import pytest
 
 from recollect.errors import AuthError, ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier, records
-from recollect.remote.carriers import stream, tcp
-from recollect.remote.carriers.link import HEADER, MAGIC
-from recollect.remote.carriers.listening import accepted
+from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote import config as records
+from recollect.remote.carriers import tcp
+from recollect.remote.carriers.sockets import carrier as stream
+from recollect.remote.carriers.sockets.framed import HEADER, MAGIC
+from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.frame import encode
 from recollect.remote.messages import Sample
-from recollect.remote.wire import encode
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 

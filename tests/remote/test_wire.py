@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from recollect import _core
 from recollect.errors import FrameError
-from recollect.remote import messages, wire
+from recollect.remote import frame as wire
+from recollect.remote import messages
+from recollect.remote.frame import Shapes, cut_items, decode, encode, joined
 from recollect.remote.messages import Data, Failed, GetMetadata, Hello, Items, Metadata, Scores
-from recollect.remote.wire import Shapes, cut_items, decode, encode, joined
 
 ID = bytes(range(16))
 TRAJECTORY = Shapes(24, 16, True)

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from recollect.remote.manager import ReplayBufferManager
+    from recollect.remote.manager.manager import ReplayBufferManager
 
 
 @dataclass
@@ -57,7 +57,7 @@ class Serve:
     def run(self) -> None:
         """Serve until the end, and report."""
         from recollect.cli.serve_view import ServeView
-        from recollect.remote.records import as_plain
+        from recollect.remote.config import as_plain
 
         if not self.every > 0:
             sys.exit(f"recollect serve: --every must be above 0 seconds, got {self.every}")
@@ -83,8 +83,8 @@ class Serve:
             sys.exit(f"recollect serve: {error}")
 
     def _manager(self, space: Any, carrier: Any) -> ReplayBufferManager:
-        from recollect.remote.manager import ReplayBufferManager
-        from recollect.remote.records import Checkpoint
+        from recollect.remote.config import Checkpoint
+        from recollect.remote.manager.manager import ReplayBufferManager
 
         save = None if self.checkpoint is None else Checkpoint(str(self.checkpoint), resume=True)
         try:

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from recollect import _core
-from recollect.remote import records
-from recollect.remote.records import Limits
+from recollect.remote import config
+from recollect.remote.config import Limits
 
 
 def _host() -> str:
@@ -146,7 +146,7 @@ class RankBook:
 
     def _enter(self, rank: int) -> _Worker:
         worker = self.workers[rank] = _Worker("expected")
-        if self.n_expected is None and self.fixed is None and len(self.workers) > records.MOST_CLIENTS:
+        if self.n_expected is None and self.fixed is None and len(self.workers) > config.MOST_CLIENTS:
             gone = next((r for r, w in self.workers.items() if w.state == "left"), None)
             if gone is not None:
                 del self.workers[gone]

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recollect.remote.baseline import STRATEGIES
-from recollect.remote.records import Shards
+from recollect.remote.config import Shards
+from recollect.remote.manager.baseline import STRATEGIES
 
 MODES = ("sync", "async_score", "async_comm")
 

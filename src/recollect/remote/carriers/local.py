@@ -28,11 +28,11 @@ from typing import Any
 
 from recollect.errors import PeerDiedError
 from recollect.remote.carriers.base import check_timeout
-from recollect.remote.carriers.inbox import Frame
-from recollect.remote.carriers.link import Link, Outgoing
-from recollect.remote.carriers.listening import accepted
-from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
-from recollect.remote.wire import MAX_FRAME
+from recollect.remote.carriers.sockets.carrier import _NAP_S, StreamCarrier
+from recollect.remote.carriers.sockets.framed import Link, Outgoing
+from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.carriers.sockets.queues import Frame
+from recollect.remote.frame import MAX_FRAME
 
 _GREETING = struct.Struct("<16sq")
 _GREETING_S = 1.0

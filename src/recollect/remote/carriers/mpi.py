@@ -27,8 +27,8 @@ from recollect.remote.carriers.base import (
     check_timeout,
     too_late,
 )
-from recollect.remote.carriers.inbox import Frame
-from recollect.remote.wire import MAX_FRAME, check_max_frame
+from recollect.remote.carriers.sockets.queues import Frame
+from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _SPIN_S = 0.002
 _NAP_S = 0.001

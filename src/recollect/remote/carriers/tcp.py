@@ -29,10 +29,10 @@ from typing import Any
 from recollect import interrupts
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
-from recollect.remote.carriers.link import Link, Outgoing
-from recollect.remote.carriers.listening import accepted
-from recollect.remote.carriers.stream import StreamCarrier
-from recollect.remote.wire import MAX_FRAME
+from recollect.remote.carriers.sockets.carrier import StreamCarrier
+from recollect.remote.carriers.sockets.framed import Link, Outgoing
+from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.frame import MAX_FRAME
 
 PROOF_S = 5.0
 MOST_STRANGERS = 64

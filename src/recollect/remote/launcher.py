@@ -13,15 +13,15 @@ from time import monotonic
 from typing import Any
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError, WorkerError
-from recollect.remote.backends import NAMES, carrier_of, is_known, set_launched
 from recollect.remote.carriers.base import Carrier
+from recollect.remote.carriers.by_name import NAMES, carrier_of, is_known, set_launched
 from recollect.remote.carriers.local import LocalCarrier
 from recollect.remote.carriers.tcp import TcpCarrier
-from recollect.remote.client import RemoteReplay
+from recollect.remote.client.client import RemoteReplay
+from recollect.remote.client.open_clients import was_used
+from recollect.remote.frame import decode, encode
 from recollect.remote.messages import DATA_TAG, Exit, Goodbye
-from recollect.remote.open_clients import was_used
 from recollect.remote.ranks import RankLayout, rank_layout
-from recollect.remote.wire import decode, encode
 from recollect.text import told
 
 Work = Callable[["Context"], Any]

@@ -15,8 +15,25 @@ import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import EmptyError, SchemaError, ScoringError
-from recollect.remote.described import text_difference
-from recollect.remote.forwarding import Forwarder
+from recollect.remote.config import Checkpoint, ManagerStats
+from recollect.remote.frame import (
+    MAX_FRAME,
+    MOST_DRAWN_NBYTES,
+    MOST_FRAME,
+    check_drawn,
+    cut_items,
+    cut_values,
+    decode,
+    encode,
+    joined,
+)
+from recollect.remote.items.description import text_difference
+from recollect.remote.items.packed import Packed
+from recollect.remote.manager.checkpoint import Saving
+from recollect.remote.manager.forwarder import Forwarder
+from recollect.remote.manager.peers import Writer, Writers
+from recollect.remote.manager.state import Shelf, added
+from recollect.remote.manager.store import Outcome
 from recollect.remote.messages import (
     DATA_TAG,
     METADATA_TAG,
@@ -36,28 +53,11 @@ from recollect.remote.messages import (
     Welcome,
     note,
 )
-from recollect.remote.packed import Packed
 from recollect.remote.ranks import HOST
-from recollect.remote.records import Checkpoint, ManagerStats
-from recollect.remote.saving import Saving
-from recollect.remote.shelf import Shelf, added
-from recollect.remote.store import Outcome
-from recollect.remote.wire import (
-    MAX_FRAME,
-    MOST_DRAWN_NBYTES,
-    MOST_FRAME,
-    check_drawn,
-    cut_items,
-    cut_values,
-    decode,
-    encode,
-    joined,
-)
-from recollect.remote.writers import Writer, Writers
 from recollect.text import told_briefly
 
 if TYPE_CHECKING:
-    from recollect.remote.manager import ReplayBufferManager
+    from recollect.remote.manager.manager import ReplayBufferManager
 
 HERE = bytes(16)  # the writer of `add`
 _UNSCORED = "scoring function: was interrupted; the items are kept, without scores"

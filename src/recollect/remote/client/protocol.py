@@ -14,8 +14,10 @@ from typing import Any
 
 from recollect import _core, errors
 from recollect.errors import FrameError, RemoteError, SchemaError, ScoringError
-from recollect.remote.described import space_of_text
-from recollect.remote.items import ItemSpace, item_space
+from recollect.remote.frame import MAX_FRAME, encode
+from recollect.remote.items.description import space_of_text
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import ItemSpace, item_space
 from recollect.remote.messages import (
     PROTOCOL,
     AnyMessage,
@@ -29,9 +31,7 @@ from recollect.remote.messages import (
     Scores,
     Welcome,
 )
-from recollect.remote.packed import Packed
 from recollect.remote.ranks import HOST
-from recollect.remote.wire import MAX_FRAME, encode
 
 Parts = list[Any]
 

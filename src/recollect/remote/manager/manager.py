@@ -11,22 +11,22 @@ from typing import Any, Self
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError
-from recollect.remote import requests
-from recollect.remote.backends import carrier_of, check_backend
 from recollect.remote.carriers.base import Carrier
-from recollect.remote.desk import Desk
-from recollect.remote.diversity import Diversity
-from recollect.remote.items import item_space
+from recollect.remote.carriers.by_name import carrier_of, check_backend
+from recollect.remote.client.metadata import get_metadata
+from recollect.remote.client.open_clients import close_open_client
+from recollect.remote.config import Checkpoint, Limits, ManagerStats, Shards
+from recollect.remote.frame import encode
+from recollect.remote.items.space import item_space
+from recollect.remote.manager.diversity import Diversity
+from recollect.remote.manager.loop import Pending, Received, Serving
+from recollect.remote.manager.protocol import Desk
+from recollect.remote.manager.scoring import BASELINE, Scoring, checked_scoring
+from recollect.remote.manager.state import Shelf
 from recollect.remote.messages import DATA_TAG, Exit
-from recollect.remote.open_clients import close_open_client
 from recollect.remote.ranks import RankBook
-from recollect.remote.records import Checkpoint, Limits, ManagerStats, Shards
-from recollect.remote.scoring import BASELINE, Scoring, checked_scoring
-from recollect.remote.serving import Pending, Received, Serving
 from recollect.remote.settings import check_settings
-from recollect.remote.shelf import Shelf
-from recollect.remote.timing import Timing
-from recollect.remote.wire import encode
+from recollect.remote.stats import Timing
 from recollect.replay import ReplayBuffer
 
 _END_S = 30.0  # for the message at hand, beside what answers get
@@ -223,7 +223,7 @@ class ReplayBufferManager:
     @staticmethod
     def get_metadata(manager_rank: int, backend: Any, *, timeout: float = 30.0) -> dict[str, Any]:
         """Ask a manager how it is, from any rank."""
-        return requests.get_metadata(carrier_of(backend), manager_rank, timeout)
+        return get_metadata(carrier_of(backend), manager_rank, timeout)
 
     @staticmethod
     def send_termination_signal(manager_rank: int, backend: Any) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import Carrier, is_over
-from recollect.remote.items import ItemSpace
+from recollect.remote.client.protocol import Session, as_error
+from recollect.remote.frame import decode, encode
+from recollect.remote.items.space import ItemSpace
 from recollect.remote.messages import DATA_TAG, Exit, Failed, Items
 from recollect.remote.ranks import is_seen
-from recollect.remote.session import Session, as_error
-from recollect.remote.wire import decode, encode
 
 _LOOK_S = 0.25  # how often a manager's process is looked at where the carrier does not see it die
 _PAUSE_S = 0.02  # between two tries to connect again

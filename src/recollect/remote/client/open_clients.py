@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from recollect.remote.carriers.base import Carrier
 
 if TYPE_CHECKING:
-    from recollect.remote.client import RemoteReplay
+    from recollect.remote.client.client import RemoteReplay
 
 _open: dict[tuple[int, int], tuple[Carrier, RemoteReplay]] = {}
 _known: dict[tuple[int, int], Callable[[], Any]] = {}  # by which a client here has spoken

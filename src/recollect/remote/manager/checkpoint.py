@@ -13,13 +13,13 @@ from recollect import interrupts
 from recollect.errors import RemoteError
 from recollect.files import OwnedDirectory, make_directory
 from recollect.files.record import damage_in
-from recollect.remote import checkpoint as saved
-from recollect.remote.forwarding import Forwarder
+from recollect.remote.config import Checkpoint
+from recollect.remote.frame import MOST_FRAME, decode
+from recollect.remote.manager import log as saved
+from recollect.remote.manager.forwarder import Forwarder
+from recollect.remote.manager.peers import Writers
+from recollect.remote.manager.state import Shelf
 from recollect.remote.messages import Data
-from recollect.remote.records import Checkpoint
-from recollect.remote.shelf import Shelf
-from recollect.remote.wire import MOST_FRAME, decode
-from recollect.remote.writers import Writers
 from recollect.storage.dump import check_owned
 
 Repeat = Callable[[int, Data, memoryview], None]

@@ -6,7 +6,7 @@ from collections import deque
 
 from recollect._core import Condition
 from recollect.errors import DeadlineError
-from recollect.remote.carriers.link import Outgoing
+from recollect.remote.carriers.sockets.framed import Outgoing
 
 _KEPT_NBYTES = 4 << 20  # for one peer; beyond that its senders wait themselves
 

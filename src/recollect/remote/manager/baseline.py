@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from recollect.remote.ranking import Ranking
-from recollect.remote.trajectories import Array
+from recollect.remote.items.trajectories import Array
+from recollect.remote.manager.ranking import Ranking
 
 STRATEGIES = ("min", "percentile", "ema")
 

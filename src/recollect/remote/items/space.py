@@ -12,9 +12,9 @@ from gymnasium import Space, spaces
 
 from recollect.batch import BatchBase
 from recollect.errors import SchemaError, class_name
-from recollect.remote.packed import Packed, Rows
-from recollect.remote.trajectories import LOG_REWARD, Array, Trajectories
-from recollect.remote.wire import Shapes
+from recollect.remote.frame import Shapes
+from recollect.remote.items.packed import Packed, Rows
+from recollect.remote.items.trajectories import LOG_REWARD, Array, Trajectories
 from recollect.spaces import (
     Layout,
     as_space,

@@ -9,9 +9,9 @@ from typing import Any
 
 from recollect.errors import DeadlineError, FrameError
 from recollect.remote.carriers.base import Carrier, check_timeout
+from recollect.remote.client.protocol import as_error
+from recollect.remote.frame import decode, encode
 from recollect.remote.messages import DATA_TAG, METADATA_TAG, Failed, GetMetadata, Metadata
-from recollect.remote.session import as_error
-from recollect.remote.wire import decode, encode
 
 
 def get_metadata(

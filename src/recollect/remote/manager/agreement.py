@@ -11,10 +11,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from recollect.remote.config import Shards
+from recollect.remote.items.trajectories import Array
+from recollect.remote.manager.ranking import quantile_of
 from recollect.remote.messages import Sync
-from recollect.remote.ranking import quantile_of
-from recollect.remote.records import Shards
-from recollect.remote.trajectories import Array
 
 
 @dataclass(frozen=True, slots=True)

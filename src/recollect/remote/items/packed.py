@@ -11,7 +11,7 @@ import numpy as np
 
 from recollect import _core
 from recollect.memory.rows import codec_of
-from recollect.remote.trajectories import Array, joined, ranges
+from recollect.remote.items.trajectories import Array, joined, ranges
 from recollect.spaces import Field, Layout
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect.remote.trajectories import Array
+from recollect.remote.items.trajectories import Array
 
 BLOCK_NBYTES = 32 << 20
 

@@ -12,17 +12,17 @@ import numpy as np
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, FrameError, PeerDiedError, RecollectError
-from recollect.remote import open_clients, requests
-from recollect.remote.backends import carrier_of, check_backend
-from recollect.remote.items import item_space
-from recollect.remote.line import Line
+from recollect.remote.carriers.by_name import carrier_of, check_backend
+from recollect.remote.client import metadata, open_clients
+from recollect.remote.client.connection import Line
+from recollect.remote.client.protocol import Entry, Session
+from recollect.remote.config import ClientStats
+from recollect.remote.frame import check_drawn, cut_items, encode
+from recollect.remote.items.packed import Packed, storable
+from recollect.remote.items.space import item_space
+from recollect.remote.manager.state import check_draw
 from recollect.remote.messages import Sample
-from recollect.remote.packed import Packed, storable
-from recollect.remote.records import ClientStats
-from recollect.remote.session import Entry, Session
 from recollect.remote.settings import check_client
-from recollect.remote.shelf import check_draw
-from recollect.remote.wire import check_drawn, cut_items, encode
 
 _GOODBYE_S = 5.0
 _HEAD_NBYTES = 512  # the most that a frame has beside its items
@@ -332,7 +332,7 @@ class RemoteReplay:
             line, session = self._line, self._session
             if line.carrier is None:
                 return {}
-            return requests.get_metadata(
+            return metadata.get_metadata(
                 line.carrier, self.manager_rank, self.deadline, line.retry_s, session.count_stray
             )
 

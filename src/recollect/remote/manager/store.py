@@ -14,11 +14,11 @@ from recollect import _core
 from recollect.budget import human_nbytes
 from recollect.errors import BudgetError
 from recollect.memory.rows import packed_codec
-from recollect.remote.diversity import Diversity, crowding
-from recollect.remote.items import ItemSpace, stored_places
-from recollect.remote.packed import Packed, storable
-from recollect.remote.ranking import Ranking
-from recollect.remote.trajectories import LOG_REWARD, Array
+from recollect.remote.items.packed import Packed, storable
+from recollect.remote.items.space import ItemSpace, stored_places
+from recollect.remote.items.trajectories import LOG_REWARD, Array
+from recollect.remote.manager.diversity import Diversity, crowding
+from recollect.remote.manager.ranking import Ranking
 from recollect.replay import ReplayBuffer
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import Layout

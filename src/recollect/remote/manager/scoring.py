@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import ScoringError, class_name
-from recollect.remote.items import ItemSpace
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import ItemSpace
+from recollect.remote.items.trajectories import Array
 from recollect.remote.messages import note
-from recollect.remote.packed import Packed
-from recollect.remote.trajectories import Array
 from recollect.text import safe, told
 
 Scoring = Callable[..., Mapping[str, float]]

@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from time import perf_counter
 
-from recollect.remote.records import OTHERS, ManagerStats, Phase
+from recollect.remote.config import OTHERS, ManagerStats, Phase
 
 RECENT = 1000
 _NOTHING = nullcontext()

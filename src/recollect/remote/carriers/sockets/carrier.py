@@ -17,14 +17,14 @@ from typing import Any, Self
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote import records
-from recollect.remote.carriers.absent import Absent
+from recollect.remote import config
 from recollect.remote.carriers.base import ANY, TIMEOUT, awaited, check_rank, check_tag, check_timeout
-from recollect.remote.carriers.bell import Bell
-from recollect.remote.carriers.inbox import Frame, Inbox
-from recollect.remote.carriers.link import Link, Outgoing
-from recollect.remote.carriers.turns import Turns
-from recollect.remote.wire import MAX_FRAME, check_max_frame
+from recollect.remote.carriers.sockets.absent import Absent
+from recollect.remote.carriers.sockets.bell import Bell
+from recollect.remote.carriers.sockets.framed import Link, Outgoing
+from recollect.remote.carriers.sockets.poll import Turns
+from recollect.remote.carriers.sockets.queues import Frame, Inbox
+from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
 _LOOK_S = 0.01  # after which others are read too, however much lies here already
@@ -111,7 +111,7 @@ class StreamCarrier:
             if not any(other.rank == link.rank for other in self._links.values()):
                 self._gone.pop(link.rank, None)
                 self._gone[link.rank] = None
-                if len(self._gone) > records.MOST_CLIENTS:
+                if len(self._gone) > config.MOST_CLIENTS:
                     self._forget(next(iter(self._gone)))
         link.close(self.is_closed)
         self._wake()  # who leads looks again, and wakes the others

@@ -22,8 +22,8 @@ from recollect import _core, interrupts
 from recollect.errors import FormatError
 from recollect.files import OwnedDirectory, has_name, open_inside, open_named, remove_inside, sync_directory
 from recollect.files.record import Count, damage_in
-from recollect.remote.forwarding import ForwardState
-from recollect.remote.wire import PREFIX, is_frame
+from recollect.remote.frame import PREFIX, is_frame
+from recollect.remote.manager.forwarder import ForwardState
 from recollect.replay import ReplayBuffer, snapshot
 from recollect.storage.dump import STORAGE, file_crc, is_committed, read_manifest
 

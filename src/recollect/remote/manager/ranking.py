@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
-from recollect.remote.trajectories import Array
+from recollect.remote.items.trajectories import Array
 
 
 class Ranking:

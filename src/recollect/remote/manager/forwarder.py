@@ -18,11 +18,11 @@ import msgspec
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import is_over
-from recollect.remote.items import ItemSpace
+from recollect.remote.client.protocol import Session
+from recollect.remote.frame import MOST_FRAME, cut_items, decode, encode, joined
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import ItemSpace
 from recollect.remote.messages import DATA_TAG, AnyMessage, Data, Welcome
-from recollect.remote.packed import Packed
-from recollect.remote.session import Session
-from recollect.remote.wire import MOST_FRAME, cut_items, decode, encode, joined
 
 _RETRY_S = 1.0
 _MOST_QUEUED = 4096

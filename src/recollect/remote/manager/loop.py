@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote import records
-from recollect.remote.backends import carrier_of
+from recollect.remote import config
 from recollect.remote.carriers.base import Carrier, is_over
-from recollect.remote.desk import Reply
+from recollect.remote.carriers.by_name import carrier_of
+from recollect.remote.frame import decode, encode
+from recollect.remote.manager.protocol import Reply
 from recollect.remote.messages import DATA_TAG, AnyMessage, Failed, note
-from recollect.remote.wire import decode, encode
 
 if TYPE_CHECKING:
-    from recollect.remote.manager import ReplayBufferManager
+    from recollect.remote.manager.manager import ReplayBufferManager
 
 _TICK_S = 0.1
 _MOST_MALFORMED = 16  # in a row, then a peer is shut out
@@ -105,7 +105,7 @@ class Serving:
         """Count a malformed frame and close its sender's connection; True if that is for ever."""
         self.manager._desk.count_malformed(sender)
         self._in_a_row[sender] = self._in_a_row.get(sender, 0) + 1
-        if len(self._in_a_row) > records.MOST_CLIENTS:
+        if len(self._in_a_row) > config.MOST_CLIENTS:
             del self._in_a_row[next(iter(self._in_a_row))]
         for_ever = self._in_a_row[sender] >= _MOST_MALFORMED
         refuse = getattr(self.manager._carrier, "refuse", None)

@@ -6,7 +6,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from recollect.remote import records
+from recollect.remote import config
 from recollect.remote.messages import Id
 
 
@@ -56,7 +56,7 @@ class Writers:
                 if other.rank == rank:
                     other.answers.clear()
             found = self.by_id[writer] = Writer(rank)
-            while len(self.by_id) > records.MOST_CLIENTS:
+            while len(self.by_id) > config.MOST_CLIENTS:
                 del self.by_id[next((i for i, w in self.by_id.items() if w.has_left), next(iter(self.by_id)))]
         self.by_id.move_to_end(writer)
         return found

@@ -12,20 +12,20 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from recollect.errors import EmptyError, ScoringError
-from recollect.remote import records
-from recollect.remote.agreement import Agreement, Summary
-from recollect.remote.baseline import from_buffer, next_ema
-from recollect.remote.diversity import Diversity
-from recollect.remote.items import ItemSpace
-from recollect.remote.packed import Packed
-from recollect.remote.records import OTHERS, ManagerStats, Sender, Shards
-from recollect.remote.scoring import Scored, call_scoring
-from recollect.remote.store import Outcome, Store, make_buffer
-from recollect.remote.trajectories import Array
+from recollect.remote import config
+from recollect.remote.config import OTHERS, ManagerStats, Sender, Shards
+from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import ItemSpace
+from recollect.remote.items.trajectories import Array
+from recollect.remote.manager.agreement import Agreement, Summary
+from recollect.remote.manager.baseline import from_buffer, next_ema
+from recollect.remote.manager.diversity import Diversity
+from recollect.remote.manager.scoring import Scored, call_scoring
+from recollect.remote.manager.store import Outcome, Store, make_buffer
 from recollect.sampling.stream import IndexStream
 
 if TYPE_CHECKING:
-    from recollect.remote.manager import ReplayBufferManager
+    from recollect.remote.manager.manager import ReplayBufferManager
 
 _COUNTS = ("offered", "evicted", "removed", "passed", "containers", "duplicates", "stray", "malformed",
            "scoring_errors")  # fmt: skip
@@ -71,7 +71,7 @@ class Shelf:
         found = self.senders.get(sender)
         if found is None:
             found = self.senders[sender] = dict.fromkeys(_OF_A_SENDER, 0)
-            if len(self.senders) - (OTHERS in self.senders) > records.MOST_CLIENTS:
+            if len(self.senders) - (OTHERS in self.senders) > config.MOST_CLIENTS:
                 self._fold()
         self.senders.move_to_end(sender)
         return found
