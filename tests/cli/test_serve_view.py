@@ -10,7 +10,7 @@ from rich.console import Console
 
 from recollect.cli.serve_view import LEFT_SHOWN, as_table, as_text, figures, rates, shown
 from recollect.remote import ReplayBufferManager
-from recollect.remote import config as records
+from recollect.remote import stats as records
 
 
 def plain(states: dict[int, str], baseline: float | None = 1.5) -> dict[str, Any]:

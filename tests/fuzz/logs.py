@@ -21,7 +21,7 @@ from recollect import _core
 from recollect.files.record import read_json, signed_json
 from recollect.remote import Checkpoint, ReplayBufferManager
 from recollect.remote import frame as wire
-from recollect.remote.manager.log import _head
+from recollect.remote.manager.checkpoint import _head
 
 SPACE = {"id": ((), "int64"), "text": ((8,), "uint8")}
 N = 4

@@ -34,11 +34,9 @@ from recollect.errors import (
     ScoringError,
 )
 from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote.client import client as open_clients
 from recollect.remote.client import connection as line_module
-from recollect.remote.client import metadata as requests_module
-from recollect.remote.client import open_clients
-from recollect.remote.client.connection import Line
-from recollect.remote.client.metadata import get_metadata
+from recollect.remote.client.connection import Line, get_metadata
 from recollect.remote.frame import decode, encode
 from recollect.remote.items.space import item_space
 from recollect.remote.messages import (
@@ -737,7 +735,7 @@ class Scripted:
         self.now, self.answer = 0.0, answer
         self.sent: list[tuple[float, Any]] = []
         self.inbox: list[Any] = []
-        for module in (line_module, requests_module):
+        for module in (line_module, line_module):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(line_module, "perf_counter", lambda: self.now)
 
@@ -997,7 +995,7 @@ def test_metadata_is_waited_for_and_asked_for_again_as_the_client_was_told(
 ) -> None:
     asked: list[Any] = []
     with client(ends[0], deadline=7.0, retry_s=0.3) as replay:
-        monkeypatch.setattr(requests_module, "get_metadata", lambda *args: asked.append(args))
+        monkeypatch.setattr(open_clients, "get_metadata", lambda *args: asked.append(args))
         replay.metadata()
     assert asked[0][:4] == (ends[0], 1, 7.0, 0.3)
 

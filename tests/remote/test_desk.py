@@ -40,6 +40,7 @@ from recollect.remote.messages import (
     Sync,
     Welcome,
 )
+from recollect.remote.stats import OTHERS
 from recollect.spaces.json import canonical, space_to_json
 
 ITEMS = item_space(PLAIN)
@@ -126,7 +127,7 @@ def test_a_log_that_cannot_be_written_refuses_the_container_and_changes_nothing(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.manager.log.os.writev", full)
+        disk.setattr("recollect.remote.manager.checkpoint.os.writev", full)
         (refused,) = peer.data(1, [1])
     assert refused.error == "RemoteError" and "No space" in refused.text
     assert held(m) == [] and m.stats().offered == 0
@@ -288,7 +289,7 @@ def test_thousands_of_clients_come_and_go_and_the_sums_stay_exact(
     m = made(None, checkpoint=Checkpoint(tmp_path / "m", resume=True))
     stats = m.stats()
     assert stats.offered == 3001 and stats.duplicates == 3000 and stats.malformed == 3000
-    assert len(stats.senders) == 51 and stats.senders[records.OTHERS].state == "left"
+    assert len(stats.senders) == 51 and stats.senders[OTHERS].state == "left"
     for name, total in (("items", 3001), ("malformed", 3000), ("undelivered", 6000), ("requests", 12002)):
         assert sum(getattr(sender, name) for sender in stats.senders.values()) == total
     assert len(m._compute_metadata()["n_items"]) == 51
@@ -574,7 +575,7 @@ def test_another_dump_that_fails_is_warned_of_again(tmp_path: Path, monkeypatch:
     m.close()
 
 
-@pytest.mark.parametrize("step", ["remote.manager.log.Log", "remote.manager.log.sync_directory"])
+@pytest.mark.parametrize("step", ["remote.manager.checkpoint.Log", "remote.manager.checkpoint.sync_directory"])
 def test_behind_a_commit_without_its_log_nothing_is_taken_before_another_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
@@ -677,7 +678,7 @@ def test_what_cannot_be_synced_is_answered_when_a_dump_has_it(
         m._handle_message_sync(0, Received(*decode(frame)[::2], memoryview(frame)))
 
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.manager.log.os.fdatasync", full_disk)
+        disk.setattr("recollect.remote.manager.checkpoint.os.fdatasync", full_disk)
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
         come()
     assert carrier.messages == [] and m.stats().unsent == 1
@@ -695,7 +696,7 @@ def test_an_add_here_that_cannot_be_synced_is_not_logged(
     log = m._desk.saving.log.path
     nbytes = log.stat().st_size
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.manager.log.os.fdatasync", full_disk)
+        disk.setattr("recollect.remote.manager.checkpoint.os.fdatasync", full_disk)
         with pytest.raises(OSError, match="No space"):
             m.add(samples([2]))
     assert held(m) == [1] and log.stat().st_size == nbytes

@@ -15,9 +15,8 @@ from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, grid, paths, samples
 import recollect as rc
 from recollect.errors import SchemaError
 from recollect.remote import ReplayBufferManager, Trajectories
-from recollect.remote.items.description import space_of_text, text_difference
 from recollect.remote.items.packed import Packed, storable
-from recollect.remote.items.space import item_space
+from recollect.remote.items.space import item_space, space_of_text, text_difference
 
 INF = float("inf")
 

@@ -23,13 +23,10 @@ from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedErr
 from recollect.remote import LocalCarrier
 from recollect.remote.carriers import local
 from recollect.remote.carriers.sockets import framed as links
-from recollect.remote.carriers.sockets.absent import Absent
-from recollect.remote.carriers.sockets.bell import Bell
 from recollect.remote.carriers.sockets.carrier import StreamCarrier
-from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, Link, Outgoing
-from recollect.remote.carriers.sockets.listening import accepted
-from recollect.remote.carriers.sockets.poll import Turns
-from recollect.remote.carriers.sockets.queues import Inbox
+from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, Link, Outgoing, accepted
+from recollect.remote.carriers.sockets.poll import Bell, Turns
+from recollect.remote.carriers.sockets.queues import Absent, Inbox
 from recollect.testing.carrier_contract import SOON, eventually
 
 CARRIER = SimpleNamespace(max_frame=1 << 20)

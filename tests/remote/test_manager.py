@@ -38,7 +38,7 @@ from recollect.remote import (
 from recollect.remote import stats as timings
 from recollect.remote.frame import encode
 from recollect.remote.manager import manager as managers
-from recollect.remote.manager.ranking import Ranking
+from recollect.remote.manager.baseline import Ranking
 from recollect.remote.messages import Exit
 from recollect.remote.stats import Timing
 

@@ -30,7 +30,7 @@ from recollect.remote import (
     rank_layout,
 )
 from recollect.remote import launcher as launching
-from recollect.remote.client import open_clients
+from recollect.remote.client import client as open_clients
 from recollect.testing import FaultyCarrier
 from recollect.testing.carrier_contract import eventually
 

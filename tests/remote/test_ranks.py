@@ -9,7 +9,8 @@ import pytest
 
 from recollect import _core
 from recollect.remote import Limits, rank_layout
-from recollect.remote.ranks import HOST, RankBook
+from recollect.remote.manager.peers import RankBook
+from recollect.remote.ranks import HOST
 
 LIMITS = Limits(join_s=10.0, rejoin_s=2.0, silence_s=5.0)
 ME = _core.process_word(os.getpid())

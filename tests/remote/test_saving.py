@@ -140,7 +140,7 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path, part: float) -> None:
 
 def test_a_checkpoint_of_a_later_release_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as later:
-        later.setattr("recollect.remote.manager.log.VERSION", 3)
+        later.setattr("recollect.remote.manager.checkpoint.VERSION", 3)
         saved(tmp_path, resume=False).close()
     with pytest.raises(FormatError, match="version must be at most 2, got 3"):
         saved(tmp_path)
@@ -156,7 +156,7 @@ def test_a_new_log_is_on_disk_before_it_is_used_and_the_old_one_goes(
 
     a = saved(tmp_path, resume=False)
     old = a._desk.saving.log.path.name
-    monkeypatch.setattr("recollect.remote.manager.log.sync_directory", look)
+    monkeypatch.setattr("recollect.remote.manager.checkpoint.sync_directory", look)
     a._desk.saving.dump()
     assert seen == [[a._desk.saving.log.path.name]] and not (tmp_path / old).exists()
     a.close()
@@ -277,7 +277,7 @@ def test_a_log_that_cannot_be_written_changes_nothing(
     def full(*args: Any, **more: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("recollect.remote.manager.log.os.writev", full)
+    monkeypatch.setattr("recollect.remote.manager.checkpoint.os.writev", full)
     with pytest.raises(OSError, match="No space"):
         m.add(samples([1], [0.0]))
     assert len(m.buffer) == 0 and m.stats().offered == 0
@@ -297,7 +297,8 @@ def test_a_record_that_was_written_in_part_is_taken_back(
 
     with monkeypatch.context() as disk:
         disk.setattr(
-            "recollect.remote.manager.log.os", SimpleNamespace(**{**vars(os), "writev": part, "write": full})
+            "recollect.remote.manager.checkpoint.os",
+            SimpleNamespace(**{**vars(os), "writev": part, "write": full}),
         )
         with pytest.raises(OSError, match="No space"):
             m.add(samples([1], [0.0]))
@@ -323,7 +324,7 @@ def test_behind_a_torn_log_a_record_that_was_written_in_part_is_taken_back_too(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.manager.log.os.writev", full)
+        disk.setattr("recollect.remote.manager.checkpoint.os.writev", full)
         with pytest.raises(OSError, match="No space"):
             again.add(samples([1], [0.0]))
     again.add(samples([2], [0.0]))
@@ -357,7 +358,7 @@ def test_behind_a_record_that_cannot_be_taken_back_nothing_is_logged(
 
     broken = {**vars(os), "writev": part, "write": full, "ftruncate": full}
     with monkeypatch.context() as disk:
-        disk.setattr("recollect.remote.manager.log.os", SimpleNamespace(**broken))
+        disk.setattr("recollect.remote.manager.checkpoint.os", SimpleNamespace(**broken))
         with pytest.raises(OSError, match="No space"):
             m.add(samples([1], [0.0]))
     m.add(samples([2], [0.0]))
@@ -374,7 +375,7 @@ def test_an_add_here_is_on_disk_before_it_returns_if_that_is_asked_for(
     for power_safe in (True, False):
         m = manager(checkpoint=Checkpoint(tmp_path / str(power_safe), power_safe=power_safe))
         with monkeypatch.context() as disk:
-            disk.setattr("recollect.remote.manager.log.os.fdatasync", synced.append)
+            disk.setattr("recollect.remote.manager.checkpoint.os.fdatasync", synced.append)
             m.add(samples([1], [0.0]))
         m.close()
         assert len(synced) == 1
@@ -383,7 +384,9 @@ def test_an_add_here_is_on_disk_before_it_returns_if_that_is_asked_for(
 def test_power_safe_syncs_before_answers_leave(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced: list[int] = []
     real = os.fdatasync
-    monkeypatch.setattr("recollect.remote.manager.log.os.fdatasync", lambda fd: (synced.append(fd), real(fd)))
+    monkeypatch.setattr(
+        "recollect.remote.manager.checkpoint.os.fdatasync", lambda fd: (synced.append(fd), real(fd))
+    )
     ends = LocalCarrier.group(2)
     m = ReplayBufferManager(
         SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
@@ -401,7 +404,7 @@ def test_power_safe_syncs_once_for_all_messages_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
-    monkeypatch.setattr("recollect.remote.manager.log.os.fdatasync", synced.append)
+    monkeypatch.setattr("recollect.remote.manager.checkpoint.os.fdatasync", synced.append)
     ends = LocalCarrier.group(2)
     m = ReplayBufferManager(
         SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.remote.make import SAMPLE, samples
 
 from recollect.remote import LocalCarrier, RemoteReplay, ReplayBufferManager, Shards
-from recollect.remote.manager.agreement import Agreement, Summary, agreed_value
+from recollect.remote.manager.baseline import Agreement, Summary, agreed_value
 from recollect.remote.messages import Sync
 from recollect.testing.carrier_contract import eventually
 

@@ -27,8 +27,8 @@ from recollect.remote import RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote import config as records
 from recollect.remote.carriers import tcp
 from recollect.remote.carriers.sockets import carrier as stream
-from recollect.remote.carriers.sockets.framed import HEADER, MAGIC
-from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.carriers.sockets import framed
+from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, accepted
 from recollect.remote.frame import encode
 from recollect.remote.messages import Sample
 from recollect.testing import CarrierContract
@@ -390,7 +390,8 @@ def test_one_who_joins_gives_the_other_side_no_more_than_its_time(
         others.append(Slow(bytes(100)))
         return others[-1]
 
-    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    for module in (tcp, framed):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     monkeypatch.setattr("socket.create_connection", connected)
     with pytest.raises(DeadlineError, match="nobody answered within 12 s"):
         TcpCarrier.join(["somewhere:1"], token=TOKEN, timeout=12.0)
@@ -573,7 +574,8 @@ def test_a_stranger_has_no_more_time_where_frames_are_encrypted(
         now[0] += 4.0
         return sock
 
-    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    for module in (tcp, framed):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
     server._context = SimpleNamespace(wrap_socket=wrap)  # type: ignore[assignment]
     stranger = Noted(hello() + bytes(32))
     server._greeted(tcp._Stranger(stranger))  # type: ignore[arg-type]
@@ -782,7 +784,8 @@ def test_a_stranger_that_trickles_has_no_more_time(
     monkeypatch: pytest.MonkeyPatch, server: TcpCarrier, n_at_once: int
 ) -> None:
     now, waits = [0.0], []
-    monkeypatch.setattr(tcp, "monotonic", lambda: now[0])
+    for module in (tcp, framed):
+        monkeypatch.setattr(module, "monotonic", lambda: now[0])
 
     class Slow(Stranger):
         def settimeout(self, seconds: float) -> None:

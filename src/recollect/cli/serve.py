@@ -57,7 +57,7 @@ class Serve:
     def run(self) -> None:
         """Serve until the end, and report."""
         from recollect.cli.serve_view import ServeView
-        from recollect.remote.config import as_plain
+        from recollect.remote.stats import as_plain
 
         if not self.every > 0:
             sys.exit(f"recollect serve: --every must be above 0 seconds, got {self.every}")

@@ -13,11 +13,11 @@ from rich.table import Table
 
 from recollect.cli.words import words
 from recollect.observe import Beacon
-from recollect.remote.config import OTHERS
+from recollect.remote.stats import OTHERS
 
 if TYPE_CHECKING:
-    from recollect.remote.config import ManagerStats
     from recollect.remote.manager.manager import ReplayBufferManager
+    from recollect.remote.stats import ManagerStats
 
 CHARTS = {
     "containers/s": ["rate/containers"],

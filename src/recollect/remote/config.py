@@ -1,18 +1,19 @@
-"""Frozen records: what a manager is told (Shards, Checkpoint, Limits), and what it tells (ManagerStats)."""
+"""What a manager and a client may be told: Shards, Checkpoint, Limits, and the checks of their arguments."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass
 from math import isfinite
 from os import PathLike
 from typing import Any
 
+import numpy as np
+
+MODES = ("sync", "async_score", "async_comm")
+STRATEGIES = ("min", "percentile", "ema")
 WINDOW_MOST = 4096
-MOST_CLIENTS = (
-    10_000  # that are remembered; of more, the longest silent is forgotten, if it can be one that left
-)
-OTHERS = -2  # the sender that stands for all who are forgotten
+# A manager remembers so many clients; of more it forgets the one that was silent longest, if possible one that left.
+MOST_CLIENTS = 10_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,89 +82,6 @@ class Limits:
             _check_seconds(name, getattr(self, name))
 
 
-@dataclass(frozen=True, slots=True)
-class Phase:
-    """Seconds of one kind of work."""
-
-    count: int
-    total_s: float
-    mean_s: float
-    min_s: float
-    max_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Sender:
-    """What came from one rank."""
-
-    requests: int = 0
-    items: int = 0
-    nbytes: int = 0
-    state: str = "present"
-    malformed: int = 0
-    undelivered: int = 0
-
-
-@dataclass(frozen=True, slots=True)
-class ManagerStats:
-    """What a manager was offered and by which door it left: offered = live + evicted + removed + rejected + passed.
-
-    `rejected` is by reason; `senders` by rank, the last 10,000 of them, and rank -2 for all others together; `phases`
-    only with `timing`. `log_damages`: places of its log that were damaged when it resumed.
-    """
-
-    offered: int
-    live: int
-    evicted: int
-    removed: int
-    rejected: Mapping[str, int]
-    passed: int
-    containers: int
-    duplicates: int
-    stray: int
-    malformed: int
-    scoring_errors: int
-    pending_sends: int
-    unsent: int
-    baseline: float | None
-    exit_counter: int
-    senders: Mapping[int, Sender] = field(default_factory=dict)
-    phases: Mapping[str, Phase] = field(default_factory=dict)
-    forwarded: Any = None
-    dump_errors: int = 0
-    log_damages: int = 0
-
-    @property
-    def n_rejected(self) -> int:
-        """Rejected items, for whatever reason."""
-        return sum(self.rejected.values())
-
-
-@dataclass(frozen=True, slots=True)
-class ClientStats:
-    """Items: offered = kept + rejected + passed + filtered + dropped + lost + pending. Sends, bytes and seconds."""
-
-    offered: int
-    kept: int
-    rejected: int
-    passed: int
-    filtered: int
-    dropped: int
-    lost: int
-    pending: int
-    forgotten: int
-    reasons: dict[str, int]
-    sent: int
-    skipped: int
-    forced: int
-    retried: int
-    stray: int
-    nbytes: int
-    encode_s: float
-    send_s: float
-    wait_s: float
-
-
 def _check_seconds(name: str, value: Any, *, positive: bool = False) -> None:
     if isinstance(value, bool) or not isinstance(value, int | float) or not isfinite(value) or value < 0:
         raise ValueError(f"{name}: must be a finite number of seconds, got {value!r}")
@@ -171,16 +89,44 @@ def _check_seconds(name: str, value: Any, *, positive: bool = False) -> None:
         raise ValueError(f"{name}: must be above 0, got {value!r}")
 
 
-def as_plain(record: Any) -> dict[str, Any]:
-    """A record as plain values, for JSON."""
-    plain = {}
-    for f in fields(record):
-        value = getattr(record, f.name)
-        if isinstance(value, Mapping):
-            value = {
-                str(k): as_plain(v) if hasattr(v, "__dataclass_fields__") else v for k, v in value.items()
-            }
-        elif hasattr(value, "__dataclass_fields__"):
-            value = as_plain(value)
-        plain[f.name] = value
-    return plain
+def check_settings(rank: Any, n: Any, strategy: Any, percentile: Any, alpha: Any, capacity: Any, remote: Any,
+           workers: list[int] | None, storage: str, shards: Shards | None) -> None:  # fmt: skip
+    """Raise ValueError for the first argument of a manager that cannot be."""
+    if strategy not in STRATEGIES:
+        raise ValueError(f"baseline_strategy: must be one of {list(STRATEGIES)}, got {strategy!r}")
+    if not isinstance(percentile, int | float) or not 0 <= percentile <= 1:
+        raise ValueError(f"baseline_percentile: must be in [0, 1], got {percentile!r}")
+    if not isinstance(alpha, int | float) or not 0 < alpha <= 1:
+        raise ValueError(f"baseline_ema_alpha: must be in (0, 1], got {alpha!r}")
+    if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
+        raise ValueError(f"capacity: must be at least 1, got {capacity!r}")
+    if storage not in ("memory", "shared"):
+        raise ValueError(f"storage: must be 'memory' or 'shared', got {storage!r}")
+    for name, value in (("rank", rank), ("num_training_ranks", 0 if n is None else n)):
+        if isinstance(value, bool) or not isinstance(value, int | np.integer) or value < 0:
+            raise ValueError(f"{name}: must be an int of at least 0, got {value!r}")
+    if remote is not None and (not isinstance(remote, int) or remote < 0 or remote == rank):
+        raise ValueError(f"remote_manager_rank: must be another rank, got {remote!r}")
+    if workers is not None and (
+        rank in workers or len(set(workers)) != len(workers) or min(workers, default=0) < 0
+    ):
+        raise ValueError(f"worker_ranks: must be different ranks other than {rank}, got {workers}")
+    if workers is not None and n is not None and n > len(workers):
+        raise ValueError(f"num_training_ranks: must be at most the {len(workers)} worker_ranks, got {n}")
+    if shards is not None and rank not in shards.manager_ranks:
+        raise ValueError(f"shards: manager_ranks must hold this rank, {rank}, got {shards.manager_ranks}")
+
+
+def check_client(mode: Any, when_down: Any, counts: dict[str, Any], seconds: dict[str, Any]) -> None:
+    """Raise ValueError for the first argument of a client that cannot be."""
+    if mode not in MODES:
+        raise ValueError(f"mode: must be one of {list(MODES)}, got {mode!r}")
+    if when_down not in ("raise", "drop"):
+        raise ValueError(f"when_down: must be 'raise' or 'drop', got {when_down!r}")
+    for name, value in counts.items():
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}: must be an int of at least 1, got {value!r}")
+    for name, value in seconds.items():
+        is_number = isinstance(value, int | float) and isfinite(value)
+        if not is_number or value < 0 or (name == "retry_s" and not value):
+            raise ValueError(f"{name}: must be a finite number of seconds, got {value!r}")

@@ -17,8 +17,7 @@ from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.by_name import NAMES, carrier_of, is_known, set_launched
 from recollect.remote.carriers.local import LocalCarrier
 from recollect.remote.carriers.tcp import TcpCarrier
-from recollect.remote.client.client import RemoteReplay
-from recollect.remote.client.open_clients import was_used
+from recollect.remote.client.client import RemoteReplay, was_used
 from recollect.remote.frame import decode, encode
 from recollect.remote.messages import DATA_TAG, Exit, Goodbye
 from recollect.remote.ranks import RankLayout, rank_layout

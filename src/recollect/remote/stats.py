@@ -1,18 +1,130 @@
-"""Timing: how long each kind of work took, and the summary that is printed at the end."""
+"""What a manager and a client tell about themselves: records of counts and seconds, and how they are printed."""
 
 from __future__ import annotations
 
 import threading
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, fields
 from math import inf
 from time import perf_counter
+from typing import Any
 
-from recollect.remote.config import OTHERS, ManagerStats, Phase
-
+OTHERS = -2  # the sender that stands for all that are forgotten
 RECENT = 1000
 _NOTHING = nullcontext()
+
+
+@dataclass(frozen=True, slots=True)
+class Phase:
+    """Seconds of one kind of work."""
+
+    count: int
+    total_s: float
+    mean_s: float
+    min_s: float
+    max_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Sender:
+    """What came from one rank."""
+
+    requests: int = 0
+    items: int = 0
+    nbytes: int = 0
+    state: str = "present"
+    malformed: int = 0
+    undelivered: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class ManagerStats:
+    """What a manager was offered and by which door it left: offered = live + evicted + removed + rejected + passed.
+
+    `rejected` is by reason; `senders` by rank, the last 10,000 of them, and rank -2 for all others together; `phases`
+    only with `timing`. `log_damages`: places of its log that were damaged when it resumed.
+    """
+
+    offered: int
+    live: int
+    evicted: int
+    removed: int
+    rejected: Mapping[str, int]
+    passed: int
+    containers: int
+    duplicates: int
+    stray: int
+    malformed: int
+    scoring_errors: int
+    pending_sends: int
+    unsent: int
+    baseline: float | None
+    exit_counter: int
+    senders: Mapping[int, Sender] = field(default_factory=dict)
+    phases: Mapping[str, Phase] = field(default_factory=dict)
+    forwarded: Any = None
+    dump_errors: int = 0
+    log_damages: int = 0
+
+    @property
+    def n_rejected(self) -> int:
+        """Rejected items, for whatever reason."""
+        return sum(self.rejected.values())
+
+
+@dataclass(frozen=True, slots=True)
+class ClientStats:
+    """Items: offered = kept + rejected + passed + filtered + dropped + lost + pending. Sends, bytes and seconds."""
+
+    offered: int
+    kept: int
+    rejected: int
+    passed: int
+    filtered: int
+    dropped: int
+    lost: int
+    pending: int
+    forgotten: int
+    reasons: dict[str, int]
+    sent: int
+    skipped: int
+    forced: int
+    retried: int
+    stray: int
+    nbytes: int
+    encode_s: float
+    send_s: float
+    wait_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ForwardStats:
+    """Items that were to be forwarded, and what became of them."""
+
+    offered: int
+    kept: int
+    rejected: int
+    passed: int
+    arrived: int  # before a restart: what the other manager made of them is not known here
+    lost: int
+    pending: int
+
+
+def as_plain(record: Any) -> dict[str, Any]:
+    """A record as plain values, for JSON."""
+    plain = {}
+    for f in fields(record):
+        value = getattr(record, f.name)
+        if isinstance(value, Mapping):
+            value = {
+                str(k): as_plain(v) if hasattr(v, "__dataclass_fields__") else v for k, v in value.items()
+            }
+        elif hasattr(value, "__dataclass_fields__"):
+            value = as_plain(value)
+        plain[f.name] = value
+    return plain
 
 
 class Timing:

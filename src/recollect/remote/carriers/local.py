@@ -27,11 +27,9 @@ from time import monotonic
 from typing import Any
 
 from recollect.errors import PeerDiedError
-from recollect.remote.carriers.base import check_timeout
+from recollect.remote.carriers.base import Frame, check_timeout
 from recollect.remote.carriers.sockets.carrier import _NAP_S, StreamCarrier
-from recollect.remote.carriers.sockets.framed import Link, Outgoing
-from recollect.remote.carriers.sockets.listening import accepted
-from recollect.remote.carriers.sockets.queues import Frame
+from recollect.remote.carriers.sockets.framed import Link, Outgoing, accepted, exactly
 from recollect.remote.frame import MAX_FRAME
 
 _GREETING = struct.Struct("<16sq")
@@ -129,7 +127,7 @@ class LocalCarrier(StreamCarrier):
         """Take a connection of this user's process that says who it is."""
         try:
             _check_same_user(sock)
-            group, rank = _GREETING.unpack(_exactly(sock, _GREETING.size, _GREETING_S))
+            group, rank = _GREETING.unpack(exactly(sock, _GREETING.size, monotonic() + _GREETING_S))
             if group != self.group_id or not 0 <= rank < self.n_ranks:
                 raise PermissionError("another group")
             self._add(Link(sock, rank, self.max_frame), outward=False)
@@ -306,14 +304,3 @@ def _check_same_user(sock: socket.socket) -> int:
     if uid != os.geteuid():
         raise PermissionError(f"the peer must be of user {os.geteuid()}, got {uid}")
     return int(pid)
-
-
-def _exactly(sock: socket.socket, n: int, seconds: float) -> bytes:
-    data, end = b"", monotonic() + seconds
-    while len(data) < n:
-        sock.settimeout(max(0.001, end - monotonic()))
-        part = sock.recv(n - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data

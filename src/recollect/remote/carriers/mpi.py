@@ -21,13 +21,13 @@ from recollect.errors import ClosedError, FrameError, MissingExtraError
 from recollect.remote.carriers.base import (
     ANY,
     TIMEOUT,
+    Frame,
     awaited,
     check_rank,
     check_tag,
     check_timeout,
     too_late,
 )
-from recollect.remote.carriers.sockets.queues import Frame
 from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _SPIN_S = 0.002

@@ -30,8 +30,7 @@ from recollect import interrupts
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
 from recollect.remote.carriers.sockets.carrier import StreamCarrier
-from recollect.remote.carriers.sockets.framed import Link, Outgoing
-from recollect.remote.carriers.sockets.listening import accepted
+from recollect.remote.carriers.sockets.framed import Link, Outgoing, accepted, exactly
 from recollect.remote.frame import MAX_FRAME
 
 PROOF_S = 5.0
@@ -178,9 +177,9 @@ class TcpCarrier(StreamCarrier):
             end = monotonic() + min(timeout, PROOF_S)
             nonce = secrets.token_bytes(32)
             sock.sendall(_HELLO.pack(_MAGIC, _VERSION, 0, nonce, self._session, self.rank))
-            theirs = _exactly(sock, 32, end)
+            theirs = exactly(sock, 32, end)
             sock.sendall(self._proof(b"join", nonce, theirs))
-            status, mine, server, most, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size, end))
+            status, mine, server, most, proof = _ANSWER.unpack(exactly(sock, _ANSWER.size, end))
             if status != _OK:
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
@@ -227,13 +226,13 @@ class TcpCarrier(StreamCarrier):
                     sock, server_side=True, do_handshake_on_connect=False
                 )
                 sock.do_handshake()
-            magic, version, _, nonce, session, asked = _HELLO.unpack(_exactly(sock, _HELLO.size, end))
+            magic, version, _, nonce, session, asked = _HELLO.unpack(exactly(sock, _HELLO.size, end))
             if magic != _MAGIC or version != _VERSION:
                 raise PermissionError("another protocol")
             stranger.progress = _SPOKE
             mine = secrets.token_bytes(32)
             sock.sendall(mine)
-            if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
+            if not hmac.compare_digest(exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
                 sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
             stranger.progress = _PROVED
@@ -403,17 +402,6 @@ def _connected(address: str, timeout: float) -> socket.socket:
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
             raise ConnectionError(error.errno, error.strerror) from None
         raise
-
-
-def _exactly(sock: socket.socket, n: int, end: float) -> bytes:
-    data = b""
-    while len(data) < n:
-        sock.settimeout(max(0.001, end - monotonic()))
-        part = sock.recv(n - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 def _token(token: bytes | str | None) -> bytes | None:

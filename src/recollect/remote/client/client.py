@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
+from collections.abc import Callable
 from math import isfinite
+from multiprocessing import util
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -12,17 +16,17 @@ import numpy as np
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, FrameError, PeerDiedError, RecollectError
+from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.by_name import carrier_of, check_backend
-from recollect.remote.client import metadata, open_clients
-from recollect.remote.client.connection import Line
+from recollect.remote.client.connection import Line, get_metadata
 from recollect.remote.client.protocol import Entry, Session
-from recollect.remote.config import ClientStats
+from recollect.remote.config import check_client
 from recollect.remote.frame import check_drawn, cut_items, encode
 from recollect.remote.items.packed import Packed, storable
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.state import check_draw
 from recollect.remote.messages import Sample
-from recollect.remote.settings import check_client
+from recollect.remote.stats import ClientStats
 
 _GOODBYE_S = 5.0
 _HEAD_NBYTES = 512  # the most that a frame has beside its items
@@ -270,7 +274,7 @@ class RemoteReplay:
         """Open the carrier and greet the manager, if that is not done."""
         if self._line.carrier is None:
             carrier = carrier_of(self.communication_backend)
-            open_clients.enter(self, carrier)
+            enter(self, carrier)
             self._line.open(carrier)
         self._line.greet()
 
@@ -332,7 +336,7 @@ class RemoteReplay:
             line, session = self._line, self._session
             if line.carrier is None:
                 return {}
-            return metadata.get_metadata(
+            return get_metadata(
                 line.carrier, self.manager_rank, self.deadline, line.retry_s, session.count_stray
             )
 
@@ -387,7 +391,7 @@ class RemoteReplay:
         """Say Exit, for a moment; whatever happens, this client is closed, but for Ctrl-C: then `close` goes on."""
         try:
             self._is_closed = True
-            open_clients.leave(self)
+            leave(self)
             if self._line.carrier is not None:
                 known_as = self._known_as
                 if known_as is None or (self._session.writer != known_as and not self._undelivered):
@@ -428,3 +432,73 @@ def _length(container: Any) -> int:
     if isinstance(container, dict):
         return _length(next(iter(container.values()))) if container else 0
     return len(container) if hasattr(container, "__len__") else 1
+
+
+# -- open clients: one per carrier end and manager; one that is never closed says Exit when its process ends
+
+_open: dict[tuple[int, int], tuple[Carrier, RemoteReplay]] = {}
+_known: dict[tuple[int, int], Callable[[], Any]] = {}  # by which a client here has spoken
+_registered = 0
+os.register_at_fork(after_in_child=_known.clear)
+os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and say nothing when a child ends
+
+# Carriers may have no hash, so both are found by id. An id is given again once its object is gone: what is open keeps
+# its carrier, and what is known is compared with the carrier itself, and goes with it.
+
+
+def enter(client: RemoteReplay, carrier: Carrier) -> None:
+    """Note an open client; RuntimeError if its place is taken."""
+    key = (id(carrier), client.manager_rank)
+    if _open.get(key, (carrier, client))[1] is not client:
+        raise RuntimeError(
+            f"rank {client.manager_rank}: has a client on this carrier already; close it first"
+        )
+    _open[key] = carrier, client
+    _known[key] = _found(carrier, key)
+    _close_at_exit()
+
+
+def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
+    def forget(gone: Any) -> None:
+        if _known.get(key) is gone:
+            del _known[key]
+
+    try:
+        return weakref.ref(carrier, forget)
+    except TypeError:  # a class without room for weak references: kept, so that its id is not given again
+        return lambda: carrier
+
+
+def leave(client: RemoteReplay) -> None:
+    """Forget a client that was closed, also one that a Ctrl-C kept from opening its carrier."""
+    for key, (_, found) in list(_open.items()):  # a list at once: other threads enter and leave meanwhile
+        if found is client:
+            _open.pop(key, None)
+
+
+def was_used(carrier: Carrier, manager_rank: int) -> bool:
+    """Whether a client of this process was ever open on this carrier for this manager."""
+    found = _known.get((id(carrier), manager_rank))
+    return found is not None and found() is carrier
+
+
+def close_open_client(carrier: Carrier, manager_rank: int) -> bool:
+    """Close the client that is open on this carrier for this manager; False if there is none."""
+    found = _open.get((id(carrier), manager_rank))
+    if found is None:
+        return False
+    found[1].close()
+    return True
+
+
+def _close_at_exit() -> None:
+    """Have what was never closed say Exit when this process ends, forked children included."""
+    global _registered
+    if _registered != os.getpid():
+        _registered = os.getpid()
+        util.Finalize(None, _exit_all, exitpriority=100)
+
+
+def _exit_all() -> None:
+    for _, client in list(_open.values()):
+        client._abandon()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable
 from math import inf
 from time import monotonic, perf_counter, sleep
@@ -9,11 +10,11 @@ from typing import Any
 
 from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
-from recollect.remote.carriers.base import Carrier, is_over
+from recollect.remote.carriers.base import Carrier, check_timeout, is_over
 from recollect.remote.client.protocol import Session, as_error
 from recollect.remote.frame import decode, encode
 from recollect.remote.items.space import ItemSpace
-from recollect.remote.messages import DATA_TAG, Exit, Failed, Items
+from recollect.remote.messages import DATA_TAG, METADATA_TAG, Exit, Failed, GetMetadata, Items, Metadata
 from recollect.remote.ranks import is_seen
 
 _LOOK_S = 0.25  # how often a manager's process is looked at where the carrier does not see it die
@@ -225,3 +226,34 @@ def _all_parts(got: list[tuple[Any, memoryview]]) -> Drawn | None:
     if items and len(items) == next(iter(items.values()))[0].n_parts:
         return [items[part] for part in sorted(items)]
     return None
+
+
+def get_metadata(
+    carrier: Carrier, manager_rank: int, timeout: float, retry_s: float = 5.0,
+    count_stray: Callable[[], None] = lambda: None,
+) -> dict[str, Any]:  # fmt: skip
+    """Ask a manager for its metadata; answers to older requests are dropped and counted."""
+    end = monotonic() + check_timeout(timeout)
+    request = secrets.randbits(60)
+    frame = encode(GetMetadata(request))
+    while True:
+        left = end - monotonic()
+        if left < 0:
+            raise DeadlineError(f"metadata of rank {manager_rank}: no answer within {timeout:g} s")
+        carrier.send(manager_rank, DATA_TAG, frame, max(left, 0.0))
+        again = min(end, monotonic() + retry_s)
+        while (left := again - monotonic()) > 0:
+            try:
+                _, _, answer = carrier.recv(manager_rank, METADATA_TAG, left)
+                message, _, _ = decode(answer, max_frame=carrier.max_frame)
+            except DeadlineError:
+                break
+            except FrameError:
+                continue
+            if message.request != request:
+                count_stray()
+                continue
+            if isinstance(message, Failed):
+                raise as_error(message)
+            if isinstance(message, Metadata):
+                return message.values

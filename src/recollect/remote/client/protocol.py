@@ -15,9 +15,8 @@ from typing import Any
 from recollect import _core, errors
 from recollect.errors import FrameError, RemoteError, SchemaError, ScoringError
 from recollect.remote.frame import MAX_FRAME, encode
-from recollect.remote.items.description import space_of_text
 from recollect.remote.items.packed import Packed
-from recollect.remote.items.space import ItemSpace, item_space
+from recollect.remote.items.space import ItemSpace, item_space, space_of_text
 from recollect.remote.messages import (
     PROTOCOL,
     AnyMessage,

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import deque
 from contextlib import suppress
-from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
@@ -23,22 +22,10 @@ from recollect.remote.frame import MOST_FRAME, cut_items, decode, encode, joined
 from recollect.remote.items.packed import Packed
 from recollect.remote.items.space import ItemSpace
 from recollect.remote.messages import DATA_TAG, AnyMessage, Data, Welcome
+from recollect.remote.stats import ForwardStats
 
 _RETRY_S = 1.0
 _MOST_QUEUED = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class ForwardStats:
-    """Items that were to be forwarded, and what became of them."""
-
-    offered: int
-    kept: int
-    rejected: int
-    passed: int
-    arrived: int  # before a restart: what the other manager made of them is not known here
-    lost: int
-    pending: int
 
 
 class ForwardState(msgspec.Struct):

@@ -13,20 +13,19 @@ from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError
 from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.by_name import carrier_of, check_backend
-from recollect.remote.client.metadata import get_metadata
-from recollect.remote.client.open_clients import close_open_client
-from recollect.remote.config import Checkpoint, Limits, ManagerStats, Shards
+from recollect.remote.client.client import close_open_client
+from recollect.remote.client.connection import get_metadata
+from recollect.remote.config import Checkpoint, Limits, Shards, check_settings
 from recollect.remote.frame import encode
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.diversity import Diversity
 from recollect.remote.manager.loop import Pending, Received, Serving
+from recollect.remote.manager.peers import RankBook
 from recollect.remote.manager.protocol import Desk
 from recollect.remote.manager.scoring import BASELINE, Scoring, checked_scoring
 from recollect.remote.manager.state import Shelf
 from recollect.remote.messages import DATA_TAG, Exit
-from recollect.remote.ranks import RankBook
-from recollect.remote.settings import check_settings
-from recollect.remote.stats import Timing
+from recollect.remote.stats import ManagerStats, Timing
 from recollect.replay import ReplayBuffer
 
 _END_S = 30.0  # for the message at hand, beside what answers get

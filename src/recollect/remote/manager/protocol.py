@@ -15,7 +15,7 @@ import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import EmptyError, SchemaError, ScoringError
-from recollect.remote.config import Checkpoint, ManagerStats
+from recollect.remote.config import Checkpoint
 from recollect.remote.frame import (
     MAX_FRAME,
     MOST_DRAWN_NBYTES,
@@ -27,8 +27,8 @@ from recollect.remote.frame import (
     encode,
     joined,
 )
-from recollect.remote.items.description import text_difference
 from recollect.remote.items.packed import Packed
+from recollect.remote.items.space import text_difference
 from recollect.remote.manager.checkpoint import Saving
 from recollect.remote.manager.forwarder import Forwarder
 from recollect.remote.manager.peers import Writer, Writers
@@ -54,6 +54,7 @@ from recollect.remote.messages import (
     note,
 )
 from recollect.remote.ranks import HOST
+from recollect.remote.stats import ManagerStats
 from recollect.text import told_briefly
 
 if TYPE_CHECKING:

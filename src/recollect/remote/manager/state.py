@@ -13,15 +13,15 @@ import numpy as np
 
 from recollect.errors import EmptyError, ScoringError
 from recollect.remote import config
-from recollect.remote.config import OTHERS, ManagerStats, Sender, Shards
+from recollect.remote.config import Shards
 from recollect.remote.items.packed import Packed
 from recollect.remote.items.space import ItemSpace
 from recollect.remote.items.trajectories import Array
-from recollect.remote.manager.agreement import Agreement, Summary
-from recollect.remote.manager.baseline import from_buffer, next_ema
+from recollect.remote.manager.baseline import Agreement, Summary, from_buffer, next_ema
 from recollect.remote.manager.diversity import Diversity
 from recollect.remote.manager.scoring import Scored, call_scoring
 from recollect.remote.manager.store import Outcome, Store, make_buffer
+from recollect.remote.stats import OTHERS, ManagerStats, Sender
 from recollect.sampling.stream import IndexStream
 
 if TYPE_CHECKING:

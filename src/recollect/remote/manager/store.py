@@ -17,8 +17,8 @@ from recollect.memory.rows import packed_codec
 from recollect.remote.items.packed import Packed, storable
 from recollect.remote.items.space import ItemSpace, stored_places
 from recollect.remote.items.trajectories import LOG_REWARD, Array
+from recollect.remote.manager.baseline import Ranking
 from recollect.remote.manager.diversity import Diversity, crowding
-from recollect.remote.manager.ranking import Ranking
 from recollect.replay import ReplayBuffer
 from recollect.replay.lowest import LowestEngine
 from recollect.spaces import Layout

@@ -18,12 +18,10 @@ from typing import Any, Self
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import config
-from recollect.remote.carriers.base import ANY, TIMEOUT, awaited, check_rank, check_tag, check_timeout
-from recollect.remote.carriers.sockets.absent import Absent
-from recollect.remote.carriers.sockets.bell import Bell
+from recollect.remote.carriers.base import ANY, TIMEOUT, Frame, awaited, check_rank, check_tag, check_timeout
 from recollect.remote.carriers.sockets.framed import Link, Outgoing
-from recollect.remote.carriers.sockets.poll import Turns
-from recollect.remote.carriers.sockets.queues import Frame, Inbox
+from recollect.remote.carriers.sockets.poll import Bell, Turns
+from recollect.remote.carriers.sockets.queues import Absent, Inbox
 from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP

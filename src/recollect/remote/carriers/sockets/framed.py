@@ -6,6 +6,7 @@ carrier's `max_frame` before memory is taken for them.
 
 from __future__ import annotations
 
+import errno
 import socket
 import ssl
 import struct
@@ -13,6 +14,7 @@ import threading
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
+from time import monotonic, sleep
 from typing import Any
 
 import numpy as np
@@ -25,7 +27,9 @@ _STAGING = 1 << 16
 _FAIR_NBYTES = 4 << 20  # what one link may bring before the others have their turn
 _FAIR_FRAMES = 1024
 _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
-Frame = tuple[int, memoryview]
+Tagged = tuple[int, memoryview]
+_NAP_S = 0.02  # after a failure that may be over soon: too many open files, no memory
+_ENDED = (errno.EBADF, errno.EINVAL)  # the listening socket was closed, or shut down
 
 
 class Outgoing:
@@ -143,9 +147,9 @@ class Link:
 
     # -- in
 
-    def read(self) -> list[Frame]:
+    def read(self) -> list[Tagged]:
         """Return the frames that have come; EOFError at the end of the stream. After rubbish, `error` says so."""
-        frames: list[Frame] = []
+        frames: list[Tagged] = []
         total = 0
         try:
             while (total < _FAIR_NBYTES and len(frames) < _FAIR_FRAMES) or self._has_decrypted():
@@ -169,7 +173,7 @@ class Link:
         with self.lock:
             return bool(self.sock.pending())  # type: ignore[attr-defined]
 
-    def _read_some(self, frames: list[Frame]) -> int:
+    def _read_some(self, frames: list[Tagged]) -> int:
         if self._target is not None:
             n = self._received(self._target[self._filled :])
             self._filled += n
@@ -192,7 +196,7 @@ class Link:
             raise EOFError
         return n
 
-    def _cut(self, frames: list[Frame]) -> None:
+    def _cut(self, frames: list[Tagged]) -> None:
         """Take whole frames out of the staging memory; a long one goes on in memory of its own."""
         at = 0
         while self._have - at >= HEADER.size:
@@ -241,3 +245,29 @@ class Link:
         for outgoing in self.out:
             outgoing.finish(kind(f"rank {self.rank}: {why}"))
         self.out.clear()
+
+
+# -- before there are frames
+
+
+def accepted(listener: socket.socket) -> socket.socket | None:
+    """Wait for a connection; None once nobody listens any more."""
+    while True:
+        try:
+            return listener.accept()[0]
+        except OSError as error:
+            if error.errno in _ENDED:
+                return None
+            sleep(_NAP_S)
+
+
+def exactly(sock: socket.socket, n: int, end: float) -> bytes:
+    """Read so many bytes until a time; EOFError if the other side closes before."""
+    data = b""
+    while len(data) < n:
+        sock.settimeout(max(0.001, end - monotonic()))
+        part = sock.recv(n - len(data))
+        if not part:
+            raise EOFError
+        data += part
+    return data

@@ -1,13 +1,16 @@
-"""Inbox: frames that came and that nobody has taken yet."""
+"""Frames that wait: those that came and were not taken yet, and those for peers that have not come yet."""
 
 from __future__ import annotations
 
 from collections import OrderedDict, deque
 
-from recollect.remote.carriers.base import ANY
+from recollect._core import Condition
+from recollect.errors import DeadlineError
+from recollect.remote.carriers.base import ANY, Frame
+from recollect.remote.carriers.sockets.framed import Outgoing
 
-Frame = tuple[int, int, memoryview]  # source, tag, bytes
 _FRAME_NBYTES = 512  # what a frame costs beside its bytes
+_KEPT_NBYTES = 4 << 20  # for one peer; beyond that its senders wait themselves
 
 
 class Inbox:
@@ -54,3 +57,80 @@ class Inbox:
     def nbytes(self, source: int) -> int:
         """How much of a source lies here."""
         return self._nbytes.get(source, 0)
+
+
+class Absent:
+    """What waits for whom. Concurrency: every call takes the carrier's lock itself."""
+
+    def __init__(self, lock: Condition) -> None:
+        self._lock = lock
+        self._waiting: dict[int, deque[Outgoing]] = {}
+        self._leaving: Outgoing | None = None  # the one that who leads is sending
+
+    def __bool__(self) -> bool:
+        return bool(self._waiting)
+
+    def __contains__(self, dest: int) -> bool:
+        return dest in self._waiting
+
+    def peers(self) -> list[int]:
+        """The ranks that something waits for."""
+        return list(self._waiting)
+
+    def add(self, outgoing: Outgoing, *, only_behind: bool = False) -> bool:
+        """Let a frame wait for its peer; `only_behind`: only if others do already."""
+        with self._lock:
+            if only_behind and outgoing.dest not in self._waiting:
+                return False
+            self._waiting.setdefault(outgoing.dest, deque()).append(outgoing)
+            return True
+
+    def keep(self, outgoing: Outgoing) -> bool:
+        """Copy a frame that waits, so that its sender need not; False if too much waits already."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting is None or outgoing not in waiting or sum(o.nbytes for o in waiting) > _KEPT_NBYTES:
+                return False
+            outgoing.own()
+            return True
+
+    def first(self, dest: int) -> Outgoing | None:
+        """What is to be sent first to a peer that came; None, once nothing waits for it any more."""
+        with self._lock:
+            waiting = self._waiting.get(dest)
+            if not waiting:
+                self._waiting.pop(dest, None)
+                return None
+            self._leaving = waiting[0]
+            return waiting[0]
+
+    def sent(self, outgoing: Outgoing) -> None:
+        """The first frame has left."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting and waiting[0] is outgoing:
+                waiting.popleft()
+            self._leaving = None
+
+    def stays(self) -> None:
+        """The first frame has not left: its peer is not there after all."""
+        with self._lock:
+            self._leaving = None
+
+    def give_up(self, outgoing: Outgoing) -> bool:
+        """Take back a frame whose sender will not wait any longer; False if it does not wait here, or is leaving."""
+        with self._lock:
+            waiting = self._waiting.get(outgoing.dest)
+            if waiting is None or outgoing not in waiting or outgoing is self._leaving:
+                return False
+            waiting.remove(outgoing)
+            if not waiting:
+                self._waiting.pop(outgoing.dest, None)
+        outgoing.finish(DeadlineError(f"send to rank {outgoing.dest}: was given up"))
+        return True
+
+    def fail(self, dest: int, error: Exception) -> None:
+        """A peer will never come."""
+        with self._lock:
+            for outgoing in self._waiting.pop(dest, ()):
+                outgoing.finish(error)
