@@ -78,7 +78,7 @@ def exit_twice(carrier: Any, path: str) -> Any:
         return served(managed(carrier))
     replay = client(carrier)
     replay.add(samples([carrier.rank], [0.0]))
-    writer = replay._session.writer
+    writer = replay._protocol.writer
     if carrier.rank == 0:
         replay.close()
         for request in range(2):

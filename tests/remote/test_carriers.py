@@ -295,7 +295,7 @@ def test_between_threads_too_much_waits_at_its_sender(
         a.send(1, 0, [b"given up"], 0.0)
     waits = threading.Thread(target=handles[-1].wait, args=(6 * SOON,), daemon=True)
     waits.start()
-    eventually(lambda: a._turns.is_led)
+    eventually(lambda: a._leader.is_led)
     got = [bytes(b.recv(0, timeout=SOON)[2])]
     small = a.isend(1, 0, [b"small"])
     got += [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(5)]

@@ -884,7 +884,7 @@ def test_close_wakes_a_sender_that_waits(server: TcpCarrier) -> None:
 
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    eventually(lambda: worker._turns.is_led and any(link.out for link in worker._links.values()))
+    eventually(lambda: worker._leader.is_led and any(link.out for link in worker._links.values()))
     handle = worker.isend(0, 0, [b"behind it"])
     worker.close()
     thread.join(SOON)

@@ -117,6 +117,14 @@ def check_settings(rank: Any, n: Any, strategy: Any, percentile: Any, alpha: Any
         raise ValueError(f"shards: manager_ranks must hold this rank, {rank}, got {shards.manager_ranks}")
 
 
+def check_draw(n: Any, by: Any) -> None:
+    """Raise ValueError unless so many items can be asked for in such a way."""
+    if isinstance(n, bool) or not isinstance(n, int | np.integer) or n < 0:
+        raise ValueError(f"n: must be an int of at least 0, got {n!r}")
+    if by not in ("uniform", "log_reward"):
+        raise ValueError(f"by: must be 'uniform' or 'log_reward', got {by!r}")
+
+
 def check_client(mode: Any, when_down: Any, counts: dict[str, Any], seconds: dict[str, Any]) -> None:
     """Raise ValueError for the first argument of a client that cannot be."""
     if mode not in MODES:

@@ -79,7 +79,7 @@ def launch(
 
         launched: Launched = launch_on_ray(worker, manager, layout, max_restarts, seed)
         return launched
-    return _Family(worker, manager, layout, carrier, max_restarts, seed).run()
+    return _Launch(worker, manager, layout, carrier, max_restarts, seed).run()
 
 
 def most_restarts(rank: int, layout: RankLayout, max_restarts: int) -> int:
@@ -154,7 +154,7 @@ def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int)
 
 
 @dataclass(slots=True)
-class _Child:
+class _RankProcess:
     rank: int
     process: Any
     pipe: Connection
@@ -162,7 +162,7 @@ class _Child:
     outcome: tuple[str, Any] | None = None
 
 
-class _Family:
+class _Launch:
     """The processes of one launch. Ownership: ends them all when it ends."""
 
     def __init__(
@@ -174,8 +174,8 @@ class _Family:
         self.ends = LocalCarrier.group(size) if kind == "local" else []
         self.token = os.urandom(32)
         self.addresses: dict[int, str] = {}
-        self.children: dict[int, _Child] = {}
-        self.leaving: list[_Child] = []  # processes that take leave for workers that died
+        self.children: dict[int, _RankProcess] = {}
+        self.leaving: list[_RankProcess] = []  # processes that take leave for workers that died
         # Functions defined in a script or a test need not be importable: forked children have them already.
         self.context = multiprocessing.get_context("fork")
 
@@ -196,7 +196,7 @@ class _Family:
     def _start(self, rank: int, restarts: int = 0) -> None:
         self.children[rank] = self._started(rank, self.worker, restarts)
 
-    def _started(self, rank: int, worker: Work, restarts: int = 0) -> _Child:
+    def _started(self, rank: int, worker: Work, restarts: int = 0) -> _RankProcess:
         ours, theirs = self.context.Pipe()
         end = self.ends[rank] if self.ends else None
         args = (worker, self.manager, self.layout, self.kind, rank, end, self.token, dict(self.addresses),
@@ -204,7 +204,7 @@ class _Family:
         process = self.context.Process(target=_child, args=args, name=f"recollect-rank-{rank}")
         process.start()
         theirs.close()
-        return _Child(rank, process, ours, restarts)
+        return _RankProcess(rank, process, ours, restarts)
 
     def _await_addresses(self) -> None:
         """Wait until every manager listens; one that dies before is started again, as ever."""
@@ -228,14 +228,14 @@ class _Family:
             if child.outcome is None and not child.process.is_alive():
                 self._hear_the_rest(child)
 
-    def _hear_the_rest(self, child: _Child) -> None:
+    def _hear_the_rest(self, child: _RankProcess) -> None:
         """What a child said before it ended counts; otherwise it died."""
         while child.pipe.poll(0) and self._hear(child):
             if child.outcome is not None:
                 return
         self._died(child)
 
-    def _hear(self, child: _Child) -> bool:
+    def _hear(self, child: _RankProcess) -> bool:
         try:
             kind, value = child.pipe.recv()
         except (EOFError, OSError):
@@ -246,7 +246,7 @@ class _Family:
             child.outcome = (kind, value)
         return True
 
-    def _died(self, child: _Child) -> None:
+    def _died(self, child: _RankProcess) -> None:
         code = child.process.exitcode
         child.process.join()
         child.pipe.close()

@@ -18,13 +18,12 @@ from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, FrameError, PeerDiedError, RecollectError
 from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.by_name import carrier_of, check_backend
-from recollect.remote.client.connection import Line, get_metadata
-from recollect.remote.client.protocol import Entry, Session
-from recollect.remote.config import check_client
+from recollect.remote.client.connection import Connection, get_metadata
+from recollect.remote.client.protocol import ClientProtocol, SentContainer
+from recollect.remote.config import check_client, check_draw
 from recollect.remote.frame import check_drawn, cut_items, encode
-from recollect.remote.items.packed import Packed, storable
+from recollect.remote.items.packed import PackedItems, storable
 from recollect.remote.items.space import item_space
-from recollect.remote.manager.state import check_draw
 from recollect.remote.messages import Sample
 from recollect.remote.stats import ClientStats
 
@@ -88,8 +87,8 @@ class RemoteReplay:
         self.baseline_filtering, self.refresh_after = baseline_filtering, refresh_after
         self.scoring_only, self.deadline, self.when_down = scoring_only, deadline, when_down
         self._lock = threading.RLock()
-        self._line = Line(items, manager_rank, **seconds, gives_up=when_down == "drop")
-        self._waiting: list[Packed] = []  # adds of a container that is not full yet
+        self._connection = Connection(items, manager_rank, **seconds, gives_up=when_down == "drop")
+        self._waiting: list[PackedItems] = []  # adds of a container that is not full yet
         self._n_adds = self._skipped_in_a_row = 0
         self._counts = {"sent": 0, "skipped": 0, "forced": 0}
         self._encode_s = 0.0
@@ -98,26 +97,26 @@ class RemoteReplay:
         self._is_closed = False
 
     @property
-    def _session(self) -> Session:
-        return self._line.session
+    def _protocol(self) -> ClientProtocol:
+        return self._connection.protocol
 
     # -- what it is
 
     @property
     def baseline(self) -> float | None:
         """The newest baseline that the manager sent, None before."""
-        return self._session.baseline
+        return self._protocol.baseline
 
     def stats(self) -> ClientStats:
         """Return a frozen record of what was offered, by which door it left, and what it cost."""
         with self._lock:
-            s, doors = self._session, self._session.doors
+            s, doors = self._protocol, self._protocol.doors
             pending = s.n_pending + sum(packed.n for packed in self._waiting)
             return ClientStats(
                 doors.offered, doors.kept, doors.rejected, doors.passed, doors.filtered, doors.dropped, doors.lost,
                 pending, s.forgotten, dict(doors.reasons), self._counts["sent"], self._counts["skipped"],
-                self._counts["forced"], s.retried, s.stray, self._line.nbytes, self._encode_s, self._line.send_s,
-                self._line.wait_s,
+                self._counts["forced"], s.retried, s.stray, self._connection.nbytes, self._encode_s,
+                self._connection.send_s, self._connection.wait_s,
             )  # fmt: skip
 
     # -- adding
@@ -148,24 +147,24 @@ class RemoteReplay:
         error.accepted = False  # type: ignore[attr-defined]
         if self.when_down == "raise":
             raise error
-        items = self._session.items
+        items = self._protocol.items
         n = items.encode(container).n if items is not None else _length(container)
         with interrupts.deferred():
-            self._session.doors.offered += n
-            self._session.doors.dropped += n
+            self._protocol.doors.offered += n
+            self._protocol.doors.dropped += n
             self._drop_all()
         return None
 
     def _drop_all(self) -> None:
         """The manager stayed away: what has no answer is dropped, and training goes on."""
         with interrupts.deferred():
-            self._session.give_up("dropped")
-            self._session.doors.dropped += sum(packed.n for packed in self._waiting)
+            self._protocol.give_up("dropped")
+            self._protocol.doors.dropped += sum(packed.n for packed in self._waiting)
             self._waiting.clear()
 
-    def _checked(self, container: Any) -> Packed:
+    def _checked(self, container: Any) -> PackedItems:
         """Pack a container, and take out what the manager would not keep."""
-        items, doors = self._session.items, self._session.doors
+        items, doors = self._protocol.items, self._protocol.doors
         if items is None:
             raise ClosedError("RemoteReplay: the space of the manager is not known")
         start = perf_counter()
@@ -181,19 +180,19 @@ class RemoteReplay:
         self._encode_s += perf_counter() - start
         return packed
 
-    def _fitting(self, packed: Packed) -> Packed:
+    def _fitting(self, packed: PackedItems) -> PackedItems:
         """Refuse what would not fit a frame, together with what waits; FrameError: nothing was taken."""
-        most = self._session.max_frame - _HEAD_NBYTES
+        most = self._protocol.max_frame - _HEAD_NBYTES
         total = packed.nbytes + sum(waiting.nbytes for waiting in self._waiting)
         if total > most:
-            self._session.doors.offered -= packed.n
+            self._protocol.doors.offered -= packed.n
             raise FrameError(
                 f"container: must fit a frame of {most + _HEAD_NBYTES} bytes, got {total + _HEAD_NBYTES} with what "
                 "waits; send fewer items at once, or raise max_frame of the carrier"
             )
         return packed
 
-    def _above_baseline(self, packed: Packed, allowed: Any) -> Any:
+    def _above_baseline(self, packed: PackedItems, allowed: Any) -> Any:
         baseline = self.baseline
         if packed.log_rewards is None:
             raise ValueError("baseline_filtering: needs items with a log_reward, got none")
@@ -209,7 +208,7 @@ class RemoteReplay:
             self._counts["skipped"] += 1
         else:
             self._skipped_in_a_row = 0
-        self._session.doors.filtered += int(allowed.sum() - high.sum())
+        self._protocol.doors.filtered += int(allowed.sum() - high.sum())
         return high
 
     def _send_waiting(self, n_last: int) -> dict[str, float] | None:
@@ -223,35 +222,37 @@ class RemoteReplay:
         entry, answer, error = self._put(), None, None
         if oldest is not None:
             try:
-                answer = self._session.hand_out(oldest)
+                answer = self._protocol.hand_out(oldest)
             except Exception as failure:
                 error = failure
         try:
-            self._line.send(entry.parts, wait=self.mode != "async_comm")
+            self._connection.send(entry.parts, wait=self.mode != "async_comm")
             if self.mode == "sync":
-                self._line.until(entry.has_answer, "its answer")
+                self._connection.until(entry.has_answer, "its answer")
         except (PeerDiedError, DeadlineError) as failure:
             return self._down(failure, accepted=True)
         if error is not None:
             raise error
-        return self._session.hand_out(entry) if self.mode == "sync" else answer
+        return self._protocol.hand_out(entry) if self.mode == "sync" else answer
 
-    def _room(self) -> Entry | None:
+    def _room(self) -> SentContainer | None:
         """Wait until one more container may be outstanding; return the oldest if its answer is to be handed out."""
-        session, most = self._session, self._session.max_window
+        session, most = self._protocol, self._protocol.max_window
         oldest = None if self.mode == "sync" else session.oldest()
         if oldest is not None and len(session.entries) >= min(self.window, most):
-            self._line.until(oldest.has_answer, "an answer")
+            self._connection.until(oldest.has_answer, "an answer")
             return oldest
         if session.n_unanswered >= most:
-            self._line.until(lambda: True if session.n_unanswered < most else None, "room in its window")
+            self._connection.until(
+                lambda: True if session.n_unanswered < most else None, "room in its window"
+            )
         return None
 
-    def _put(self) -> Entry:
+    def _put(self) -> SentContainer:
         with interrupts.deferred():  # it waits here or there, not in both
-            packed = Packed.concat(self._waiting)
+            packed = PackedItems.concat(self._waiting)
             start = perf_counter()
-            entry = self._session.put(packed)
+            entry = self._protocol.put(packed)
             self._waiting.clear()
             self._encode_s += perf_counter() - start
             self._counts["sent"] += 1
@@ -266,17 +267,17 @@ class RemoteReplay:
         if not accepted:  # this one is given back; those before it were taken, and wait
             with interrupts.deferred():
                 if n_last:
-                    self._session.doors.offered -= self._waiting.pop().n
+                    self._protocol.doors.offered -= self._waiting.pop().n
                 self._n_adds -= 1
         raise error
 
     def _connect(self) -> None:
         """Open the carrier and greet the manager, if that is not done."""
-        if self._line.carrier is None:
+        if self._connection.carrier is None:
             carrier = carrier_of(self.communication_backend)
-            enter(self, carrier)
-            self._line.open(carrier)
-        self._line.greet()
+            enter(self, carrier, self._abandon)
+            self._connection.open(carrier)
+        self._connection.greet()
 
     # -- answers, drawing, metadata
 
@@ -289,16 +290,16 @@ class RemoteReplay:
     def _flush(self) -> list[dict[str, float]]:
         if self._waiting:
             self._connect()
-            most = self._session.max_window
-            self._line.until(
-                lambda: True if self._session.n_unanswered < most else None, "room in its window"
+            most = self._protocol.max_window
+            self._connection.until(
+                lambda: True if self._protocol.n_unanswered < most else None, "room in its window"
             )
-            self._line.send(self._put().parts)
+            self._connection.send(self._put().parts)
         scores: list[dict[str, float]] = []
-        while (entry := self._session.oldest()) is not None:
-            self._line.until(entry.has_answer, "the last answers")
+        while (entry := self._protocol.oldest()) is not None:
+            self._connection.until(entry.has_answer, "the last answers")
             try:
-                scores.append(self._session.hand_out(entry))
+                scores.append(self._protocol.hand_out(entry))
             except Exception as error:
                 error.scores = scores  # type: ignore[attr-defined]
                 raise
@@ -310,10 +311,10 @@ class RemoteReplay:
         with self._lock:
             self._check_open()
             self._connect()
-            if self._session.items is not None:
-                check_drawn(int(n), self._session.items.shapes)
-            parts = self._line.ask(lambda request: encode(Sample(request, int(n), by, replace)))  # type: ignore[arg-type]
-            items = self._session.items
+            if self._protocol.items is not None:
+                check_drawn(int(n), self._protocol.items.shapes)
+            parts = self._connection.ask(lambda request: encode(Sample(request, int(n), by, replace)))  # type: ignore[arg-type]
+            items = self._protocol.items
             if items is None:
                 raise EmptyError("sample: the space of the manager is not known")
             packed = []
@@ -321,19 +322,19 @@ class RemoteReplay:
                 if message.layout != items.id:
                     raise FrameError("sample: items must have the layout of this client, got others")
                 rows, lengths, fields = cut_items(message, body, items.shapes)
-                packed.append(Packed(message.n, rows, lengths, fields))
+                packed.append(PackedItems(message.n, rows, lengths, fields))
             if sum(part.n for part in packed) != n:
                 raise FrameError(
                     f"sample: the manager must send {n} items, got {sum(part.n for part in packed)}"
                 )
-            return items.decode(Packed.concat(packed))
+            return items.decode(PackedItems.concat(packed))
 
     def metadata(self) -> dict[str, Any]:
         """Ask the manager how it is."""
         with self._lock:
             self._check_open()
             self._connect()
-            line, session = self._line, self._session
+            line, session = self._connection, self._protocol
             if line.carrier is None:
                 return {}
             return get_metadata(
@@ -351,7 +352,7 @@ class RemoteReplay:
             if self._is_closed:
                 return []
             # Giving up makes a new writer, of whom the manager never heard.
-            self._known_as = self._known_as or self._session.writer
+            self._known_as = self._known_as or self._protocol.writer
             try:
                 scores = self._flush_all()
             except Exception as error:
@@ -382,9 +383,9 @@ class RemoteReplay:
     def _lose(self) -> int:
         with interrupts.deferred():
             n = sum(packed.n for packed in self._waiting)
-            self._session.doors.lost += n
+            self._protocol.doors.lost += n
             self._waiting.clear()
-            self._undelivered = n + self._session.give_up("lost")
+            self._undelivered = n + self._protocol.give_up("lost")
         return self._undelivered
 
     def _exit(self, wait_s: float = _GOODBYE_S) -> None:
@@ -392,19 +393,19 @@ class RemoteReplay:
         try:
             self._is_closed = True
             leave(self)
-            if self._line.carrier is not None:
+            if self._connection.carrier is not None:
                 known_as = self._known_as
-                if known_as is None or (self._session.writer != known_as and not self._undelivered):
-                    known_as = self._session.writer
-                self._line.leave(self._undelivered, known_as, wait_s)
+                if known_as is None or (self._protocol.writer != known_as and not self._undelivered):
+                    known_as = self._protocol.writer
+                self._connection.leave(self._undelivered, known_as, wait_s)
         except KeyboardInterrupt:
             self._is_closed = False
             raise
 
     def _abandon(self) -> None:
         """The process ends and nobody closed this: say Exit, with what could not be delivered."""
-        if self._line.carrier is not None:
-            self._known_as = self._known_as or self._session.writer
+        if self._connection.carrier is not None:
+            self._known_as = self._known_as or self._protocol.writer
             self._lose()
             self._exit(1.0)
 
@@ -436,7 +437,7 @@ def _length(container: Any) -> int:
 
 # -- open clients: one per carrier end and manager; one that is never closed says Exit when its process ends
 
-_open: dict[tuple[int, int], tuple[Carrier, RemoteReplay]] = {}
+_open: dict[tuple[int, int], tuple[Carrier, RemoteReplay, Callable[[], None]]] = {}
 _known: dict[tuple[int, int], Callable[[], Any]] = {}  # by which a client here has spoken
 _registered = 0
 os.register_at_fork(after_in_child=_known.clear)
@@ -446,14 +447,14 @@ os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and sa
 # its carrier, and what is known is compared with the carrier itself, and goes with it.
 
 
-def enter(client: RemoteReplay, carrier: Carrier) -> None:
+def enter(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -> None:
     """Note an open client; RuntimeError if its place is taken."""
     key = (id(carrier), client.manager_rank)
-    if _open.get(key, (carrier, client))[1] is not client:
+    if _open.get(key, (carrier, client, abandon))[1] is not client:
         raise RuntimeError(
             f"rank {client.manager_rank}: has a client on this carrier already; close it first"
         )
-    _open[key] = carrier, client
+    _open[key] = carrier, client, abandon
     _known[key] = _found(carrier, key)
     _close_at_exit()
 
@@ -471,7 +472,7 @@ def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
 
 def leave(client: RemoteReplay) -> None:
     """Forget a client that was closed, also one that a Ctrl-C kept from opening its carrier."""
-    for key, (_, found) in list(_open.items()):  # a list at once: other threads enter and leave meanwhile
+    for key, (_, found, _) in list(_open.items()):  # a list at once: other threads enter and leave meanwhile
         if found is client:
             _open.pop(key, None)
 
@@ -500,5 +501,5 @@ def _close_at_exit() -> None:
 
 
 def _exit_all() -> None:
-    for _, client in list(_open.values()):
-        client._abandon()
+    for _, _, abandon in list(_open.values()):
+        abandon()

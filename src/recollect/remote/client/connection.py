@@ -11,7 +11,7 @@ from typing import Any
 from recollect import _core, interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import Carrier, check_timeout, is_over
-from recollect.remote.client.protocol import Session, as_error
+from recollect.remote.client.protocol import ClientProtocol, as_error
 from recollect.remote.frame import decode, encode
 from recollect.remote.items.space import ItemSpace
 from recollect.remote.messages import DATA_TAG, METADATA_TAG, Exit, Failed, GetMetadata, Items, Metadata
@@ -22,14 +22,14 @@ _PAUSE_S = 0.02  # between two tries to connect again
 Drawn = list[tuple[Items, memoryview]]
 
 
-class Line:
+class Connection:
     """A worker's connection to its manager. Concurrency: one thread at a time."""
 
     def __init__(
         self, items: ItemSpace | None, manager_rank: int, *, deadline: float, retry_s: float, reconnect_s: float,
         gives_up: bool,
     ) -> None:  # fmt: skip
-        self.session = Session(items, -1)
+        self.protocol = ClientProtocol(items, -1)
         self.manager_rank, self.deadline = manager_rank, deadline
         self.retry_s, self.reconnect_s = retry_s, reconnect_s
         self.gives_up = gives_up  # a manager that stayed away is not waited for again
@@ -44,12 +44,12 @@ class Line:
     def open(self, carrier: Carrier) -> None:
         """Use a carrier from now on."""
         self.carrier = carrier
-        self.session.rank, self.session.max_frame = carrier.rank, carrier.max_frame
+        self.protocol.rank, self.protocol.max_frame = carrier.rank, carrier.max_frame
 
     def greet(self) -> None:
         """Wait until the manager has welcomed this client, if it has not."""
-        if not self.session.is_ready:
-            self.until(lambda: True if self.session.is_ready else None, "its welcome")
+        if not self.protocol.is_ready:
+            self.until(lambda: True if self.protocol.is_ready else None, "its welcome")
 
     # -- waiting
 
@@ -74,8 +74,8 @@ class Line:
 
     def _check(self, now: float, end: float, what: str) -> None:
         """Raise if the manager refused this client, or the time is up."""
-        if self.session.failure is not None:
-            failure, self.session.failure = self.session.failure, None
+        if self.protocol.failure is not None:
+            failure, self.protocol.failure = self.protocol.failure, None
             raise failure
         if now >= end:
             raise DeadlineError(
@@ -86,7 +86,7 @@ class Line:
         if now < self._next_retry:
             return
         self._next_retry = now + self.retry_s
-        frames = self.session.unanswered() if self.session.is_ready else [self.session.greet()]
+        frames = self.protocol.unanswered() if self.protocol.is_ready else [self.protocol.greet()]
         for parts in frames:
             self._send(parts)
 
@@ -104,9 +104,9 @@ class Line:
         try:
             message, _, body = decode(frame, max_frame=carrier.max_frame)
             with interrupts.deferred():  # an answer is counted once, also if it comes again
-                frames = self.session.hear(message, body)
+                frames = self.protocol.hear(message, body)
         except FrameError:
-            self.session.malformed += 1
+            self.protocol.malformed += 1
             return
         for parts in frames:
             self._send(parts)
@@ -121,7 +121,7 @@ class Line:
     # -- a manager that is gone
 
     def _look_at_manager(self) -> None:
-        manager = self.session.manager
+        manager = self.protocol.manager
         if manager is not None and is_seen(*manager) and manager[1] and _core.is_dead(manager[1]):
             raise PeerDiedError(f"rank {self.manager_rank}: the manager's process is gone")
 
@@ -131,11 +131,11 @@ class Line:
         self._down_since = now if self._down_since is None else self._down_since
         reconnect = getattr(self.carrier, "reconnect", None)
         left = self._down_since + self.reconnect_s - now
-        self.session.is_ready = False
+        self.protocol.is_ready = False
         if reconnect is None or left < 0:
             if not self.gives_up:
                 self._down_since = None  # the next call tries again
-            n = self.session.n_pending
+            n = self.protocol.n_pending
             raise PeerDiedError(
                 f"rank {self.manager_rank}: the manager is gone; {n} items wait here"
             ) from error
@@ -174,7 +174,7 @@ class Line:
 
         All of them are waited for: over a slow line the first may be answered after the second was sent.
         """
-        session, again = self.session, 0.0
+        session, again = self.protocol, 0.0
         asked: list[int] = []
 
         def whole() -> Drawn | None:
@@ -199,7 +199,7 @@ class Line:
 
     def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:
         """Say Exit until Goodbye comes, for a moment at most; nothing is raised."""
-        carrier, session = self.carrier, self.session
+        carrier, session = self.carrier, self.protocol
         if carrier is None or session.manager is None:
             return
         request = session.new_request()

@@ -15,7 +15,7 @@ from typing import Any
 from recollect import _core, errors
 from recollect.errors import FrameError, RemoteError, SchemaError, ScoringError
 from recollect.remote.frame import MAX_FRAME, encode
-from recollect.remote.items.packed import Packed
+from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import ItemSpace, item_space, space_of_text
 from recollect.remote.messages import (
     PROTOCOL,
@@ -36,12 +36,12 @@ Parts = list[Any]
 
 
 @dataclass(slots=True)
-class Entry:
+class SentContainer:
     """A container that was given, until its answer is handed out."""
 
     seq: int
     request: int
-    packed: Packed | None
+    packed: PackedItems | None
     parts: Parts
     n: int
     answer: dict[str, float] | Exception | None = None
@@ -70,7 +70,7 @@ class Doors:
             self.reasons[reason] = self.reasons.get(reason, 0) + n
 
 
-class Session:
+class ClientProtocol:
     """The protocol of one client. Concurrency: one thread at a time."""
 
     def __init__(
@@ -78,7 +78,7 @@ class Session:
     ) -> None:
         self.items, self.rank, self.role, self.max_frame = items, rank, role, max_frame
         self.writer = secrets.token_bytes(16)
-        self.entries: OrderedDict[int, Entry] = OrderedDict()
+        self.entries: OrderedDict[int, SentContainer] = OrderedDict()
         self.is_ready = False  # Welcome has come, and nothing happened since
         self.failure: Exception | None = None  # why there was no Welcome
         self.max_window = 1
@@ -169,18 +169,18 @@ class Session:
 
     # -- containers
 
-    def put(self, packed: Packed) -> Entry:
+    def put(self, packed: PackedItems) -> SentContainer:
         """Take a container; FrameError if it can never be sent."""
         return self._enter(packed, None)
 
-    def _enter(self, packed: Packed, entry: Entry | None) -> Entry:
+    def _enter(self, packed: PackedItems, entry: SentContainer | None) -> SentContainer:
         if self.items is None:
             raise RemoteError("session: no space is known yet; wait for the manager")
         seq, request = self.next_seq, self.new_request()
         head = Data(request, self.writer, seq, self.items.id, packed.n, len(packed.rows), packed.scoring_only)
         parts = encode(head, packed.blocks(), max_frame=self.max_frame, first_crc=packed.rows_crc)
         if entry is None:
-            entry = Entry(seq, request, packed, parts, packed.n)
+            entry = SentContainer(seq, request, packed, parts, packed.n)
         else:
             entry.seq, entry.request, entry.parts = seq, request, parts
         self.next_seq += 1
@@ -203,11 +203,11 @@ class Session:
         """Items without an answer."""
         return sum(entry.n for entry in self.entries.values() if entry.answer is None)
 
-    def oldest(self) -> Entry | None:
+    def oldest(self) -> SentContainer | None:
         """The container whose answer is handed out next."""
         return next(iter(self.entries.values()), None)
 
-    def hand_out(self, entry: Entry) -> dict[str, float]:
+    def hand_out(self, entry: SentContainer) -> dict[str, float]:
         """Give an answer away, once; raises if it is an error."""
         for seq, held in self.entries.items():
             if held is entry:
@@ -229,7 +229,7 @@ class Session:
 
     # -- over a restart
 
-    def resume(self, writer: bytes, next_seq: int, acked: int, sent: list[tuple[int, Packed]]) -> None:
+    def resume(self, writer: bytes, next_seq: int, acked: int, sent: list[tuple[int, PackedItems]]) -> None:
         """Go on as a writer of an earlier process, with what it had sent and had no answer to."""
         self.writer, self.acked = writer, acked
         for seq, packed in sent:
@@ -237,7 +237,7 @@ class Session:
             self._enter(packed, None)
         self.next_seq = next_seq
 
-    def sent(self) -> list[tuple[int, Packed]]:
+    def sent(self) -> list[tuple[int, PackedItems]]:
         """What has no answer, by seq."""
         return [
             (seq, e.packed) for seq, e in self.entries.items() if e.answer is None and e.packed is not None
@@ -300,7 +300,7 @@ class Session:
             self.baseline = message.scores["baseline_log_reward"]
         return []
 
-    def _asked(self, request: int) -> Entry | None:
+    def _asked(self, request: int) -> SentContainer | None:
         seq = self._by_request.get(request)
         entry = None if seq is None else self.entries.get(seq)
         if entry is None or entry.answer is not None:
@@ -308,7 +308,7 @@ class Session:
             return None
         return entry
 
-    def _answered(self, entry: Entry, answer: dict[str, float] | Exception) -> None:
+    def _answered(self, entry: SentContainer, answer: dict[str, float] | Exception) -> None:
         entry.answer, entry.packed, entry.parts = answer, None, []
         self._by_request.pop(entry.request, None)
         if entry.seq > self.acked:

@@ -16,7 +16,7 @@ from recollect.spaces import Field, Layout
 
 
 @dataclass(slots=True)
-class Packed:
+class PackedItems:
     """Items as they travel: packed rows, and of trajectories lengths (int32) and packed rows of fields.
 
     Ownership: the arrays are this object's own and do not change.
@@ -30,23 +30,25 @@ class Packed:
     scoring_only: bool = False
     rows_crc: int | None = None  # crc32c of the rows, the first block, if it is known
 
-    def take(self, index: Array) -> Packed:
+    def take(self, index: Array) -> PackedItems:
         """The items at these places, as a copy."""
         rewards = None if self.log_rewards is None else self.log_rewards[index]
         if self.fields is None:
-            return Packed(len(index), self.rows[index], log_rewards=rewards, scoring_only=self.scoring_only)
+            return PackedItems(
+                len(index), self.rows[index], log_rewards=rewards, scoring_only=self.scoring_only
+            )
         lengths, rows = self.lengths, self.rows
         if lengths is not None:
             starts = np.cumsum(lengths, dtype=np.int64) - lengths
             lengths = lengths[index]
             rows = rows[ranges(starts[index], lengths.astype(np.int64))]
-        return Packed(len(index), rows, lengths, self.fields[index], rewards, self.scoring_only)
+        return PackedItems(len(index), rows, lengths, self.fields[index], rewards, self.scoring_only)
 
-    def without_steps(self) -> Packed:
+    def without_steps(self) -> PackedItems:
         """The fields alone, to be scored."""
         if self.fields is None:
-            return Packed(self.n, self.rows, log_rewards=self.log_rewards, scoring_only=True)
-        return Packed(self.n, self.rows[:0], None, self.fields, self.log_rewards, True)
+            return PackedItems(self.n, self.rows, log_rewards=self.log_rewards, scoring_only=True)
+        return PackedItems(self.n, self.rows[:0], None, self.fields, self.log_rewards, True)
 
     def blocks(self) -> list[Array]:
         """What follows the head of a frame."""
@@ -66,7 +68,7 @@ class Packed:
         return np.asarray(steps + (self.fields.shape[1] + 4))
 
     @staticmethod
-    def concat(parts: list[Packed]) -> Packed:
+    def concat(parts: list[PackedItems]) -> PackedItems:
         """All items of all parts, in order."""
         if len(parts) == 1:
             return parts[0]
@@ -75,13 +77,13 @@ class Packed:
         def all_of(name: str) -> Any:
             return None if getattr(first, name) is None else joined([getattr(part, name) for part in parts])
 
-        return Packed(
+        return PackedItems(
             sum(part.n for part in parts), all_of("rows"), all_of("lengths"), all_of("fields"),
             all_of("log_rewards"), first.scoring_only,
         )  # fmt: skip
 
 
-class Rows:
+class RowPacker:
     """A layout as strided views: between arrays per field and packed rows."""
 
     def __init__(self, layout: Layout) -> None:
@@ -129,7 +131,7 @@ def _strides(f: Field) -> tuple[int, ...]:
     return tuple(f.dtype.itemsize * prod(f.shape[i + 1 :]) for i in range(len(f.shape)))
 
 
-def storable(packed: Packed, max_length: int, refuse: Callable[[str, int], None]) -> Array | None:
+def storable(packed: PackedItems, max_length: int, refuse: Callable[[str, int], None]) -> Array | None:
     """Which items may be stored (bools), None if all; `refuse` hears why and how many others may not.
 
     A log reward must not be NaN or +inf; a trajectory not longer than `max_length`.

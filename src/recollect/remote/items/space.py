@@ -15,7 +15,7 @@ from gymnasium import Space, spaces
 from recollect.batch import BatchBase
 from recollect.errors import SchemaError, class_name
 from recollect.remote.frame import Shapes
-from recollect.remote.items.packed import Packed, Rows
+from recollect.remote.items.packed import PackedItems, RowPacker
 from recollect.remote.items.trajectories import LOG_REWARD, Array, Trajectories
 from recollect.spaces import (
     Layout,
@@ -36,8 +36,8 @@ class ItemSpace:
     space: Space[Any]
     max_length: int  # 0: not a trajectory, or not known (yet)
     is_trajectory: bool
-    rows: Rows  # of a sample, or of a step
-    fields: Rows | None
+    rows: RowPacker  # of a sample, or of a step
+    fields: RowPacker | None
     has_log_reward: bool
     text: str
     id: bytes
@@ -55,7 +55,7 @@ class ItemSpace:
 
     # -- in
 
-    def encode(self, container: Any) -> Packed:
+    def encode(self, container: Any) -> PackedItems:
         """Check and pack what `add` takes; SchemaError names the leaf."""
         if isinstance(container, BatchBase):
             container = container[:]
@@ -66,9 +66,9 @@ class ItemSpace:
         if self.is_trajectory:
             return self._from_block(container)
         rows, crc = self.rows.pack_block(container)
-        return self._with_rewards(Packed(len(rows), rows, rows_crc=crc))
+        return self._with_rewards(PackedItems(len(rows), rows, rows_crc=crc))
 
-    def _from_trajectories(self, container: Trajectories) -> Packed:
+    def _from_trajectories(self, container: Trajectories) -> PackedItems:
         if not self.is_trajectory:
             raise SchemaError(
                 f"container: must be a block of {self.space}, got Trajectories; send their steps"
@@ -90,9 +90,9 @@ class ItemSpace:
         rewards = None
         if container.log_rewards is not None:
             rewards = container.log_rewards.astype(np.float64)
-        return Packed(len(container), rows, lengths, packed_fields, rewards, rows_crc=crc)
+        return PackedItems(len(container), rows, lengths, packed_fields, rewards, rows_crc=crc)
 
-    def _from_block(self, block: Any) -> Packed:
+    def _from_block(self, block: Any) -> PackedItems:
         """A block of the trajectory space, as `extend` takes it: a sequence of steps for each item."""
         keys = list(self.space.spaces)  # type: ignore[attr-defined]
         if not isinstance(block, dict) or set(block) != set(keys):
@@ -112,7 +112,7 @@ class ItemSpace:
                 raise SchemaError(f"steps: length must be {n} as that of the fields, got {len(each)}")
             fields, _ = self.fields.pack(n, arrays)
         rows, crc = self.rows.pack(int(lengths.sum()), columns)
-        return self._with_rewards(Packed(len(each), rows, lengths, fields, rows_crc=crc))
+        return self._with_rewards(PackedItems(len(each), rows, lengths, fields, rows_crc=crc))
 
     def _steps_of(self, one: Any) -> tuple[int, list[Array]]:
         layout = self.rows.layout
@@ -124,16 +124,16 @@ class ItemSpace:
     def _no_steps(self) -> list[Array]:
         return [np.empty((0, *f.shape), f.dtype) for f in self.rows.layout.fields]
 
-    def _from_packed(self, block: Array) -> Packed:
+    def _from_packed(self, block: Array) -> PackedItems:
         """Rows as `get_packed_at` of a buffer of this space gives them."""
         if not self.is_trajectory:
             if block.shape[1] != self.shapes.row_nbytes:
                 raise SchemaError(
                     f"container: packed rows must have {self.shapes.row_nbytes} bytes, got {block.shape[1]}"
                 )
-            return self._with_rewards(Packed(len(block), block.copy()))
+            return self._with_rewards(PackedItems(len(block), block.copy()))
         layout = compile_layout(self.space, {"steps": self._room_of(block.shape[1])})
-        return self.from_stored(layout, Rows(layout).columns(block))
+        return self.from_stored(layout, RowPacker(layout).columns(block))
 
     def _room_of(self, row_nbytes: int) -> int:
         most = self.max_length or 1
@@ -143,7 +143,7 @@ class ItemSpace:
             )
         return most
 
-    def from_stored(self, layout: Layout, columns: list[Array]) -> Packed:
+    def from_stored(self, layout: Layout, columns: list[Array]) -> PackedItems:
         """Trajectories out of the padded columns of stored rows."""
         places = stored_places(layout)
         lengths = columns[places.length].astype(np.int32)
@@ -156,13 +156,13 @@ class ItemSpace:
         if self.fields is not None:
             fields, _ = self.fields.pack(len(lengths), [columns[i] for i in places.fields])
         rows, crc = self.rows.pack(int(lengths.sum()), steps)
-        return self._with_rewards(Packed(len(lengths), rows, lengths, fields, rows_crc=crc))
+        return self._with_rewards(PackedItems(len(lengths), rows, lengths, fields, rows_crc=crc))
 
-    def _with_rewards(self, packed: Packed) -> Packed:
+    def _with_rewards(self, packed: PackedItems) -> PackedItems:
         packed.log_rewards = self.rewards_of(packed)
         return packed
 
-    def rewards_of(self, packed: Packed) -> Array | None:
+    def rewards_of(self, packed: PackedItems) -> Array | None:
         """The log rewards of packed items as float64, None if they have none."""
         if self._reward is None:
             return None
@@ -172,7 +172,7 @@ class ItemSpace:
 
     # -- out
 
-    def decode(self, packed: Packed) -> Any:
+    def decode(self, packed: PackedItems) -> Any:
         """Return items as a block, or as Trajectories; fresh arrays, the caller's own."""
         if not self.is_trajectory:
             return self.rows.layout.decode_batch(self.rows.columns(packed.rows), packed.n)
@@ -181,10 +181,10 @@ class ItemSpace:
         lengths = packed.lengths if packed.lengths is not None else np.empty(0, np.int32)
         return Trajectories(self.decode_steps(packed), lengths, rewards, **fields)
 
-    def decode_steps(self, packed: Packed) -> Any:
+    def decode_steps(self, packed: PackedItems) -> Any:
         return self.rows.layout.decode_batch(self.rows.columns(packed.rows), len(packed.rows))
 
-    def decode_fields(self, packed: Packed) -> dict[str, Any]:
+    def decode_fields(self, packed: PackedItems) -> dict[str, Any]:
         if self.fields is None or packed.fields is None:
             return {}
         return dict(self.fields.layout.decode_batch(self.fields.columns(packed.fields), packed.n))
@@ -239,7 +239,7 @@ def _sample_space(space: Space[Any]) -> ItemSpace:
     layout = compile_layout(space)
     rewarded = _has_log_reward(space)
     text = canonical(space_to_json(space))
-    return ItemSpace(space, 0, False, Rows(layout), None, rewarded, text, bytes.fromhex(layout.hash))
+    return ItemSpace(space, 0, False, RowPacker(layout), None, rewarded, text, bytes.fromhex(layout.hash))
 
 
 def _trajectory_space(space: spaces.Dict, steps: spaces.Sequence, max_length: int) -> ItemSpace:
@@ -253,8 +253,8 @@ def _trajectory_space(space: spaces.Dict, steps: spaces.Sequence, max_length: in
     text = canonical(space_to_json(space))
     identity = blake2b(text.encode(), digest_size=16).digest()
     rewarded = _has_log_reward(space)
-    held = Rows(fields) if fields else None
-    return ItemSpace(space, max_length, True, Rows(step), held, rewarded, text, identity)
+    held = RowPacker(fields) if fields else None
+    return ItemSpace(space, max_length, True, RowPacker(step), held, rewarded, text, identity)
 
 
 def _has_log_reward(space: Space[Any]) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import floor, isfinite
+from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -121,7 +122,7 @@ def from_buffer(strategy: str, percentile: float, ranking: Ranking | None, is_fu
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
+class ShardSummary:
     """What one shard holds."""
 
     lowest: float | None
@@ -131,7 +132,7 @@ class Summary:
     values: Array  # sorted; only for percentile
 
 
-def agreed_value(summaries: list[Summary], strategy: str, percentile: float) -> float | None:
+def agreed_value(summaries: list[ShardSummary], strategy: str, percentile: float) -> float | None:
     """The baseline over the union of the shards: by what is in them once all are full, else by their averages."""
     if strategy != "ema" and all(summary.is_full for summary in summaries):
         if strategy == "min":
@@ -147,14 +148,14 @@ def agreed_value(summaries: list[Summary], strategy: str, percentile: float) -> 
     return sum(ema * n for ema, n in known) / total if total else None
 
 
-class Agreement:
+class SharedBaseline:
     """One manager's part in agreeing; it says what to send, and hears what was sent."""
 
     def __init__(self, rank: int, shards: Shards, strategy: str, percentile: float) -> None:
         self.rank, self.shards = rank, shards
         self.strategy, self.percentile = strategy, percentile
         self.others = tuple(other for other in shards.manager_ranks if other != rank)
-        self._heard: dict[int, tuple[float, Summary]] = {}
+        self._heard: dict[int, tuple[float, ShardSummary]] = {}
         self._agreed: tuple[int, float | None, float] | None = None
         self._top = 0  # the greatest epoch seen
         self._began: float | None = None
@@ -179,7 +180,7 @@ class Agreement:
             lowest = message.value
             self._heard[sender] = (
                 now,
-                Summary(lowest, message.is_full, message.ema, message.containers, values),
+                ShardSummary(lowest, message.is_full, message.ema, message.containers, values),
             )
         elif (
             self._agreed is None or message.epoch > self._agreed[0] or now - self._agreed[2] > self.patience_s
@@ -187,7 +188,7 @@ class Agreement:
             self._agreed = (message.epoch, message.value, now)
         return True
 
-    def tick(self, now: float, mine: Summary) -> list[tuple[int, Sync, Array]]:
+    def tick(self, now: float, mine: ShardSummary) -> list[tuple[int, Sync, Array]]:
         """What to send now: (dest, message, values)."""
         self._began = now if self._began is None else self._began
         if now < self._next:
@@ -220,3 +221,35 @@ class Agreement:
         n = len(self.shards.manager_ranks)
         self._top = (self._top // n + 1) * n + self.shards.manager_ranks.index(self.rank)
         return self._top
+
+
+class Baseline:
+    """The baseline of one manager: the agreed one if there is any, else its own.
+
+    Concurrency: the manager's lock is held in every call.
+    """
+
+    def __init__(self, strategy: str, percentile: float, alpha: float, shared: SharedBaseline | None) -> None:
+        self.strategy, self.percentile, self.alpha = strategy, percentile, alpha
+        self.shared = shared
+        self.ema: float | None = None
+
+    def add_batch(self, log_rewards: Any) -> None:
+        """Take a batch into the running average of minima."""
+        self.ema = next_ema(self.ema, log_rewards, self.alpha)
+
+    def current(self, ranking: Ranking | None, is_full: bool) -> tuple[int | None, float | None]:
+        """The epoch, None unless it was agreed upon, and the baseline, None if there is none yet."""
+        agreed = None if self.shared is None else self.shared.current(monotonic())
+        if agreed is not None and agreed[1] is not None:
+            return agreed
+        found = from_buffer(self.strategy, self.percentile, ranking, is_full)
+        return None, self.ema if found is None else found
+
+    def summary(self, ranking: Ranking | None, is_full: bool, containers: int) -> ShardSummary:
+        """What other managers need to know of this shard."""
+        values = np.empty(0)
+        if ranking is not None and self.strategy == "percentile":
+            values = ranking.finite()
+        lowest = None if ranking is None else ranking.lowest()
+        return ShardSummary(lowest, is_full, self.ema, containers, values)

@@ -37,7 +37,7 @@ from recollect.remote.config import Checkpoint
 from recollect.remote.frame import MOST_FRAME, PREFIX, decode, is_frame
 from recollect.remote.manager.forwarder import Forwarder, ForwardState
 from recollect.remote.manager.peers import Writers
-from recollect.remote.manager.state import Shelf
+from recollect.remote.manager.state import ManagerState
 from recollect.remote.messages import Data
 from recollect.replay import ReplayBuffer, snapshot
 from recollect.storage.dump import STORAGE, check_owned, file_crc, is_committed, read_manifest
@@ -51,7 +51,7 @@ VERSION = 2  # in version 1 the checksum was that of the frame alone
 Repeat = Callable[[int, Data, memoryview], None]
 
 
-class State(msgspec.Struct):
+class SavedState(msgspec.Struct):
     """What a manager is beside its buffer."""
 
     version: int
@@ -66,7 +66,7 @@ class State(msgspec.Struct):
     forward: ForwardState | None = None
 
 
-class Log:
+class ContainerLog:
     """An append-only file of frames.
 
     Ownership: owns the descriptor. Concurrency: one thread at a time.
@@ -90,7 +90,7 @@ class Log:
     def write(self, sender: int, frame: Any) -> None:
         """Append a frame; it outlives this process once this returns. All or nothing."""
         view = memoryview(frame).cast("B") if not isinstance(frame, bytes) else memoryview(frame)
-        head = _head(view, sender)
+        head = record_head(view, sender)
         want = len(head) + view.nbytes
         try:
             done = os.writev(self._fd, [head, view])
@@ -184,7 +184,8 @@ class Log:
         self.close()
 
 
-def _head(frame: Any, sender: int) -> bytes:
+def record_head(frame: Any, sender: int) -> bytes:
+    """What stands before a frame in the log."""
     lead = _RECORD.pack(_MAGIC, len(frame), sender, 0)[:-4]
     return lead + struct.pack("<I", _core.crc32c(lead, _core.crc32c(frame)))
 
@@ -228,24 +229,24 @@ def _is_cut_short(data: Any, at: int) -> bool:
     return len(prefix) < PREFIX.size or is_frame(prefix, nbytes)
 
 
-def exists(path: Path) -> bool:
+def has_dump(path: Path) -> bool:
     """Whether a dump lies there."""
     return (path / "manifest.json").exists()
 
 
-def write(
+def write_dump(
     buffer: ReplayBuffer,
     path: Path,
-    state: State,
-    old: Log | None = None,
+    state: SavedState,
+    old: ContainerLog | None = None,
     owned: OwnedDirectory | None = None,
-) -> Log:
+) -> ContainerLog:
     """Dump buffer and state in one commit, and return the log that follows it; `old`, the one before, is removed."""
     if old is not None and old.is_damaged:
         old.keep_aside()
     files = {NAME: msgspec.msgpack.encode(state)}
     commit = snapshot.dump(buffer, path, False, files, log=LOG, owned=owned)
-    log = Log(path, commit)
+    log = ContainerLog(path, commit)
     try:
         sync_directory(path)
     except BaseException:
@@ -254,12 +255,12 @@ def write(
     return log
 
 
-def is_followed_by(path: Path, log: Log) -> bool:
+def is_followed_by(path: Path, log: ContainerLog) -> bool:
     """Whether this log is known to belong to the newest commit: the manifest may be unreadable now."""
     return is_committed(path, log.commit) is True
 
 
-def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log]:
+def read_dump(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, SavedState, ContainerLog]:
     """Load what `write` wrote, and open the log that followed it."""
     manifest = read_manifest(path, (snapshot.FORMAT,))
     name = f"{STORAGE}/{NAME}-{manifest['commit']}.bin"
@@ -272,7 +273,7 @@ def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log
             raise FormatError(f"{path / name}: its checksum does not match; it is damaged")
         f.seek(0)
         with damage_in(path / name):
-            state = msgspec.msgpack.decode(f.read(manifest["files"][name]["bytes"]), type=State)
+            state = msgspec.msgpack.decode(f.read(manifest["files"][name]["bytes"]), type=SavedState)
     if not 1 <= state.version <= VERSION:
         raise FormatError(
             f"{path / name}: version must be at most {VERSION}, got {state.version}; use a newer release"
@@ -284,10 +285,10 @@ def read(path: Path, space: Any, storage: str) -> tuple[ReplayBuffer, State, Log
         storage=storage,
         multiprocessing=storage == "shared",
     )
-    return buffer, state, Log(path, manifest["commit"])
+    return buffer, state, ContainerLog(path, manifest["commit"])
 
 
-class Saving:
+class ManagerCheckpoint:
     """The dump and the log of one manager; without a checkpoint nothing is ever written.
 
     A dump that fails loses nothing, for the log goes on: it is counted, warned of, and tried again at its next time.
@@ -297,13 +298,17 @@ class Saving:
     """
 
     def __init__(
-        self, shelf: Shelf, writers: Writers, checkpoint: Checkpoint | None, forwarder: Forwarder | None
+        self,
+        state: ManagerState,
+        writers: Writers,
+        checkpoint: Checkpoint | None,
+        forwarder: Forwarder | None,
     ) -> None:
-        self.shelf, self.writers, self.checkpoint, self.forwarder = shelf, writers, checkpoint, forwarder
-        self.config = _config(shelf)
+        self.state, self.writers, self.checkpoint, self.forwarder = state, writers, checkpoint, forwarder
+        self.config = _config(state)
         # At once: this process may change its directory.
         self._path = None if checkpoint is None else Path(checkpoint.path).absolute()
-        self.log: Log | None = None
+        self.log: ContainerLog | None = None
         self._owned: OwnedDirectory | None = None
         self.n_failed = 0  # dumps that could not be written
         self.n_damaged = 0  # places of the log, in this process, that held no record
@@ -325,10 +330,10 @@ class Saving:
             raise
 
     def _open(self, path: Path | None, repeat: Repeat) -> None:
-        if self.checkpoint is None or path is None or not exists(path):
+        if self.checkpoint is None or path is None or not has_dump(path):
             if self._owned is not None:
                 check_owned(self._owned)  # a foreign storage/ is refused before anything is made
-            self.shelf.adopt(self.shelf.fresh())
+            self.state.use_buffer(self.state.new_buffer())
             self.dump()
         elif self.checkpoint.resume:
             self._restore(path, repeat)
@@ -410,8 +415,8 @@ class Saving:
             return
         path, old = self._path, self.log
         try:
-            with self.shelf.manager._timing.phase("dump"):
-                self.log = write(self.shelf.buffer, path, self._state(), old, self._owned)
+            with self.state.timing.phase("dump"):
+                self.log = write_dump(self.state.buffer, path, self._saved_state(), old, self._owned)
         except BaseException:
             with interrupts.deferred():
                 self.n_failed += 1
@@ -424,33 +429,33 @@ class Saving:
         self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer
 
-    def _state(self) -> State:
-        shelf, function = self.shelf, self.shelf.manager.scoring_function
+    def _saved_state(self) -> SavedState:
+        state, function = self.state, self.state.hooks.scoring()
         scoring = function.state_dict() if hasattr(function, "state_dict") else None
         writers = [
             (i, w.rank, w.last_seq, w.kept_answers(), w.has_left) for i, w in self.writers.by_id.items()
         ]
-        generator = {k: int(v) for k, v in shelf.stream.state_dict().items()}
-        return State(
-            VERSION, self.config, writers, shelf.ema, dict(shelf.counts), dict(shelf.rejected), generator,
-            scoring, {str(rank): dict(about) for rank, about in shelf.senders.items()},
+        generator = {k: int(v) for k, v in state.stream.state_dict().items()}
+        return SavedState(
+            VERSION, self.config, writers, state.baseline.ema, dict(state.counts), dict(state.rejected), generator,
+            scoring, {str(rank): dict(about) for rank, about in state.senders.by_rank.items()},
             None if self.forwarder is None else self.forwarder.state(),
         )  # fmt: skip
 
     # -- in
 
     def _restore(self, path: Path, repeat: Repeat) -> None:
-        buffer, state, log = read(path, self.shelf.items.space, self.shelf.storage)
+        buffer, saved, log = read_dump(path, self.state.items.space, self.state.settings.storage)
         try:
             if self._owned is not None:
                 check_owned(self._owned)  # removes what a killed manager left
-            self._check_config(path, state.config)
-            self.shelf.adopt(buffer)
+            self._check_config(path, saved.config)
+            self.state.use_buffer(buffer)
             with damage_in(path):
-                self._load(state)
-            function = self.shelf.manager.scoring_function
-            if state.scoring is not None and hasattr(function, "load_state_dict"):
-                function.load_state_dict(state.scoring)
+                self._load(saved)
+            function = self.state.hooks.scoring()
+            if saved.scoring is not None and hasattr(function, "load_state_dict"):
+                function.load_state_dict(saved.scoring)
             self._repeat_all(log, repeat)
             if self.forwarder is not None:
                 self.forwarder.log_is_repeated()
@@ -463,7 +468,7 @@ class Saving:
         if self.n_damaged:
             self._tell_damage(log)
 
-    def _repeat_all(self, log: Log, repeat: Repeat) -> None:
+    def _repeat_all(self, log: ContainerLog, repeat: Repeat) -> None:
         """Do the work of a log again, each container once, also behind damage and in whatever order they are."""
         done: set[tuple[bytes, int]] = set()
         n_twice = 0
@@ -486,7 +491,7 @@ class Saving:
         self.n_damaged = len(log.damages) + n_twice
         log.go_on(self.n_damaged > 0)
 
-    def _tell_damage(self, log: Log) -> None:
+    def _tell_damage(self, log: ContainerLog) -> None:
         """Say what was lost, and begin a new log, so that the damaged one can be kept as it is."""
         lost = sum(end - first for first, end in log.damages)
         found = (
@@ -509,22 +514,22 @@ class Saving:
                     "choose another path"
                 )
 
-    def _load(self, state: State) -> None:
-        shelf = self.shelf
-        for writer, rank, last_seq, _, has_left in state.writers:
+    def _load(self, saved: SavedState) -> None:
+        state = self.state
+        for writer, rank, last_seq, _, has_left in saved.writers:
             record = self.writers.enter(writer, rank)
             record.last_seq, record.has_left = last_seq, has_left
         # Entering a writer ends the answers of earlier ones of its rank, so they are put back afterwards.
-        for writer, _, _, answers, _ in state.writers:
+        for writer, _, _, answers, _ in saved.writers:
             self.writers.by_id[writer].answers.update(answers)
-        shelf.ema = state.ema
-        shelf.counts.update({k: v for k, v in state.counts.items() if k in shelf.counts})
-        shelf.rejected.update(state.rejected)
-        shelf.senders.update({int(rank): dict(about) for rank, about in state.senders.items()})
-        shelf.stream.load_state_dict(state.generator)
+        state.baseline.ema = saved.ema
+        state.counts.update({k: v for k, v in saved.counts.items() if k in state.counts})
+        state.rejected.update(saved.rejected)
+        state.senders.by_rank.update({int(rank): dict(about) for rank, about in saved.senders.items()})
+        state.stream.load_state_dict(saved.generator)
         if self.forwarder is not None:
-            self.forwarder.resume(state.forward)
-            self._forwards_as = None if state.forward is None else state.forward.writer
+            self.forwarder.resume(saved.forward)
+            self._forwards_as = None if saved.forward is None else saved.forward.writer
 
     def close(self) -> None:
         """Give up the log and the directory."""
@@ -535,13 +540,14 @@ class Saving:
             self._owned.release()
 
 
-def _config(shelf: Shelf) -> dict[str, Any]:
+def _config(state: ManagerState) -> dict[str, Any]:
     """What must be the same for a checkpoint to fit."""
-    manager, items, rule = shelf.manager, shelf.items, shelf.diversity
+    items, settings, baseline = state.items, state.settings, state.baseline
+    rule = settings.diversity
     diverse = None if rule is None else [rule.key, float(rule.cutoff), float(rule.p)]
     return {
-        "space": items.text, "max_length": items.max_length, "capacity": int(manager.capacity),
-        "evict": shelf.evict, "store_locally": bool(manager.store_locally),
-        "diverse": diverse, "strategy": manager.baseline_strategy,
-        "percentile": float(manager.baseline_percentile), "alpha": float(manager.baseline_ema_alpha),
+        "space": items.text, "max_length": items.max_length, "capacity": int(settings.capacity),
+        "evict": settings.evict, "store_locally": bool(settings.store_locally),
+        "diverse": diverse, "strategy": baseline.strategy,
+        "percentile": float(baseline.percentile), "alpha": float(baseline.alpha),
     }  # fmt: skip

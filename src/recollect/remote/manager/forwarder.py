@@ -17,15 +17,15 @@ import msgspec
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote.carriers.base import is_over
-from recollect.remote.client.protocol import Session
+from recollect.remote.client.protocol import ClientProtocol
 from recollect.remote.frame import MOST_FRAME, cut_items, decode, encode, joined
-from recollect.remote.items.packed import Packed
+from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import ItemSpace
 from recollect.remote.messages import DATA_TAG, AnyMessage, Data, Welcome
 from recollect.remote.stats import ForwardStats
 
 _RETRY_S = 1.0
-_MOST_QUEUED = 4096
+MOST_QUEUED = 4096
 
 
 class ForwardState(msgspec.Struct):
@@ -54,26 +54,26 @@ class Forwarder:
     def __init__(self, items: ItemSpace, rank: int, dest: int, is_bounded: bool = True) -> None:
         self.dest = dest
         self._items, self._is_bounded = items, is_bounded
-        self._session = Session(items, rank)
+        self._protocol = ClientProtocol(items, rank)
         self._lock = threading.RLock()
         self._arrived = 0
         self._is_resumed = False
         self._n_old = 0  # at the head of the queue, from before the restart
-        self._queue: deque[Packed] = deque()
+        self._queue: deque[PackedItems] = deque()
         self._outbox: deque[Any] = deque()
         self._due = 0.0
         self._handles: list[Any] = []
         self._leave: int | None = None
         self._has_left = False
 
-    def take(self, packed: Packed) -> None:
+    def take(self, packed: PackedItems) -> None:
         """Queue items; they are sent after the answer to their sender."""
         if not packed.n:
             return
         with self._lock:
-            self._session.doors.offered += packed.n
-            if self._is_bounded and len(self._queue) >= _MOST_QUEUED:
-                self._session.doors.lost += packed.n
+            self._protocol.doors.offered += packed.n
+            if self._is_bounded and len(self._queue) >= MOST_QUEUED:
+                self._protocol.doors.lost += packed.n
                 return
             self._queue.append(packed)
 
@@ -82,18 +82,18 @@ class Forwarder:
         if sender != self.dest:
             return False
         with interrupts.deferred(), self._lock:
-            stray = self._session.stray
-            if self._is_resumed and isinstance(message, Welcome) and self._session.is_greeted_by(message):
+            stray = self._protocol.stray
+            if self._is_resumed and isinstance(message, Welcome) and self._protocol.is_greeted_by(message):
                 self._is_resumed = False
                 self._skip(message.last_seq)
             with suppress(FrameError):
-                self._outbox.extend(self._session.hear(message, memoryview(b"")))
-            if self._leave is not None and self._session.expected.get(self._leave):
+                self._outbox.extend(self._protocol.hear(message, memoryview(b"")))
+            if self._leave is not None and self._protocol.expected.get(self._leave):
                 self._has_left = True
-            for entry in [e for e in self._session.entries.values() if e.answer is not None]:
+            for entry in [e for e in self._protocol.entries.values() if e.answer is not None]:
                 with suppress(Exception):
-                    self._session.hand_out(entry)
-            return self._session.stray == stray
+                    self._protocol.hand_out(entry)
+            return self._protocol.stray == stray
 
     def work(self, carrier: Any) -> None:
         """Send what may be sent now; never waits."""
@@ -101,7 +101,7 @@ class Forwarder:
             self._work(carrier)
 
     def _work(self, carrier: Any) -> None:
-        session, now = self._session, monotonic()
+        session, now = self._protocol, monotonic()
         session.max_frame = carrier.max_frame
         if not session.is_ready and (self._queue or session.entries) and now >= self._due:
             self._due = now + _RETRY_S
@@ -129,7 +129,7 @@ class Forwarder:
 
     def finish(self, carrier: Any, end: float) -> None:
         """Deliver what waits, and leave; what cannot be delivered by then is lost, and counted."""
-        session = self._session
+        session = self._protocol
         while (self._queue or session.n_unanswered) and monotonic() < end:
             self._pump(carrier, end)
         with interrupts.deferred(), self._lock:
@@ -158,8 +158,8 @@ class Forwarder:
     def stats(self) -> ForwardStats:
         """What became of the items that were to be forwarded."""
         with self._lock:
-            doors = self._session.doors
-            pending = self._session.n_pending + sum(packed.n for packed in self._queue)
+            doors = self._protocol.doors
+            pending = self._protocol.n_pending + sum(packed.n for packed in self._queue)
             return ForwardStats(
                 doors.offered, doors.kept, doors.rejected, doors.passed, self._arrived, doors.lost, pending
             )
@@ -169,11 +169,11 @@ class Forwarder:
     @property
     def writer(self) -> bytes:
         """Under which name the other manager numbers what it gets from here."""
-        return self._session.writer
+        return self._protocol.writer
 
     def state(self) -> ForwardState:
         """What a dump must keep."""
-        session = self._session
+        session = self._protocol
         with self._lock:
             doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
             sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
@@ -187,10 +187,10 @@ class Forwarder:
         if state is None or state.dest != self.dest:
             return
         for name in _DOORS:
-            setattr(self._session.doors, name, state.doors[name])
+            setattr(self._protocol.doors, name, state.doors[name])
         self._arrived = state.doors["arrived"]
         sent = [(seq, self._restored(frame)) for seq, frame in state.sent]
-        self._session.resume(state.writer, state.next_seq, state.acked, sent)
+        self._protocol.resume(state.writer, state.next_seq, state.acked, sent)
         self._queue.extend(map(self._restored, state.queued))
         self._is_resumed = True
 
@@ -200,23 +200,23 @@ class Forwarder:
 
     def _skip(self, last_seq: int) -> None:
         """What the other manager has was sent before the restart."""
-        self._arrived += self._session.settle(last_seq)
-        while self._n_old and self._session.next_seq <= last_seq:
+        self._arrived += self._protocol.settle(last_seq)
+        while self._n_old and self._protocol.next_seq <= last_seq:
             self._n_old -= 1
             self._arrived += self._queue.popleft().n
-            self._session.pass_over()
+            self._protocol.pass_over()
         if (
-            self._session.next_seq <= last_seq
+            self._protocol.next_seq <= last_seq
         ):  # a power loss took the end of the log: those numbers are taken
-            self._session.renumber()
+            self._protocol.renumber()
 
-    def _saved(self, packed: Packed) -> bytes:
+    def _saved(self, packed: PackedItems) -> bytes:
         head = Data(0, bytes(16), 1, self._items.id, packed.n, len(packed.rows), packed.scoring_only)
         return joined(encode(head, packed.blocks(), max_frame=MOST_FRAME))
 
-    def _restored(self, frame: bytes) -> Packed:
+    def _restored(self, frame: bytes) -> PackedItems:
         head, _, body = decode(frame, max_frame=MOST_FRAME)
         if not isinstance(head, Data):
             raise FrameError(f"forwarded: must be a container, got {type(head).__name__}")
         rows, lengths, fields = cut_items(head, body, self._items.shapes)
-        return Packed(head.n, rows, lengths, fields, scoring_only=head.scoring_only)
+        return PackedItems(head.n, rows, lengths, fields, scoring_only=head.scoring_only)

@@ -1,23 +1,23 @@
-"""Serving: a manager's loop over a carrier. It receives, lets the desk decide, and sends the answers."""
+"""The loop of a manager over its carrier: it receives, lets the protocol decide, and sends the answers."""
 
 from __future__ import annotations
 
 import threading
-from contextlib import suppress
+from collections.abc import Callable
+from contextlib import AbstractContextManager, suppress
 from time import monotonic
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import config
 from recollect.remote.carriers.base import Carrier, is_over
 from recollect.remote.carriers.by_name import carrier_of
-from recollect.remote.frame import decode, encode
-from recollect.remote.manager.protocol import Reply
-from recollect.remote.messages import DATA_TAG, AnyMessage, Failed, note
-
-if TYPE_CHECKING:
-    from recollect.remote.manager.manager import ReplayBufferManager
+from recollect.remote.config import Limits
+from recollect.remote.frame import MAX_FRAME, decode, encode
+from recollect.remote.manager.protocol import ManagerProtocol, Reply
+from recollect.remote.messages import DATA_TAG, AnyMessage, Failed, Sample, note
+from recollect.remote.stats import Timing
 
 _TICK_S = 0.1
 _MOST_MALFORMED = 16  # in a row, then a peer is shut out
@@ -34,7 +34,11 @@ class Received(NamedTuple):
     error: FrameError | None = None
 
 
-class Pending(NamedTuple):
+Receive = Callable[[], tuple[int, Received, int]]
+Handle = Callable[[int, Received, int], None]
+
+
+class PendingAnswer(NamedTuple):
     """An answer on its way."""
 
     handle: Any
@@ -43,31 +47,37 @@ class Pending(NamedTuple):
     is_drawn: bool = False
 
 
-class Serving:
-    """The loop of one manager. Concurrency: one thread runs it; the manager's lock is held while the desk works."""
+class ManagerLoop:
+    """The loop of one manager. Concurrency: one thread runs it; the manager's lock is held while the protocol works."""
 
-    def __init__(self, manager: ReplayBufferManager) -> None:
-        self.manager = manager
-        self.pending: list[Pending] = []
+    def __init__(
+        self, protocol: ManagerProtocol, backend: Any, limits: Limits, timing: Timing, lock: AbstractContextManager[Any]
+    ) -> None:  # fmt: skip
+        self.protocol, self.workers = protocol, protocol.workers
+        self.limits, self.timing, self._backend, self._lock = limits, timing, backend, lock
+        self.pending: list[PendingAnswer] = []
         self.unsent = 0
+        self.is_running = True  # it serves, or may serve
+        self.is_stopping = False
+        self.is_closed = threading.Event()
+        self._carrier: Carrier | None = None
         self._in_a_row: dict[int, int] = {}  # malformed frames by rank, since its last good one
         self._next_tick = 0.0
-        self._undertaker: threading.Thread | None = None
+        self._late_thread: threading.Thread | None = None
 
     @property
     def carrier(self) -> Carrier:
         """The carrier, opened when it is first needed."""
-        manager = self.manager
-        if manager._carrier is None:
-            manager._carrier = carrier_of(manager.communication_backend)
-        return manager._carrier
+        if self._carrier is None:
+            self._carrier = carrier_of(self._backend)
+        return self._carrier
 
     # -- one message
 
     def recv(self) -> tuple[int, Received, int]:
         """Wait a moment for the next message: (rank, message, bytes); DeadlineError if none came."""
         left = max(0.0, min(self._next_tick - monotonic(), _TICK_S))
-        with self.manager._timing.phase("recv"):
+        with self.timing.phase("recv"):
             rank, _, frame = self.carrier.recv(timeout=left)
         return rank, self._opened(frame), frame.nbytes
 
@@ -80,15 +90,23 @@ class Serving:
 
     def handle(self, sender: int, received: Received) -> list[Reply]:
         """Do what a message asks, and return the answers; nothing that a peer sends raises here."""
-        manager = self.manager
-        with manager._lock:
+        with self._lock:
             if self._in_a_row.get(sender, 0) >= _MOST_MALFORMED:
                 return []
             if received.message is None:
                 return self._malformed(sender, received)
-            manager._book.heard(sender, monotonic())
+            self.workers.heard(sender, monotonic())
+            max_frame = MAX_FRAME if self._carrier is None else self._carrier.max_frame
+            may_draw = not isinstance(received.message, Sample) or self._may_draw(sender)
             try:
-                replies = manager._desk.handle(sender, received.message, received.body, received.frame)
+                replies = self.protocol.handle(
+                    sender,
+                    received.message,
+                    received.body,
+                    received.frame,
+                    max_frame=max_frame,
+                    may_draw=may_draw,
+                )
             except FrameError as error:
                 return self._malformed(sender, received._replace(error=error))
             self._in_a_row.pop(sender, None)
@@ -103,12 +121,12 @@ class Serving:
 
     def _refuse(self, sender: int) -> bool:
         """Count a malformed frame and close its sender's connection; True if that is for ever."""
-        self.manager._desk.count_malformed(sender)
+        self.protocol.count_malformed(sender)
         self._in_a_row[sender] = self._in_a_row.get(sender, 0) + 1
         if len(self._in_a_row) > config.MOST_CLIENTS:
             del self._in_a_row[next(iter(self._in_a_row))]
         for_ever = self._in_a_row[sender] >= _MOST_MALFORMED
-        refuse = getattr(self.manager._carrier, "refuse", None)
+        refuse = getattr(self._carrier, "refuse", None)
         if refuse is not None:
             refuse(sender, for_ever)
         return for_ever
@@ -124,43 +142,43 @@ class Serving:
 
     def answer(self, replies: list[Reply], is_async: bool) -> None:
         """Send answers; what cannot be sent is counted, and fetched by the client's retry."""
-        manager, carrier = self.manager, self.carrier
+        carrier = self.carrier
         self.prune()
         try:
-            with manager._lock:
-                manager._desk.saving.commit()
+            with self._lock:
+                self.protocol.checkpoint.commit()
         except OSError:  # what is not on disk is not acknowledged
             self.unsent += len(replies)
             return
-        with manager._timing.phase("send"):
+        with self.timing.phase("send"):
             for reply in replies:
                 try:
                     if is_async:
                         self._answer_soon(carrier, reply)
                     else:
-                        carrier.send(reply.dest, reply.tag, reply.parts, manager.limits.send_s)
+                        carrier.send(reply.dest, reply.tag, reply.parts, self.limits.send_s)
                 except (PeerDiedError, DeadlineError, FrameError, ValueError):
                     self.unsent += 1
         self._forward()
 
     def _answer_soon(self, carrier: Carrier, reply: Reply) -> None:
-        if not reply.is_drawn and self._n_waiting(reply.dest) > self.manager.limits.max_window:
+        if not reply.is_drawn and self._n_waiting(reply.dest) > self.limits.max_window:
             self.unsent += 1
             return
         handle = carrier.isend(reply.dest, reply.tag, reply.parts)
         if not is_over(handle):
-            self.pending.append(Pending(handle, reply.dest, _nbytes(reply), reply.is_drawn))
+            self.pending.append(PendingAnswer(handle, reply.dest, _nbytes(reply), reply.is_drawn))
 
     def _n_waiting(self, dest: int) -> int:
         return sum(p.dest == dest and not p.is_drawn for p in self.pending)
 
-    def holds_back(self, sender: int) -> bool:
-        """Whether one who draws has yet to take what it drew before: it is given no more, and asks again."""
+    def _may_draw(self, sender: int) -> bool:
+        """Whether a peer has taken what it drew before; if not, it is given no more, and asks again."""
         self.prune()
         if sum(p.nbytes for p in self.pending if p.dest == sender) <= _MOST_WAITING:
-            return False
+            return True
         self.unsent += 1
-        return True
+        return False
 
     def prune(self) -> None:
         """Forget answers that are sent, or never can be."""
@@ -168,41 +186,42 @@ class Serving:
             self.pending = [pending for pending in self.pending if not is_over(pending.handle)]
 
     def _forward(self) -> None:
-        forwarder = self.manager._desk.forwarder
+        forwarder = self.protocol.forwarder
         if forwarder is not None:
             forwarder.work(self.carrier)
 
     # -- the loop
 
-    def run(self, async_send: bool) -> None:
-        """Serve until every worker has left, or the manager is stopped; then let the last answers out."""
-        manager, carrier = self.manager, self.carrier
+    def run(self, receive: Receive, handle: Handle, async_send: bool) -> None:
+        """Serve until every worker has left, or the manager is stopped; then let the last answers out.
+
+        `receive` and `handle` are this loop's own, or what a user of the manager made of them.
+        """
+        carrier = self.carrier
         self._stop_answering_late()
-        manager._book.begin(monotonic())
-        manager._is_running = not self._is_over()
+        self.workers.begin(monotonic())
+        self.is_running = not self._is_over()
         try:
-            while manager._is_running:
-                self._serve(async_send)
+            while self.is_running:
+                self._serve(receive, handle, async_send)
             self._finish(carrier, async_send)
         except ClosedError:
             if not getattr(carrier, "is_closed", False):
                 raise
         finally:
-            manager._is_running = False
+            self.is_running = False
 
     def _is_over(self) -> bool:
-        return self.manager._book.is_over or self.manager._stopping
+        return self.workers.is_over or self.is_stopping
 
-    def _serve(self, async_send: bool) -> None:
-        """Handle what comes within a moment, and look after what is due."""
-        manager = self.manager
-        handle = manager._handle_message_async if async_send else manager._handle_message_sync
+    def _serve(self, receive: Receive, handle: Handle, async_send: bool) -> None:
+        """Handle what comes within a moment, and do what is due."""
         try:
-            first = manager._recv_object()
+            first = receive()
         except DeadlineError:
             pass
         else:
-            if manager._desk.saving.waits_for_disk:
+            if self.protocol.checkpoint.waits_for_disk:
                 self._serve_together(first, async_send)
             else:
                 handle(*first)
@@ -211,7 +230,7 @@ class Serving:
             self._next_tick = now + _TICK_S
             self._tick(now)
         if self._is_over():
-            manager._is_running = False
+            self.is_running = False
 
     def _serve_together(self, first: tuple[int, Received, int], async_send: bool) -> None:
         """Handle all messages at hand, sync the log once, then answer."""
@@ -227,12 +246,12 @@ class Serving:
         self.answer(replies, async_send)
 
     def _tick(self, now: float) -> None:
-        manager, carrier = self.manager, self.carrier
+        carrier = self.carrier
         self.prune()
-        with manager._lock:
+        with self._lock:
             self._hear_of_streams()
-            manager._book.tick(now, carrier.alive(), getattr(carrier, "sees_death", True))
-            replies = manager._desk.tick(now)
+            self.workers.tick(now, carrier.alive(), getattr(carrier, "sees_death", True))
+            replies = self.protocol.tick(now)
         for reply in replies:  # to other managers, who may not be there
             with suppress(PeerDiedError, DeadlineError, ValueError):
                 carrier.isend(reply.dest, reply.tag, reply.parts)
@@ -242,36 +261,35 @@ class Serving:
 
     def _finish(self, carrier: Carrier, async_send: bool) -> None:
         """Let the last answers out, flush what is forwarded, write a checkpoint."""
-        manager = self.manager
-        end = monotonic() + manager.limits.drain_s
-        if manager._desk.forwarder is not None:
-            manager._desk.forwarder.finish(carrier, end)
+        end = monotonic() + self.limits.drain_s
+        if self.protocol.forwarder is not None:
+            self.protocol.forwarder.finish(carrier, end)
         while self.pending and monotonic() < end:
             with suppress(DeadlineError):
                 rank, _, frame = carrier.recv(timeout=min(0.05, max(0.0, end - monotonic())))
                 self.answer(self._late(rank, frame), async_send)
             self.prune()
-        with manager._lock:
-            manager._desk.saving.try_dump()
+        with self._lock:
+            self.protocol.checkpoint.try_dump()
         if getattr(carrier, "sees_death", True):
             with interrupts.deferred():
-                self._undertaker = threading.Thread(
+                self._late_thread = threading.Thread(
                     target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True
                 )
-                self._undertaker.start()
+                self._late_thread.start()
 
     def _late(self, rank: int, frame: memoryview) -> list[Reply]:
         """The answer to one who comes too late: duplicates get their answer, all others ClosedError."""
         received = self._opened(frame)
         if received.message is None:
             return []
-        with self.manager._lock:
-            return self.manager._desk.late(rank, received.message)
+        with self._lock:
+            return self.protocol.late(rank, received.message)
 
     def _answer_late(self, carrier: Carrier) -> None:
         """After the end, while the process lives, this manager's own workers hear that it has ended."""
-        ranks = sorted(self.manager._book.workers)
-        while not self.manager._done.wait(0.05) and not self.manager._is_running:
+        ranks = sorted(self.workers.by_rank)
+        while not self.is_closed.wait(0.05) and not self.is_running:
             try:
                 for rank in ranks:
                     with suppress(DeadlineError, PeerDiedError):
@@ -282,15 +300,15 @@ class Serving:
                 return
 
     def _stop_answering_late(self) -> None:
-        if self._undertaker is not None:
-            self.manager._is_running = True
-            self._undertaker.join(2.0)
-            self._undertaker = None
+        if self._late_thread is not None:
+            self.is_running = True
+            self._late_thread.join(2.0)
+            self._late_thread = None
 
     def close(self) -> None:
         """Wait for the thread that answers late."""
-        if self._undertaker is not None and self._undertaker is not threading.current_thread():
-            self._undertaker.join(2.0)
+        if self._late_thread is not None and self._late_thread is not threading.current_thread():
+            self._late_thread.join(2.0)
 
 
 def _nbytes(reply: Reply) -> int:

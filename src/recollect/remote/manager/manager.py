@@ -11,19 +11,20 @@ from typing import Any, Self
 
 from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError
-from recollect.remote.carriers.base import Carrier
 from recollect.remote.carriers.by_name import carrier_of, check_backend
 from recollect.remote.client.client import close_open_client
 from recollect.remote.client.connection import get_metadata
 from recollect.remote.config import Checkpoint, Limits, Shards, check_settings
 from recollect.remote.frame import encode
-from recollect.remote.items.space import item_space
+from recollect.remote.items.space import ItemSpace, item_space
+from recollect.remote.manager.baseline import Baseline, SharedBaseline
 from recollect.remote.manager.diversity import Diversity
-from recollect.remote.manager.loop import Pending, Received, Serving
-from recollect.remote.manager.peers import RankBook
-from recollect.remote.manager.protocol import Desk
-from recollect.remote.manager.scoring import BASELINE, Scoring, checked_scoring
-from recollect.remote.manager.state import Shelf
+from recollect.remote.manager.forwarder import Forwarder
+from recollect.remote.manager.loop import ManagerLoop, PendingAnswer, Received
+from recollect.remote.manager.peers import Workers
+from recollect.remote.manager.protocol import ManagerProtocol
+from recollect.remote.manager.scoring import Scoring, checked_scoring
+from recollect.remote.manager.state import BufferSettings, Hooks, ManagerState
 from recollect.remote.messages import DATA_TAG, Exit
 from recollect.remote.stats import ManagerStats, Timing
 from recollect.replay import ReplayBuffer
@@ -91,58 +92,77 @@ class ReplayBufferManager:
         self.timing, self.store_locally, self.limits = timing, store_locally, limits
         self.baseline_strategy, self.baseline_percentile = baseline_strategy, baseline_percentile
         self.baseline_ema_alpha = baseline_ema_alpha
-        self._is_running = True
-        self._lock = threading.RLock()
-        self._timing = Timing(timing)
-        self._carrier: Carrier | None = None
-        self._thread: threading.Thread | None = None
-        self._failure: BaseException | None = None
-        self._stopping = self._is_ended = False
-        self._book = RankBook(num_training_ranks, workers, limits)
-        self._done = threading.Event()
-        self._runner: threading.Thread | None = None  # the thread that is in `run`
-        self._ended = threading.Event()
-        self._ended.set()
         self.scoring_function: Scoring = self.default_scoring_function
         if scoring_function is not None:  # an object of no length is one too
             self.scoring_function = checked_scoring(scoring_function)
+        self._lock = threading.RLock()
+        self._timing = Timing(timing)
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+        self._is_ended = False
+        self._runner: threading.Thread | None = None  # the thread that is in `run`
+        self._ended = threading.Event()
+        self._ended.set()
         rule = (diversity or Diversity()) if diverse_replay_buffer else None
-        shelf = Shelf(self, item_space(env, max_length), evict, storage, rule, shards, seed)
-        self._serving = Serving(self)
-        self._desk = Desk(self, shelf, checkpoint)
-        self._desk.open()
+        items = item_space(env, max_length)
+        self._workers = Workers(num_training_ranks, workers, limits)
+        self._state = self._new_state(items, evict, storage, rule, shards, seed)
+        forwarder = None
+        if remote_manager_rank is not None:
+            forwarder = Forwarder(items, rank, remote_manager_rank, is_bounded=checkpoint is None)
+        self._protocol = ManagerProtocol(
+            self._state, self._workers, limits, checkpoint, forwarder, lambda: self._compute_metadata()
+        )
+        self._loop = ManagerLoop(self._protocol, communication_backend, limits, self._timing, self._lock)
+        self._protocol.open()
+
+    def _new_state(
+        self, items: ItemSpace, evict: str | None, storage: str, rule: Diversity | None, shards: Shards | None,
+        seed: int | None,
+    ) -> ManagerState:  # fmt: skip
+        evict = evict or ("lowest" if items.has_log_reward else "oldest")
+        settings = BufferSettings(self.capacity, evict, storage, self.store_locally, rule)
+        strategy, percentile = self.baseline_strategy, self.baseline_percentile
+        shared = None if shards is None else SharedBaseline(self.rank, shards, strategy, percentile)
+        baseline = Baseline(strategy, percentile, self.baseline_ema_alpha, shared)
+        # Looked up at each use: a user may set the function, and override the method.
+        hooks = Hooks(
+            lambda: self.scoring_function,
+            lambda scores, packed: self._inject_baseline_log_reward(scores, packed),
+        )
+        return ManagerState(items, settings, baseline, self._workers, self._timing, hooks, seed)
 
     # -- what it is
 
     @property
     def buffer(self) -> ReplayBuffer | None:
         """The buffer, None with `store_locally=False`."""
-        return self._desk.shelf.buffer if self.store_locally else None
+        return self._state.buffer if self.store_locally else None
 
     @property
     def is_running(self) -> bool:
         """Whether it serves or may serve; set it to False to end the loop, as by `stop()`, and to True to run again."""
-        return self._is_running
+        return self._loop.is_running
 
     @is_running.setter
     def is_running(self, value: bool) -> None:
-        self._stopping = not value
-        self._is_running = bool(value)
+        self._loop.is_stopping = not value
+        self._loop.is_running = bool(value)
 
     @property
     def exit_counter(self) -> int:
         """How many ranks have left."""
         with self._lock:
-            return self._book.n_left
+            return self._workers.n_left
 
     @property
     def _baseline_ema(self) -> float | None:
-        return self._desk.shelf.ema
+        return self._state.baseline.ema
 
     @property
     def _comm_stats(self) -> dict[int, dict[str, Any]]:
         with self._lock:
-            return self._desk.shelf.comm_stats()
+            return self._state.senders.with_states()
 
     @property
     def _timing_data(self) -> dict[str, list[float]]:
@@ -158,62 +178,56 @@ class ReplayBufferManager:
         """Store and score a container, and return its scores with the baseline, as for a worker."""
         with self._lock:
             self._check_open()
-            return self._desk.add_here(container, sender_rank)
+            return self._protocol.add_local(container, sender_rank)
 
     def sample(self, n: int, *, by: str = "uniform", replace: bool = True) -> Any:
         """Draw n items: a block, or Trajectories. `by="log_reward"`: P ∝ exp(log_reward), never -inf."""
         with self._lock:
             self._check_open()
-            return self._desk.items.decode(self._desk.shelf.draw(n, by, replace))
+            return self._state.items.decode(self._state.draw(n, by, replace))
 
     def stats(self) -> ManagerStats:
         """Return a frozen record of what came, what is here, and by which door the rest left."""
         with self._lock:
-            return self._desk.stats(
-                pending_sends=len(self._serving.pending),
-                unsent=self._serving.unsent,
+            return self._protocol.stats(
+                pending_sends=len(self._loop.pending),
+                unsent=self._loop.unsent,
                 phases=self._timing.phases(),
             )
 
     def _check_open(self) -> None:
-        if self._done.is_set():
+        if self._loop.is_closed.is_set():
             raise ClosedError("ReplayBufferManager: was closed; make another")
 
     # -- hooks and the page's other names
 
     def _compute_metadata(self) -> dict[str, Any]:
         """What `get_metadata` returns; override it to add plain values."""
-        return self._desk.shelf.metadata()
+        return self._state.metadata()
 
     def _inject_baseline_log_reward(self, score_dict: dict[str, float], incoming: Any) -> None:
         """Update the average of batch minima, and write `baseline_log_reward` into the dict, if there is one."""
-        value = self._desk.shelf.next_baseline(getattr(incoming, "log_rewards", None))
-        if value is None:
-            score_dict.pop(BASELINE, None)
-            return
-        score_dict[BASELINE] = value[1]
-        if value[0] is not None:
-            score_dict["baseline_epoch"] = float(value[0])
+        self._state.inject_baseline(score_dict, getattr(incoming, "log_rewards", None))
 
     @property
-    def _pending_sends(self) -> list[Pending]:
-        return self._serving.pending
+    def _pending_sends(self) -> list[PendingAnswer]:
+        return self._loop.pending
 
     def _recv_object(self) -> tuple[int, Received, int]:
         """Wait a moment for the next message: (rank, message, bytes); DeadlineError if none came."""
-        return self._serving.recv()
+        return self._loop.recv()
 
     def _handle_message_async(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
         """Handle a message, and answer by `isend`: a worker that does not read delays nobody."""
-        self._serving.answer(self._serving.handle(sender_rank, msg), is_async=True)
+        self._loop.answer(self._loop.handle(sender_rank, msg), is_async=True)
 
     def _handle_message_sync(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
         """Handle a message, and answer by `send`; after `send_s` that answer is dropped and counted."""
-        self._serving.answer(self._serving.handle(sender_rank, msg), is_async=False)
+        self._loop.answer(self._loop.handle(sender_rank, msg), is_async=False)
 
     def _prune_completed_sends(self) -> None:
         """Forget answers that are sent."""
-        self._serving.prune()
+        self._loop.prune()
 
     def _print_timing_summary(self) -> None:
         """Print what came from whom, and how long each kind of work took."""
@@ -245,7 +259,8 @@ class ReplayBufferManager:
             with interrupts.deferred():  # an Event's own lock would stay taken
                 self._ended.clear()
                 self._runner = threading.current_thread()
-            self._serving.run(async_send)
+            handle = self._handle_message_async if async_send else self._handle_message_sync
+            self._loop.run(self._recv_object, handle, async_send)
         finally:
             try:
                 with interrupts.deferred():
@@ -255,7 +270,7 @@ class ReplayBufferManager:
                 raise
         if self.timing:
             self._print_timing_summary()
-        if self._book.nobody_came and self.num_training_ranks and not self._stopping:
+        if self._workers.nobody_came and self.num_training_ranks and not self._loop.is_stopping:
             raise DeadlineError(f"run: no worker came within {self.limits.join_s:g} s; are they started?")
         return self.stats()
 
@@ -268,7 +283,7 @@ class ReplayBufferManager:
         self._check_open()
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("start: already running; call stop() first")
-        _ = self._serving.carrier  # opened in this thread, so that the caller hears what is wrong
+        _ = self._loop.carrier  # opened in this thread, so that the caller hears what is wrong
 
         def work() -> None:
             try:
@@ -282,7 +297,7 @@ class ReplayBufferManager:
 
     def stop(self) -> None:
         """End the loop after the message at hand; does not wait."""
-        self._stopping = True
+        self._loop.is_stopping = True
 
     def close(self) -> None:
         """Stop, wait for the end, and release the buffer; may be called twice. Raises what `start` ended with.
@@ -294,10 +309,10 @@ class ReplayBufferManager:
         self.stop()
         self._await_end(self.limits.drain_s + _END_S)
         with interrupts.deferred():
-            self._done.set()
-        self._serving.close()
+            self._loop.is_closed.set()
+        self._loop.close()
         with interrupts.deferred(), self._lock:  # each descriptor is closed once
-            self._desk.close()
+            self._protocol.close()
         self._is_ended = True  # last: a call that was cut short goes on when it is made again
         failure, self._failure = self._failure, None
         if failure is not None and not isinstance(failure, ClosedError):
@@ -320,4 +335,4 @@ class ReplayBufferManager:
         self.close()
 
     def __repr__(self) -> str:
-        return f"ReplayBufferManager(rank={self.rank}, capacity={self.capacity}, {self._desk.items.space})"
+        return f"ReplayBufferManager(rank={self.rank}, capacity={self.capacity}, {self._state.items.space})"

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import ScoringError, class_name
-from recollect.remote.items.packed import Packed
+from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import ItemSpace
 from recollect.remote.items.trajectories import Array
 from recollect.remote.messages import note
@@ -27,7 +27,7 @@ class Scored:
     Ownership: the arrays are fresh; the function may keep and change them.
     """
 
-    def __init__(self, items: ItemSpace, packed: Packed, kept: Array, row: Array) -> None:
+    def __init__(self, items: ItemSpace, packed: PackedItems, kept: Array, row: Array) -> None:
         self._items, self._packed = items, packed
         self.kept, self.row = kept, row
         rewards = packed.log_rewards

@@ -12,15 +12,16 @@ import numpy as np
 
 from recollect import _core
 from recollect.budget import human_nbytes
-from recollect.errors import BudgetError
+from recollect.errors import BudgetError, EmptyError
 from recollect.memory.rows import packed_codec
-from recollect.remote.items.packed import Packed, storable
+from recollect.remote.items.packed import PackedItems, storable
 from recollect.remote.items.space import ItemSpace, stored_places
 from recollect.remote.items.trajectories import LOG_REWARD, Array
 from recollect.remote.manager.baseline import Ranking
 from recollect.remote.manager.diversity import Diversity, crowding
 from recollect.replay import ReplayBuffer
 from recollect.replay.lowest import LowestEngine
+from recollect.sampling.stream import IndexStream
 from recollect.spaces import Layout
 
 _PAGE = 4096
@@ -28,7 +29,7 @@ _MADV_NOHUGEPAGE = 15
 
 
 @dataclass(slots=True)
-class Outcome:
+class Placement:
     """What became of the items of one container."""
 
     kept: Array  # bool, by item
@@ -127,9 +128,9 @@ class Store:
 
     # -- in
 
-    def add(self, packed: Packed) -> Outcome:
+    def add(self, packed: PackedItems) -> Placement:
         """Keep what may be kept."""
-        outcome = Outcome(np.zeros(packed.n, bool), np.full(packed.n, -1))
+        outcome = Placement(np.zeros(packed.n, bool), np.full(packed.n, -1))
         allowed = self._allowed(packed, outcome)
         if self.diversity is not None and self.diversity.cutoff >= 0:
             self._add_diverse(packed, allowed, outcome)
@@ -138,14 +139,14 @@ class Store:
         self._weights = None
         return outcome
 
-    def _allowed(self, packed: Packed, outcome: Outcome) -> Array:
+    def _allowed(self, packed: PackedItems, outcome: Placement) -> Array:
         def refuse(reason: str, n: int) -> None:
             outcome.rejected[reason] += n
 
         allowed = storable(packed, self.items.max_length, refuse)
         return np.arange(packed.n) if allowed is None else np.flatnonzero(allowed)
 
-    def _place(self, packed: Packed, index: Array, outcome: Outcome) -> None:
+    def _place(self, packed: PackedItems, index: Array, outcome: Placement) -> None:
         """Write items in order; note where each is, and which of them a later one displaced."""
         if not len(index):
             return
@@ -166,13 +167,13 @@ class Store:
         if self.ranking is not None and rewards is not None:
             self.ranking.set(rows[kept], rewards[kept])
 
-    def _parts(self, packed: Packed) -> tuple[Array | None, Array | None, Array | None]:
+    def _parts(self, packed: PackedItems) -> tuple[Array | None, Array | None, Array | None]:
         """Steps, lengths and fields; a sample is a row of fields."""
         if self.items.is_trajectory:
             return packed.rows, packed.lengths, packed.fields
         return None, None, packed.rows
 
-    def _append(self, packed: Packed, index: Array) -> Array:
+    def _append(self, packed: PackedItems, index: Array) -> Array:
         """Into the ring, in order; -2 for what a later one displaced."""
         if self.items.is_trajectory:
             return self._plan.place_newest(self._native, *self._parts(packed), index)
@@ -197,7 +198,7 @@ class Store:
 
     # -- diversity
 
-    def _add_diverse(self, packed: Packed, index: Array, outcome: Outcome) -> None:
+    def _add_diverse(self, packed: PackedItems, index: Array, outcome: Placement) -> None:
         """Best first; one too close to a better or equal one stays out, worse ones close to it leave."""
         rule = self.diversity
         if rule is None:
@@ -218,7 +219,7 @@ class Store:
             self._mirror()
         self._place(packed, order[winners], outcome)
 
-    def _points(self, packed: Packed) -> Array:
+    def _points(self, packed: PackedItems) -> Array:
         rule = self.diversity
         if rule is None:
             return np.empty((packed.n, 0))
@@ -241,13 +242,31 @@ class Store:
 
     # -- out
 
-    def read(self, index: Array, most_nbytes: int | None = None) -> Packed:
+    def draw(self, n: int, by: str, replace: bool, stream: IndexStream) -> Array:
+        """Choose the indices of n items; EmptyError if none can be drawn."""
+        if by == "uniform":
+            size = len(self)
+            _check_drawable(n, size, replace)
+            return stream.indices(size, n) if replace else stream.choice(size, n)
+        if self.ranking is None:
+            raise ValueError("by: 'log_reward' needs items that have one; draw uniformly")
+        index, mass = self.weights()
+        _check_drawable(n, len(index), replace)
+        if replace:
+            at = np.searchsorted(mass, stream.uniform(n) * (mass[-1] if n else 1.0), side="right")
+            return index[np.minimum(at, len(index) - 1)]
+        # The largest of log weight + Gumbel noise are a draw without replacement, one after the other.
+        weight = self.log_rewards()[index]
+        uniform = np.maximum(stream.uniform(len(index)), np.finfo(float).tiny)
+        return index[np.argsort(np.log(-np.log(uniform)) - weight, kind="stable")[:n]]
+
+    def read(self, index: Array, most_nbytes: int | None = None) -> PackedItems:
         """The items at these indices, packed; BudgetError, before any is read, if they have more than `most_nbytes`."""
         index = np.ascontiguousarray(index, np.int64)
         if not self.items.is_trajectory:
             _check_most(len(index), self.items.shapes.row_nbytes, most_nbytes)
             rows = np.asarray(self._native.read(self._whole, index, False, None))
-            return Packed(len(index), rows, log_rewards=None)
+            return PackedItems(len(index), rows, log_rewards=None)
         number = self._places.length
         f = self.layout.fields[number]
         only = _core.Codec([(f.offset, f.dtype, f.shape, False)], None, self.layout.row_nbytes)
@@ -273,4 +292,13 @@ def _check_most(n: int, nbytes: int, most: int | None) -> None:
         raise BudgetError(
             f"n: {n} items must have at most {human_nbytes(most)} together, got {human_nbytes(n * nbytes)} (each as "
             "long as the longest); draw fewer at a time"
+        )
+
+
+def _check_drawable(n: int, size: int, replace: bool) -> None:
+    if n and not size:
+        raise EmptyError("sample: nothing can be drawn, the buffer holds no such item; add some first")
+    if not replace and n > size:
+        raise ValueError(
+            f"n: must be at most {size} without replacement, got {n}; draw with replacement or fewer"
         )

@@ -19,14 +19,14 @@ from recollect import interrupts
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import config
 from recollect.remote.carriers.base import ANY, TIMEOUT, Frame, awaited, check_rank, check_tag, check_timeout
-from recollect.remote.carriers.sockets.framed import Link, Outgoing
-from recollect.remote.carriers.sockets.poll import Bell, Turns
-from recollect.remote.carriers.sockets.queues import Absent, Inbox
+from recollect.remote.carriers.sockets.framed import FramedSocket, Outgoing
+from recollect.remote.carriers.sockets.poll import PollLeader, Wakeup
+from recollect.remote.carriers.sockets.queues import DeferredFrames, Inbox
 from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
 _LOOK_S = 0.01  # after which others are read too, however much lies here already
-_NAP_S = 0.02  # between two tries to reach a peer that is not there yet
+RETRY_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
 
@@ -47,16 +47,16 @@ class StreamCarrier:
         self._reset()
 
     def _reset(self) -> None:
-        self._turns = Turns(self._work, self._check_waiting)
-        self._cond = self._turns.cond
-        self._inbox, self._absent = Inbox(), Absent(self._cond)
-        self._links: dict[int, Link] = {}  # by descriptor
-        self._outward: dict[int, Link] = {}  # by rank
+        self._leader = PollLeader(self._work, self._check_waiting)
+        self._cond = self._leader.cond
+        self._inbox, self._absent = Inbox(), DeferredFrames(self._cond)
+        self._links: dict[int, FramedSocket] = {}  # by descriptor
+        self._outward: dict[int, FramedSocket] = {}  # by rank
         self._known: set[int] = set()
         self._gone: dict[int, None] = {}  # who left last, last
         self._flusher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
-        self._bell: Bell | None = None
+        self._wakeup: Wakeup | None = None
         self._looked_at = 0.0  # when the sockets were polled last
         self._closing = threading.RLock()
         self._is_released = False
@@ -77,12 +77,12 @@ class StreamCarrier:
 
     def _open(self) -> None:
         epoll = select.epoll()
-        self._bell = Bell()
-        epoll.register(self._bell, select.EPOLLIN)
+        self._wakeup = Wakeup()
+        epoll.register(self._wakeup, select.EPOLLIN)
         self._epoll = epoll
         _open.add(self)
 
-    def _add(self, link: Link, outward: bool) -> None:
+    def _add(self, link: FramedSocket, outward: bool) -> None:
         with self._cond:
             if self.is_closed or self._epoll is None:
                 link.close(True)
@@ -96,7 +96,7 @@ class StreamCarrier:
             self._cond.notify_all()
         self._wake()
 
-    def _drop(self, link: Link) -> None:
+    def _drop(self, link: FramedSocket) -> None:
         """Forget a link that ended; its rank is gone unless another link leads there."""
         with self._cond:
             if self._links.get(link.fd) is link:
@@ -120,7 +120,7 @@ class StreamCarrier:
         self._known.discard(rank)
         self.malformed.pop(rank, None)
 
-    def _sever(self, link: Link) -> None:
+    def _sever(self, link: FramedSocket) -> None:
         """Send nothing more by a link; who leads reads what came before its end, and drops it."""
         with self._cond:
             if self._outward.get(link.rank) is link:
@@ -129,8 +129,8 @@ class StreamCarrier:
         self._wake()
 
     def _wake(self) -> None:
-        if self._bell is not None:
-            self._bell.ring()
+        if self._wakeup is not None:
+            self._wakeup.wake()
 
     # -- waiting
 
@@ -141,27 +141,27 @@ class StreamCarrier:
     def _glance(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
         if self._epoll is not None:
-            self._turns.glance()
+            self._leader.glance()
 
     def _work(self, timeout: float) -> None:
         """Poll once; read and write what is possible. By the leader alone."""
         if self._absent:
             with interrupts.deferred():  # a frame that has left waits no more
                 self._reach_absent()
-            timeout = min(timeout, _NAP_S) if self._absent else 0.0
-        epoll, bell = self._epoll, self._bell
-        if epoll is None or bell is None:
+            timeout = min(timeout, RETRY_S) if self._absent else 0.0
+        epoll, wakeup = self._epoll, self._wakeup
+        if epoll is None or wakeup is None:
             return
         self._looked_at = monotonic()
         found = epoll.poll(min(timeout, 3600.0))
         with interrupts.deferred():  # a byte that was read or sent is counted, or the stream is out of step
             for fd, event in found:
-                if fd == bell.fileno():
-                    bell.hush()
+                if fd == wakeup.fileno():
+                    wakeup.clear()
                 elif (link := self._links.get(fd)) is not None:
                     self._serve(link, event)
 
-    def _serve(self, link: Link, event: int) -> None:
+    def _serve(self, link: FramedSocket, event: int) -> None:
         try:
             if event & select.EPOLLOUT:
                 self._send_more(link)
@@ -174,7 +174,7 @@ class StreamCarrier:
                 self.malformed[link.rank] = self.malformed.get(link.rank, 0) + 1
             self._drop(link)
 
-    def _take(self, link: Link) -> None:
+    def _take(self, link: FramedSocket) -> None:
         frames = link.read()
         with self._cond:
             for tag, frame in frames:
@@ -185,19 +185,19 @@ class StreamCarrier:
         if link.error is not None:
             raise link.error
 
-    def _watch(self, link: Link) -> None:
+    def _watch(self, link: FramedSocket) -> None:
         if self._epoll is not None and link.is_open:
             events = (0 if link.is_paused else _IN) | (select.EPOLLOUT if link.out else 0)
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.modify(link.fd, events)
 
-    def _send_more(self, link: Link) -> None:
+    def _send_more(self, link: FramedSocket) -> None:
         try:
             self._flush(link)
         except OSError:
             self._sever(link)
 
-    def _flush(self, link: Link) -> None:
+    def _flush(self, link: FramedSocket) -> None:
         link.flush()
         with self._cond:
             self._watch(link)
@@ -231,7 +231,7 @@ class StreamCarrier:
         self._ensure_open()
         check_rank(dest, self.size, "dest")
         check_tag(tag)
-        outgoing = Outgoing(self, dest, tag, parts)
+        outgoing = Outgoing(dest, tag, parts, self.max_frame, self._wait_sent)
         if dest not in self._absent and self._deliver(outgoing, tag, parts):
             return outgoing
         if self._absent.add(outgoing, only_behind=True):
@@ -244,7 +244,7 @@ class StreamCarrier:
         self._put(link, outgoing)
         return outgoing
 
-    def _put(self, link: Link, outgoing: Outgoing) -> None:
+    def _put(self, link: FramedSocket, outgoing: Outgoing) -> None:
         try:
             link.put(outgoing)
         except OSError as error:
@@ -259,7 +259,7 @@ class StreamCarrier:
         """Hand a frame to an end in this process, if the peer is one."""
         return False
 
-    def _link_to(self, dest: int) -> Link | None:
+    def _link_to(self, dest: int) -> FramedSocket | None:
         """The link to send by; None to wait for the peer; PeerDiedError if it is gone."""
         raise NotImplementedError
 
@@ -274,7 +274,7 @@ class StreamCarrier:
             if link is not None or is_near:
                 self._send_absent(dest, link)
 
-    def _send_absent(self, dest: int, link: Link | None) -> None:
+    def _send_absent(self, dest: int, link: FramedSocket | None) -> None:
         """Send what waited for a peer, in order; what is sent meanwhile queues up behind it."""
         while (outgoing := self._absent.first(dest)) is not None:
             parts = list(outgoing.views)[1:]
@@ -301,7 +301,7 @@ class StreamCarrier:
         check_timeout(timeout)
         self._ensure_open()
         try:
-            self._turns.wait(sent, timeout, lambda: f"send to rank {outgoing.dest}")
+            self._leader.wait(sent, timeout, lambda: f"send to rank {outgoing.dest}")
         except DeadlineError:
             self._give_up(outgoing)
             raise
@@ -327,7 +327,7 @@ class StreamCarrier:
         try:
             while True:
                 try:
-                    self._turns.wait(
+                    self._leader.wait(
                         lambda: None if self._has_unsent() else True, 1.0, lambda: "unsent frames"
                     )
                 except DeadlineError:
@@ -351,7 +351,7 @@ class StreamCarrier:
         self._ensure_open()
         if self._inbox and monotonic() - self._looked_at > _LOOK_S:
             self._glance()  # or who sends without end would be the only one that is read
-        found: Frame = self._turns.wait(
+        found: Frame = self._leader.wait(
             lambda: self._matching(source, tag), timeout, lambda: awaited(source, tag)
         )
         return found
@@ -409,7 +409,7 @@ class StreamCarrier:
         self._stop_listening()
         end = monotonic() + 5.0
         with self._cond:
-            while self._turns.is_led and (left := end - monotonic()) > 0:
+            while self._leader.is_led and (left := end - monotonic()) > 0:
                 self._cond.wait(left)
             flusher = self._flusher
         if flusher is not None and flusher is not threading.current_thread():
@@ -434,11 +434,11 @@ class StreamCarrier:
             if self._epoll is not None:
                 self._epoll.close()
                 self._epoll = None
-        if self._bell is not None:
-            self._bell.close()
+        if self._wakeup is not None:
+            self._wakeup.close()
         _open.discard(self)
 
-    def _finish_sending(self, link: Link) -> None:
+    def _finish_sending(self, link: FramedSocket) -> None:
         """Give frames already begun a moment: the peer would see rubbish otherwise."""
         end = monotonic() + 0.2
         while link.out and link.is_open:
@@ -463,9 +463,9 @@ class StreamCarrier:
         """In a forked child: give up what belongs to the parent, without a word on the wire."""
         for link in self._links.values():
             link.sock.close()
-        if self._epoll is not None and self._bell is not None:
+        if self._epoll is not None and self._wakeup is not None:
             self._epoll.close()
-            self._bell.close_in_child()
+            self._wakeup.close_in_child()
         self._reset()
 
 

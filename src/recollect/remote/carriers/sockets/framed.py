@@ -11,8 +11,9 @@ import socket
 import ssl
 import struct
 import threading
+import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from time import monotonic, sleep
 from typing import Any
@@ -28,6 +29,7 @@ _FAIR_NBYTES = 4 << 20  # what one link may bring before the others have their t
 _FAIR_FRAMES = 1024
 _WOULD_BLOCK = (BlockingIOError, InterruptedError, ssl.SSLWantReadError, ssl.SSLWantWriteError)
 Tagged = tuple[int, memoryview]
+WaitSent = Callable[["Outgoing", float], None]
 _NAP_S = 0.02  # after a failure that may be over soon: too many open files, no memory
 _ENDED = (errno.EBADF, errno.EINVAL)  # the listening socket was closed, or shut down
 
@@ -35,24 +37,22 @@ _ENDED = (errno.EBADF, errno.EINVAL)  # the listening socket was closed, or shut
 class Outgoing:
     """A frame on its way out; also its handle."""
 
-    __slots__ = ("_carrier", "dest", "error", "is_done", "nbytes", "tag", "views")
+    __slots__ = ("_wait", "dest", "error", "is_done", "nbytes", "tag", "views")
 
-    def __init__(self, carrier: Any, dest: int, tag: int, parts: Sequence[Any]) -> None:
+    def __init__(self, dest: int, tag: int, parts: Sequence[Any], max_frame: int, wait: WaitSent) -> None:
         views = [memoryview(part).cast("B") for part in parts if memoryview(part).nbytes]
         nbytes = sum(view.nbytes for view in views)
-        if nbytes > carrier.max_frame:
-            raise FrameError(
-                f"frame: must have at most {carrier.max_frame} bytes, got {nbytes}; send less at once"
-            )
+        if nbytes > max_frame:
+            raise FrameError(f"frame: must have at most {max_frame} bytes, got {nbytes}; send less at once")
         self.views = deque([memoryview(HEADER.pack(MAGIC, tag, nbytes)), *views])
         self.is_done, self.dest, self.tag, self.nbytes = False, dest, tag, nbytes
         self.error: Exception | None = None
-        self._carrier = carrier
+        self._wait = wait
 
     @classmethod
-    def bare(cls, carrier: Any, dest: int, data: bytes) -> Outgoing:
+    def bare(cls, dest: int, data: bytes, wait: WaitSent) -> Outgoing:
         """Bytes that are no frame: the end of a handshake."""
-        outgoing = cls(carrier, dest, 0, [])
+        outgoing = cls(dest, 0, [], 0, wait)
         outgoing.views = deque([memoryview(data)])
         return outgoing
 
@@ -64,7 +64,7 @@ class Outgoing:
 
     def wait(self, timeout: float = 30.0) -> None:
         """Wait until the buffers are free again."""
-        self._carrier._wait_sent(self, timeout)
+        self._wait(self, timeout)
 
     def own(self) -> None:
         """Copy what is not sent yet, so that the buffers are free."""
@@ -75,7 +75,7 @@ class Outgoing:
         self.views.clear()  # the buffers are no longer borrowed
 
 
-class Link:
+class FramedSocket:
     """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`.
 
     Where it is encrypted, reading takes `lock` too.
@@ -248,6 +248,17 @@ class Link:
 
 
 # -- before there are frames
+
+
+def accept_each(listener: socket.socket, take: weakref.WeakMethod[Callable[[socket.socket], bool]]) -> None:
+    """Give each connection to a method of a carrier, until it says False, or the carrier or the listener is gone."""
+    while (sock := accepted(listener)) is not None:
+        method = take()
+        if method is None or not method(sock):
+            sock.close()
+            listener.close()
+            return
+        del method
 
 
 def accepted(listener: socket.socket) -> socket.socket | None:

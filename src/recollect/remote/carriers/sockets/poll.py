@@ -17,7 +17,7 @@ from recollect._core import Condition
 from recollect.remote.carriers.base import too_late
 
 
-class Turns:
+class PollLeader:
     """Who leads. Concurrency: any thread.
 
     `work(timeout)` polls once, by the leader alone and without the lock; `check(what)` raises once waiting is in vain.
@@ -82,8 +82,8 @@ class Turns:
                     self.cond.notify_all()
 
 
-class Bell:
-    """An event that a poll sees. Concurrency: any thread may ring; after `close()` that does nothing."""
+class Wakeup:
+    """An event that a poll sees. Concurrency: any thread may wake; after `close()` that does nothing."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
@@ -92,13 +92,13 @@ class Bell:
     def fileno(self) -> int:
         return self._fd
 
-    def ring(self) -> None:
+    def wake(self) -> None:
         with self._lock:  # never by a number that is another file's by now
             if self._fd >= 0:
                 with contextlib.suppress(BlockingIOError):
                     os.eventfd_write(self._fd, 1)
 
-    def hush(self) -> None:
+    def clear(self) -> None:
         with contextlib.suppress(BlockingIOError):
             os.eventfd_read(self._fd)
 

@@ -59,7 +59,7 @@ class Inbox:
         return self._nbytes.get(source, 0)
 
 
-class Absent:
+class DeferredFrames:
     """What waits for whom. Concurrency: every call takes the carrier's lock itself."""
 
     def __init__(self, lock: Condition) -> None:

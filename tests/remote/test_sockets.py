@@ -24,12 +24,12 @@ from recollect.remote import LocalCarrier
 from recollect.remote.carriers import local
 from recollect.remote.carriers.sockets import framed as links
 from recollect.remote.carriers.sockets.carrier import StreamCarrier
-from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, Link, Outgoing, accepted
-from recollect.remote.carriers.sockets.poll import Bell, Turns
-from recollect.remote.carriers.sockets.queues import Absent, Inbox
+from recollect.remote.carriers.sockets.framed import HEADER, MAGIC, FramedSocket, Outgoing, accepted
+from recollect.remote.carriers.sockets.poll import PollLeader, Wakeup
+from recollect.remote.carriers.sockets.queues import DeferredFrames, Inbox
 from recollect.testing.carrier_contract import SOON, eventually
 
-CARRIER = SimpleNamespace(max_frame=1 << 20)
+CARRIER = SimpleNamespace(max_frame=1 << 20, wait=lambda outgoing, timeout: None)
 
 
 def framed(data: bytes, tag: int = 3) -> bytes:
@@ -37,22 +37,22 @@ def framed(data: bytes, tag: int = 3) -> bytes:
 
 
 @pytest.fixture
-def far() -> Iterator[tuple[Link, socket.socket]]:
+def far() -> Iterator[tuple[FramedSocket, socket.socket]]:
     near, other = socket.socketpair()
-    link = Link(near, 1, CARRIER.max_frame)
+    link = FramedSocket(near, 1, CARRIER.max_frame)
     yield link, other
     link.close()
     other.close()
 
 
-def test_what_came_before_rubbish_is_whole(far: tuple[Link, socket.socket]) -> None:
+def test_what_came_before_rubbish_is_whole(far: tuple[FramedSocket, socket.socket]) -> None:
     link, other = far
     other.sendall(framed(b"one") + framed(b"two", 4) + b"\xff" * 64)
     assert [(tag, bytes(frame)) for tag, frame in link.read()] == [(3, b"one"), (4, b"two")]
     assert isinstance(link.error, FrameError)
 
 
-def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> None:
+def test_what_came_before_the_end_is_whole(far: tuple[FramedSocket, socket.socket]) -> None:
     link, other = far
     data = bytes(range(256)) * 200
     other.sendall(framed(data))
@@ -62,7 +62,7 @@ def test_what_came_before_the_end_is_whole(far: tuple[Link, socket.socket]) -> N
         link.read()
 
 
-def test_what_came_before_a_reset_is_whole(far: tuple[Link, socket.socket]) -> None:
+def test_what_came_before_a_reset_is_whole(far: tuple[FramedSocket, socket.socket]) -> None:
     """A peer that dies while something for it lies unread resets the connection."""
     link, other = far
     data = bytes(range(256)) * 200
@@ -74,7 +74,7 @@ def test_what_came_before_a_reset_is_whole(far: tuple[Link, socket.socket]) -> N
         link.read()
 
 
-def test_a_long_frame_is_given_out_with_its_last_byte(far: tuple[Link, socket.socket]) -> None:
+def test_a_long_frame_is_given_out_with_its_last_byte(far: tuple[FramedSocket, socket.socket]) -> None:
     link, other = far
     data = bytes(range(256)) * 400
     other.sendall(framed(data)[:-1])
@@ -106,7 +106,7 @@ class Plenty:
 
 
 def test_who_brings_much_lets_the_others_have_their_turn() -> None:
-    link = Link(Plenty(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link = FramedSocket(Plenty(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
     assert [50 < len(link.read()) < 200 for _ in range(2)] == [True, True]
 
 
@@ -119,7 +119,7 @@ def test_an_encrypted_link_brings_no_more_at_once_and_a_poll_tells_of_the_rest(
     with ThreadPoolExecutor(1) as pool:
         serving = pool.submit(contexts[0].wrap_socket, ours, server_side=True)
         sender = contexts[1].wrap_socket(theirs, server_hostname="127.0.0.1")
-        link = Link(serving.result(SOON), 1, CARRIER.max_frame)
+        link = FramedSocket(serving.result(SOON), 1, CARRIER.max_frame)
     sizes = [1, 70_000, 20_000, 5, 16_384, 40_000] * 20
     unsent = memoryview(b"".join(framed(bytes(n)) for n in sizes))
     sender.setblocking(False)
@@ -157,20 +157,20 @@ def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
             entered.append(link.lock.locked())
             return data.nbytes
 
-    link = Link(Encrypted(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
+    link = FramedSocket(Encrypted(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
     link._is_ssl = True
-    link.put(Outgoing(CARRIER, 1, 0, [b"x"]))
+    link.put(Outgoing(1, 0, [b"x"], CARRIER.max_frame, CARRIER.wait))
     link.read()
     assert len(entered) > 100 and all(entered) and not link.lock.locked()
 
 
 @pytest.mark.parametrize(("is_closing", "kind"), [(True, ClosedError), (False, PeerDiedError)])
 def test_what_waits_when_a_connection_ends_says_why(
-    far: tuple[Link, socket.socket], is_closing: bool, kind: type[Exception]
+    far: tuple[FramedSocket, socket.socket], is_closing: bool, kind: type[Exception]
 ) -> None:
     link, _ = far
     link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 4096)
-    waiting = [Outgoing(CARRIER, 1, 0, [bytes(1 << 20)]) for _ in range(2)]
+    waiting = [Outgoing(1, 0, [bytes(1 << 20)], CARRIER.max_frame, CARRIER.wait) for _ in range(2)]
     for outgoing in waiting:
         link.put(outgoing)
     assert not any(outgoing.is_complete() for outgoing in waiting)
@@ -180,10 +180,10 @@ def test_what_waits_when_a_connection_ends_says_why(
             outgoing.is_complete()
 
 
-def test_what_will_never_be_sent_borrows_nothing_any_more(far: tuple[Link, socket.socket]) -> None:
+def test_what_will_never_be_sent_borrows_nothing_any_more(far: tuple[FramedSocket, socket.socket]) -> None:
     link, _ = far
     block = bytearray(1 << 20)
-    outgoing = Outgoing(CARRIER, 1, 0, [block])
+    outgoing = Outgoing(1, 0, [block], CARRIER.max_frame, CARRIER.wait)
     link.put(outgoing)
     with pytest.raises(BufferError):
         block.clear()
@@ -193,11 +193,11 @@ def test_what_will_never_be_sent_borrows_nothing_any_more(far: tuple[Link, socke
     block.clear()
 
 
-def test_nothing_is_put_where_nobody_would_send_it(far: tuple[Link, socket.socket]) -> None:
+def test_nothing_is_put_where_nobody_would_send_it(far: tuple[FramedSocket, socket.socket]) -> None:
     link, _ = far
     link.close()
     with pytest.raises(PeerDiedError, match="rank 1: is gone"):
-        link.put(Outgoing(CARRIER, 1, 0, [b"x"]))
+        link.put(Outgoing(1, 0, [b"x"], CARRIER.max_frame, CARRIER.wait))
     assert not link.out
 
 
@@ -246,7 +246,7 @@ def test_nobody_listens_once_a_socket_is_closed() -> None:
 class Piped(StreamCarrier):
     """Rank 0, connected to rank 1 by a pair of sockets."""
 
-    def _link_to(self, dest: int) -> Link:
+    def _link_to(self, dest: int) -> FramedSocket:
         return self._outward[dest]
 
 
@@ -255,7 +255,7 @@ def piped() -> Iterator[tuple[Piped, socket.socket]]:
     near, other = socket.socketpair()
     carrier = Piped(0, None, CARRIER.max_frame)
     carrier._ensure_open()
-    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    carrier._add(FramedSocket(near, 1, CARRIER.max_frame), outward=True)
     other.settimeout(SOON)
     yield carrier, other
     carrier.close()
@@ -342,7 +342,7 @@ def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
     carrier, _ = piped
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(carrier.recv, 1, 0, 3 * SOON) for _ in range(2)]
-        eventually(lambda: carrier._turns.is_led and carrier._cond.n_waiting == 1)
+        eventually(lambda: carrier._leader.is_led and carrier._cond.n_waiting == 1)
         carrier.refuse(1)
         for wait in waits:
             assert isinstance(wait.exception(SOON), PeerDiedError)
@@ -376,11 +376,11 @@ def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped
 def test_a_peer_that_takes_nothing_any_more_is_gone(
     piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def broken(link: Link, outgoing: Outgoing) -> None:
+    def broken(link: FramedSocket, outgoing: Outgoing) -> None:
         raise BrokenPipeError(32, "broken pipe")
 
     carrier, _ = piped
-    monkeypatch.setattr(Link, "put", broken)
+    monkeypatch.setattr(FramedSocket, "put", broken)
     with pytest.raises(PeerDiedError, match="rank 1: is gone"):
         carrier.send(1, 0, [b"x"], SOON)
     assert 1 not in carrier.alive()
@@ -396,7 +396,7 @@ def test_what_came_from_a_peer_that_takes_nothing_any_more_is_given_out(
     carrier, other = piped
     waiting = carrier.isend(1, 0, [bytes(1 << 20)]) if is_late else None
     other.sendall(framed(b"one") + framed(b"two"))
-    monkeypatch.setattr(Link, "_send_some", broken)
+    monkeypatch.setattr(FramedSocket, "_send_some", broken)
     if waiting is None:
         with pytest.raises(PeerDiedError, match="rank 1: is gone"):
             carrier.send(1, 0, [b"x"], SOON)
@@ -413,7 +413,7 @@ def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.so
     carrier, _ = piped
     (old,) = carrier._links.values()
     near, other = socket.socketpair()
-    carrier._add(Link(near, 1, CARRIER.max_frame), outward=True)
+    carrier._add(FramedSocket(near, 1, CARRIER.max_frame), outward=True)
     carrier._drop(old)
     assert 1 in carrier.alive()
     carrier.send(1, 0, [b"x"], SOON)
@@ -426,13 +426,13 @@ def test_who_looks_while_a_carrier_is_closed_hears_that_it_is_closed(
 ) -> None:
     """Between the first look at `is_closed` and the poll it may be closed altogether."""
     carrier, _ = piped
-    glance = carrier._turns.glance
+    glance = carrier._leader.glance
 
     def late() -> None:
         carrier.close()
         glance()
 
-    monkeypatch.setattr(carrier._turns, "glance", late)
+    monkeypatch.setattr(carrier._leader, "glance", late)
     with pytest.raises(ClosedError, match="was closed"):
         carrier.alive()
 
@@ -455,20 +455,20 @@ def test_a_carrier_closed_before_its_first_use_opens_nothing() -> None:
     assert opened == []
 
 
-def test_a_bell_that_is_closed_rings_nowhere() -> None:
+def test_a_wakeup_that_is_closed_rings_nowhere() -> None:
     """Not even in what has its number by now."""
-    bell = Bell()
+    bell = Wakeup()
     fd = bell.fileno()
-    bell.ring()
+    bell.wake()
     assert select.select([bell], [], [], 0)[0]
-    bell.hush()
-    bell.hush()
+    bell.clear()
+    bell.clear()
     assert not select.select([bell], [], [], 0)[0]
     near, far = socket.socketpair()
     bell.close()
     bell.close()
     os.dup2(near.fileno(), fd)
-    bell.ring()
+    bell.wake()
     far.setblocking(False)
     with pytest.raises(BlockingIOError):
         far.recv(8)
@@ -483,7 +483,7 @@ def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket])
     begun, is_there = threading.Event(), threading.Event()
     near, other = socket.socketpair()
 
-    class Seen(Link):
+    class Seen(FramedSocket):
         @property
         def rank(self) -> int:  # type: ignore[override]
             if threading.current_thread() is threading.main_thread():
@@ -497,7 +497,7 @@ def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket])
 
     def come() -> None:
         assert begun.wait(SOON)
-        carrier._add(Link(near, 2, CARRIER.max_frame), outward=True)
+        carrier._add(FramedSocket(near, 2, CARRIER.max_frame), outward=True)
         is_there.set()
 
     pairs = [socket.socketpair() for _ in range(2)]
@@ -538,7 +538,7 @@ def test_a_thread_about_to_watch_its_link_is_not_disturbed_by_close(
 def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
     carrier, _ = piped
     near, other = socket.socketpair()
-    link = Link(near, 1, CARRIER.max_frame)
+    link = FramedSocket(near, 1, CARRIER.max_frame)
     carrier.close()
     with pytest.raises(ClosedError, match="was closed"):
         carrier._add(link, outward=True)
@@ -568,7 +568,7 @@ def names(descriptors: list[int]) -> list[str]:
 def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, socket.socket]) -> None:
     """Though something there still refers to the links, and a thread of the parent was waiting."""
     carrier, other = piped
-    (link,), epoll, bell = carrier._links.values(), carrier._epoll, carrier._bell
+    (link,), epoll, bell = carrier._links.values(), carrier._epoll, carrier._wakeup
     assert epoll is not None and bell is not None
     descriptors = [link.fd, epoll.fileno(), bell.fileno()]
     held = names(descriptors)
@@ -585,7 +585,7 @@ def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, s
 
     with ThreadPoolExecutor(1) as pool, ours, theirs:
         wait = pool.submit(carrier.recv, 1, 0, SOON)
-        eventually(lambda: carrier._turns.is_led)
+        eventually(lambda: carrier._leader.is_led)
         child = fork.Process(target=look, daemon=True)
         child.start()
         assert ours.poll(SOON) and ours.recv() == ([], {0}, -1, True)
@@ -616,7 +616,7 @@ class Work:
 
     def __init__(self) -> None:
         self.begun, self.may_end, self.is_done = threading.Event(), threading.Event(), False
-        self.turns = Turns(self, lambda what: None)
+        self.turns = PollLeader(self, lambda what: None)
 
     def __call__(self, timeout: float) -> None:
         self.begun.set()
@@ -670,7 +670,7 @@ def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
         if closed:
             raise ClosedError(what())
 
-    turns = Turns(lambda timeout: closed.append("by the last poll"), check)
+    turns = PollLeader(lambda timeout: closed.append("by the last poll"), check)
     with pytest.raises(ClosedError, match="a frame"):
         turns.wait(lambda: None, 0.0, lambda: "a frame")
 
@@ -716,7 +716,7 @@ def test_a_glance_after_the_end_takes_no_lead() -> None:
         raise ClosedError(what())
 
     work = Work()
-    work.turns = Turns(work, closed)
+    work.turns = PollLeader(work, closed)
     with pytest.raises(ClosedError, match="news of its peers"):
         work.turns.glance()
     assert not work.begun.is_set() and not work.turns.is_led
@@ -724,7 +724,7 @@ def test_a_glance_after_the_end_takes_no_lead() -> None:
 
 def test_work_that_raises_leaves_the_lead_to_others() -> None:
     work = Work()
-    work.turns = Turns(lambda timeout: 1 / 0, lambda what: None)
+    work.turns = PollLeader(lambda timeout: 1 / 0, lambda what: None)
     for _ in range(2):
         with pytest.raises(ZeroDivisionError):
             work.wait(0.0)
@@ -742,16 +742,16 @@ def alone() -> Iterator[LocalCarrier]:
 
 
 def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
-    alone: LocalCarrier, far: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+    alone: LocalCarrier, far: tuple[FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, other = far
     with alone._cond:
-        alone._turns._leader = alone  # so that nobody moves what waits
+        alone._leader._leader = alone  # so that nobody moves what waits
     handles = [alone.isend(1, 0, [b"first"])]
     monkeypatch.setattr(alone, "_link_to", lambda dest: link)
     handles.append(alone.isend(1, 0, [b"second"]))
     with alone._cond:
-        alone._turns._leader = None
+        alone._leader._leader = None
         alone._cond.notify_all()
     other.settimeout(SOON)
     want, got = framed(b"first", 0) + framed(b"second", 0), b""
@@ -765,12 +765,12 @@ def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
     a, b = LocalCarrier.group(2)
     a.alive()
     with a._cond:
-        a._turns._leader = a
+        a._leader._leader = a
     a.isend(1, 0, [b"first"])
     b.alive()
     a.isend(1, 0, [b"second"])
     with a._cond:
-        a._turns._leader = None
+        a._leader._leader = None
         a._cond.notify_all()
     assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
     eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
@@ -782,7 +782,7 @@ def test_what_waits_for_one_who_has_not_come_is_looked_after_by_who_leads() -> N
     a, b = LocalCarrier.group(2)
     with ThreadPoolExecutor(1) as pool:
         wait = pool.submit(a.recv, 1, 5, 3 * SOON)
-        eventually(lambda: a._turns.is_led)
+        eventually(lambda: a._leader.is_led)
         a.isend(1, 0, [b"x"])
         assert bytes(b.recv(0, timeout=SOON)[2]) == b"x"
         a.close()
@@ -840,7 +840,7 @@ def test_what_waits_for_one_who_cannot_be_connected_to_fails_and_says_why(
 
 
 def test_what_waited_fails_when_the_connection_ends_as_it_is_made(
-    alone: LocalCarrier, far: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+    alone: LocalCarrier, far: tuple[FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, _ = far
     handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
@@ -886,7 +886,7 @@ def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
     monkeypatch.setattr(LocalCarrier, "_neighbour", lambda self, dest: None)  # as if in another process
     connected = alone._connected
 
-    def slow(dest: int) -> Link | None:
+    def slow(dest: int) -> FramedSocket | None:
         with suppress(threading.BrokenBarrierError):
             both.wait(0.2)
         return connected(dest)
@@ -904,9 +904,9 @@ def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
 class Coming(StreamCarrier):
     """Rank 0, to which rank 1 comes when it is told so."""
 
-    come: Link | None = None
+    come: FramedSocket | None = None
 
-    def _link_to(self, dest: int) -> Link | None:
+    def _link_to(self, dest: int) -> FramedSocket | None:
         if self.come is not None and dest not in self._outward:
             self._add(self.come, outward=True)
         return self._outward.get(dest)
@@ -921,7 +921,7 @@ def test_a_frame_given_up_as_its_peer_comes_leaves_whole_or_not_at_all(
     carrier, block = Coming(0, None, 8 << 20), bytearray(8 << 20)
     monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)
     waiting, behind = carrier.isend(1, 0, [block]), carrier.isend(1, 0, [b"behind"])
-    kind = Absent if when == "first" else Link
+    kind = DeferredFrames if when == "first" else FramedSocket
     real, done = getattr(kind, when), threading.Event()
 
     def give_up() -> None:
@@ -936,7 +936,7 @@ def test_a_frame_given_up_as_its_peer_comes_leaves_whole_or_not_at_all(
         return outcome if when != "put" else real(*args)
 
     monkeypatch.setattr(kind, when, meanwhile)
-    carrier.come = Link(near, 1, 8 << 20)
+    carrier.come = FramedSocket(near, 1, 8 << 20)
     carrier.alive()
     assert done.wait(SOON)
     if when == "_send_some":  # it was half sent, and ends with its connection

@@ -1,4 +1,4 @@
-"""The protocol, frame by frame, without a carrier: what a manager answers, and what it refuses and counts."""
+"""The protocol, frame by frame: what a manager answers, and what it refuses and counts."""
 
 from __future__ import annotations
 
@@ -6,25 +6,22 @@ import os
 import secrets
 import tracemalloc
 import warnings
+from collections.abc import Iterator
 from datetime import UTC, datetime
 from pathlib import Path
-from types import SimpleNamespace
+from time import monotonic
 from typing import Any
 
 import numpy as np
 import pytest
 from gymnasium import spaces
-from tests.remote.make import PLAIN, SAMPLE, assert_doors, samples
+from tests.remote.make import PLAIN, SAMPLE, assert_doors, manager_protocol, samples
+from tests.remote.scripted import ITEMS, Peer, ScriptedCarrier
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, ReplayBufferManager
-from recollect.remote import config as records
-from recollect.remote.frame import decode, encode, joined
+from recollect.remote import Checkpoint, Limits, ReplayBufferManager, config
 from recollect.remote.items.space import item_space
-from recollect.remote.manager import checkpoint as saving
-from recollect.remote.manager import peers as writers
-from recollect.remote.manager.loop import Received
+from recollect.remote.manager.peers import Writers
 from recollect.remote.messages import (
-    DATA_TAG,
     METADATA_TAG,
     AnyMessage,
     Data,
@@ -42,51 +39,50 @@ from recollect.remote.messages import (
 )
 from recollect.remote.stats import OTHERS
 from recollect.spaces.json import canonical, space_to_json
+from recollect.testing.carrier_contract import eventually
 
-ITEMS = item_space(PLAIN)
 WRITER = bytes(range(16))
+_started: list[ReplayBufferManager] = []
 
 
-class Peer:
-    """One rank that speaks to a manager by frames."""
-
-    def __init__(self, manager: ReplayBufferManager, rank: int = 0, writer: bytes = WRITER) -> None:
-        self.manager, self.rank, self.writer = manager, rank, writer
-
-    def say(self, message: AnyMessage, blocks: Any = ()) -> list[tuple[int, AnyMessage]]:
-        """The (tag, message) of each answer."""
-        return self.send(joined(encode(message, blocks)))
-
-    def send(self, frame: bytes) -> list[tuple[int, AnyMessage]]:
-        serving = self.manager._serving
-        try:
-            received = Received(*decode(frame)[::2], memoryview(frame))
-        except ValueError as error:
-            received = Received(None, memoryview(b""), memoryview(frame), error)
-        replies = serving.handle(self.rank, received)
-        assert all(reply.dest == self.rank for reply in replies)
-        return [(reply.tag, decode(joined(reply.parts))[0]) for reply in replies]
-
-    def hello(self, role: Any = "worker", **kw: Any) -> AnyMessage:
-        given = {"rank": self.rank, "protocol": 1, "space": "", **kw}
-        ((tag, answer),) = self.say(
-            Hello(7, role, self.writer, given["rank"], "host", 0, given["protocol"], given["space"])
-        )
-        assert tag == DATA_TAG and answer.request == 7
-        return answer
-
-    def data(self, seq: int, ids: Any, layout: bytes = ITEMS.id) -> list[AnyMessage]:
-        packed = ITEMS.encode(samples(ids))
-        head = Data(100 + seq, self.writer, seq, layout, packed.n, len(packed.rows), False)
-        return [answer for _, answer in self.say(head, packed.blocks())]
+@pytest.fixture(autouse=True)
+def _managers_are_closed() -> Iterator[None]:
+    yield
+    while _started:
+        _started.pop().close()
 
 
-def made(n: int | None = None, **kw: Any) -> ReplayBufferManager:
-    return ReplayBufferManager(PLAIN, 9, n, **kw)
+def made(
+    n: int | None = None, env: Any = PLAIN, kind: type[ReplayBufferManager] = ReplayBufferManager,
+    max_frame: int = 1 << 26, **kw: Any,
+) -> ReplayBufferManager:  # fmt: skip
+    """A manager at work, whose peers are the test."""
+    m = kind(env, 9, n, communication_backend=ScriptedCarrier(9, max_frame=max_frame), **kw)
+    _started.append(m)
+    return m.start()
+
+
+def kill(m: ReplayBufferManager) -> None:
+    """End a manager without its last dump, as a kill would."""
+    m.communication_backend.close()
+    m.close()
+
+
+def log_of(path: Path) -> Path:
+    (log,) = path.glob("log-*.bin")
+    return log
 
 
 def held(manager: ReplayBufferManager) -> list[int]:
     return manager.buffer[:]["id"].tolist()
+
+
+def figures(core: Any) -> Any:
+    return core.stats(pending_sends=0, unsent=0)
+
+
+def stored(core: Any) -> list[int]:
+    return core.state.buffer[:]["id"].tolist()
 
 
 def test_hello_is_welcomed_with_what_a_client_needs() -> None:
@@ -101,7 +97,7 @@ def test_hello_is_welcomed_with_what_a_client_needs() -> None:
 
 
 def test_a_welcome_brings_the_baseline() -> None:
-    m = ReplayBufferManager(SAMPLE, 9, None, capacity=2)
+    m = made(env=SAMPLE, capacity=2)
     assert Peer(m).hello().baseline is None
     m.add(samples([1, 2], [3.0, 4.0]))
     assert Peer(m).hello().baseline == 3.0
@@ -158,7 +154,8 @@ def test_the_exit_of_anothers_writer_is_nobodys() -> None:
     Peer(m, 0).hello()
     Peer(m, 1, b"z" * 16).hello()
     assert [type(a) for _, a in Peer(m, 1, WRITER).say(Exit(3, WRITER, 4, ""))] == [Goodbye]
-    assert m.exit_counter == 0 and m._book.states() == {0: "present", 1: "present"}
+    assert m.exit_counter == 0
+    assert {rank: sender.state for rank, sender in m.stats().senders.items()} == {0: "present", 1: "present"}
 
 
 def test_a_new_client_of_a_rank_ends_the_answers_of_its_earlier_one() -> None:
@@ -247,15 +244,15 @@ def test_after_a_hello_a_gap_is_told_again() -> None:
 
 
 def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
-    known = writers.Writers()
+    monkeypatch.setattr(config, "MOST_CLIENTS", 2)
+    known = Writers()
     for rank, name in enumerate((b"a", b"b", b"a", b"c")):
         known.enter(name, rank)
     assert list(known.by_id) == [b"a", b"c"]
 
 
 def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(config, "MOST_CLIENTS", 2)
     m = made()
     silent, left, new = (Peer(m, rank, bytes([rank]) * 16) for rank in range(3))
     for peer in (silent, left):
@@ -267,30 +264,29 @@ def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch
     assert isinstance(again, Scores) and held(m) == [0, 1]  # its first answer; nothing is stored twice
 
 
-def test_thousands_of_clients_come_and_go_and_the_sums_stay_exact(
+def test_sums_over_more_clients_than_are_remembered_stay_exact(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whoever is forgotten is counted among the others; who is present is not forgotten, however silent it is."""
-    monkeypatch.setattr(records, "MOST_CLIENTS", 50)
+    """A forgotten client is counted among the others; one that is present is not forgotten, however silent it is."""
+    monkeypatch.setattr(config, "MOST_CLIENTS", 50)
     m = made(None, checkpoint=Checkpoint(tmp_path / "m"))
     first = Peer(m, 0, b"f" * 16)
     first.hello()
     first.data(1, [0])
-    for rank in range(1, 3001):
+    for rank in range(1, 301):
         peer = Peer(m, rank, rank.to_bytes(16, "big"))
         peer.hello()
         peer.data(1, [rank])
         peer.data(1, [rank])  # again: it is stored once
         peer.send(b"rubbish")
         peer.say(Exit(9, peer.writer, 2, ""))
-    assert m.exit_counter == 3000 and m._compute_metadata()["n_present"] == 1
-    m._desk.saving.dump()
+    assert m.exit_counter == 300 and m._compute_metadata()["n_present"] == 1
     m.close()
     m = made(None, checkpoint=Checkpoint(tmp_path / "m", resume=True))
     stats = m.stats()
-    assert stats.offered == 3001 and stats.duplicates == 3000 and stats.malformed == 3000
+    assert stats.offered == 301 and stats.duplicates == 300 and stats.malformed == 300
     assert len(stats.senders) == 51 and stats.senders[OTHERS].state == "left"
-    for name, total in (("items", 3001), ("malformed", 3000), ("undelivered", 6000), ("requests", 12002)):
+    for name, total in (("items", 301), ("malformed", 300), ("undelivered", 600), ("requests", 1202)):
         assert sum(getattr(sender, name) for sender in stats.senders.values()) == total
     assert len(m._compute_metadata()["n_items"]) == 51
     assert 0 in stats.senders and Peer(m, 0, first.writer).hello().last_seq == 1
@@ -321,12 +317,12 @@ def test_a_number_of_items_beyond_reason_is_malformed(tmp_path: Path) -> None:
     """Of trajectories without fields nothing travels but their number; a manager must not make room for it."""
     step = spaces.Dict({"action": spaces.Discrete(3)})
     env = spaces.Dict({"steps": spaces.Sequence(step, stack=True)})
-    m = ReplayBufferManager(env, 9, None, max_length=4, checkpoint=Checkpoint(tmp_path))
+    m = made(env=env, max_length=4, checkpoint=Checkpoint(tmp_path))
     peer = Peer(m)
     peer.hello()
-    ((_, answer),) = peer.say(Data(1, WRITER, 1, m._desk.items.id, 2**60, 0, True))
+    ((_, answer),) = peer.say(Data(1, WRITER, 1, item_space(env, 4).id, 2**60, 0, True))
     assert answer.error == "FrameError" and m.stats().offered == 0
-    assert not m._desk.saving.log.path.stat().st_size
+    assert not log_of(tmp_path).stat().st_size
     m.close()
 
 
@@ -407,15 +403,14 @@ def test_metadata_that_nobody_could_read_is_an_answer(values: Any) -> None:
 
 
 def test_metadata_beyond_a_frame_is_an_answer() -> None:
-    m = made()
-    m._carrier = SimpleNamespace(max_frame=4096)  # type: ignore[assignment]
+    m = made(max_frame=4096)
     m._compute_metadata = lambda: {"x": "y" * 5000}  # type: ignore[method-assign]
     ((_, answer),) = Peer(m).say(GetMetadata(5))
     assert answer.error == "RemoteError" and "4096" in answer.text
 
 
 def test_metadata_is_about_finite_rewards() -> None:
-    m = ReplayBufferManager(SAMPLE, 9, None)
+    m = made(env=SAMPLE)
     m.add(samples([1, 2, 3, 4], [-np.inf, 1.0, 2.0, 6.0]), sender_rank=4)
     got = m._compute_metadata()
     assert (got["log_reward_min"], got["log_reward_max"], got["log_reward_mean"]) == (1.0, 6.0, 3.0)
@@ -443,36 +438,32 @@ def test_what_peers_could_not_deliver_is_never_more_than_a_dump_can_hold(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Five Exits with the largest number that a message takes, of one rank and of many that are forgotten."""
-    monkeypatch.setattr(records, "MOST_CLIENTS", 2)
+    monkeypatch.setattr(config, "MOST_CLIENTS", 2)
     m = made(checkpoint=Checkpoint(tmp_path / "m"))
     for rank in (1, 1, 1, 1, 1, 2, 3, 4, 5, 6, 7, 8):
         peer = Peer(m, rank, secrets.token_bytes(16))
         peer.hello()
         assert [type(a) for _, a in peer.say(Exit(3, peer.writer, 2**62, ""))] == [Goodbye]
-    m._desk.saving.dump()
     m.close()
     m = made(checkpoint=Checkpoint(tmp_path / "m", resume=True))
     assert {sender.undelivered for sender in m.stats().senders.values()} == {2**62}
     m.close()
 
 
-def test_who_has_left_stays_away_over_a_restart_and_its_answers_are_kept(tmp_path: Path) -> None:
+def test_a_worker_that_left_stays_away_over_a_restart(tmp_path: Path) -> None:
     first = made(checkpoint=Checkpoint(tmp_path))
     peer = Peer(first)
     peer.hello()
-    (answer,) = peer.data(1, [1])
+    peer.data(1, [1])
     peer.say(Exit(3, WRITER, 0, ""))
-    first._desk.saving.dump()
-    first._desk.close()
+    first.close()
     second = made(checkpoint=Checkpoint(tmp_path, resume=True))
-    peer = Peer(second)
-    assert isinstance(peer.hello(), Welcome)  # an old Hello, delayed on its way, does not bring it back
-    assert second._book.n_present == 0
+    assert isinstance(
+        Peer(second).hello(), Welcome
+    )  # an old Hello, delayed on its way, does not bring it back
+    assert second._compute_metadata()["n_present"] == 0
     Peer(second, 1, b"z" * 16).hello()
-    assert second._book.n_present == 1
-    second._book.admit(0, "host", 0, 0.0)
-    assert peer.data(1, [1]) == [answer] and held(second) == [1]
-    second.close()
+    assert second._compute_metadata()["n_present"] == 1 and held(second) == [1]
 
 
 def test_a_logged_container_is_scored_again_after_a_kill_and_has_its_answer(tmp_path: Path) -> None:
@@ -485,50 +476,33 @@ def test_a_logged_container_is_scored_again_after_a_kill_and_has_its_answer(tmp_
     first = made(scoring_function=score, checkpoint=Checkpoint(tmp_path))
     Peer(first, 6).hello()
     (answer,) = Peer(first, 6).data(1, [1, 2])
-    first._desk.close()
+    kill(first)
     second = made(scoring_function=score, checkpoint=Checkpoint(tmp_path, resume=True))
     assert calls == [6, 6] and Peer(second, 6).hello().last_seq == 1
     assert Peer(second, 6).data(1, [1, 2]) == [answer] and held(second) == [1, 2]
     second.close()
 
 
-def test_a_dump_is_written_when_it_is_time(tmp_path: Path) -> None:
-    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
-    peer, saving = Peer(m), m._desk.saving
+def test_a_dump_is_written_when_its_time_has_come_since_the_last_one(tmp_path: Path) -> None:
+    n_open = len(os.listdir("/proc/self/fd"))
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    n_at_work = len(os.listdir("/proc/self/fd"))
+    peer = Peer(core)
     peer.hello()
-    peer.data(1, [1])
-    now = saving._dumped_at
-    first = saving.log.path
-    m._desk.tick(now + 9.0)
-    assert saving.log.path == first and first.stat().st_size
-    m._desk.tick(now + 11.0)
-    assert saving.log.path != first and not saving.log.path.stat().st_size
-    assert not first.exists()  # the dump has what it said
-    m._desk.tick(saving._dumped_at + 1.0)
-    assert [path.name for path in tmp_path.glob("log-*.bin")] == [saving.log.path.name]
-    m.close()
-
-
-def test_the_time_of_a_dump_counts_from_the_last_one_and_its_log_is_given_up(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(saving, "monotonic", lambda: clock)
-    clock = 1000.0
-    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
-    logs = [m._desk.saving.log]
-    for clock, n in ((1009.9, 1), (1010.0, 2), (1019.9, 2), (1020.5, 3), (1030.0, 3), (1030.5, 4)):
-        m._desk.tick(clock)
-        if m._desk.saving.log is not logs[-1]:
-            logs.append(m._desk.saving.log)
-        assert len(logs) == n, clock
-    assert [log._fd >= 0 for log in logs] == [False] * 3 + [True]
-    m.close()
-    assert logs[-1]._fd < 0
-    clock = 2000.0
-    again = made(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
-    log = again._desk.saving.log
-    again._desk.tick(2009.9)  # a restart has just read one
-    assert again._desk.saving.log is log
+    for seq in (1, 2):
+        peer.data(seq, [seq])
+        log = log_of(tmp_path)
+        core.tick(monotonic() + 9.0)
+        assert log_of(tmp_path) == log and log.stat().st_size
+        core.tick(monotonic() + 10.0)
+        assert log_of(tmp_path) != log and not log_of(tmp_path).stat().st_size  # the dump has what it said
+        assert len(os.listdir("/proc/self/fd")) == n_at_work
+    core.close()
+    assert len(os.listdir("/proc/self/fd")) == n_open
+    log = log_of(tmp_path)
+    again = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
+    again.tick(monotonic() + 9.0)  # a restart has just read one
+    assert log_of(tmp_path) == log
     again.close()
 
 
@@ -539,106 +513,114 @@ def full_disk(*args: Any, **kw: Any) -> Any:
 def test_a_dump_that_fails_is_warned_of_once_and_tried_again_while_the_log_goes_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
-    peer, saving = Peer(m), m._desk.saving
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    peer = Peer(core)
     peer.hello()
     peer.data(1, [1])
-    first = saving.log.path
+    first = log_of(tmp_path)
     with monkeypatch.context() as disk:
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
-        before = saving._dumped_at
         with pytest.warns(RuntimeWarning, match=r"checkpoint.*No space"):
-            m._desk.tick(before + 11.0)
-        assert saving._dumped_at > before  # its next time counts from here
+            core.tick(monotonic() + 11.0)
         for n in (1, 2, 3):
-            assert m.stats().dump_errors == n and isinstance(peer.data(n + 1, [n + 1])[0], Scores)
+            assert figures(core).dump_errors == n and isinstance(peer.data(n + 1, [n + 1])[0], Scores)
             with warnings.catch_warnings(action="error"):
-                m._desk.tick(saving._dumped_at + 9.0)  # not before its time
-                m._desk.tick(saving._dumped_at + 11.0)
-    assert saving.log.path == first
-    m._desk.close()
-    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
-    assert held(m) == [1, 2, 3, 4] and Peer(m).hello().last_seq == 4
-    m._desk.tick(m._desk.saving._dumped_at + 11.0)
-    assert m._desk.saving.log.path != first and not first.exists() and m.stats().dump_errors == 0
-    m.close()
+                core.tick(monotonic() + 9.0)  # its next time counts from when it was tried
+                core.tick(monotonic() + 11.0)
+    assert log_of(tmp_path) == first
+    core.close()
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0, resume=True))
+    assert stored(core) == [1, 2, 3, 4] and Peer(core).hello().last_seq == 4
+    core.tick(monotonic() + 11.0)
+    assert log_of(tmp_path) != first and figures(core).dump_errors == 0
+    core.close()
 
 
 def test_another_dump_that_fails_is_warned_of_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    m = made(checkpoint=Checkpoint(tmp_path))
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0))
     for _ in range(2):
         with monkeypatch.context() as disk:
             disk.setattr("recollect.storage.dump.write_manifest", full_disk)
             with pytest.warns(RuntimeWarning, match="free the disk"):
-                m._desk.saving.try_dump()
-        m._desk.saving.try_dump()
-    m.close()
+                core.tick(monotonic() + 11.0)
+        core.tick(monotonic() + 11.0)
+    core.close()
 
 
-@pytest.mark.parametrize("step", ["remote.manager.checkpoint.Log", "remote.manager.checkpoint.sync_directory"])
+@pytest.mark.parametrize("step", ["ContainerLog", "sync_directory"])
 def test_behind_a_commit_without_its_log_nothing_is_taken_before_another_dump(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: str
 ) -> None:
     """A restart would take the new commit, and never look into the old log."""
-    m = made(checkpoint=Checkpoint(tmp_path, every_s=10.0))
-    peer, saving = Peer(m), m._desk.saving
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    peer = Peer(core)
     peer.hello()
     peer.data(1, [1])
     with monkeypatch.context() as disk:
-        disk.setattr(f"recollect.{step}", full_disk)
+        disk.setattr(f"recollect.remote.manager.checkpoint.{step}", full_disk)
         with pytest.warns(RuntimeWarning, match="No space"):
-            m._desk.tick(saving._dumped_at + 11.0)
+            core.tick(monotonic() + 11.0)
         (refused,) = peer.data(2, [2])
         assert refused.error == "RemoteError" and "No space" in refused.text
         with pytest.raises(OSError, match="No space"):
-            m.add(samples([3]))
-        assert held(m) == [1] and m.stats().offered == 1
+            core.add_local(samples([3]), -1)
+        assert stored(core) == [1] and figures(core).offered == 1
     assert isinstance(peer.data(2, [2])[0], Scores)
-    m._desk.close()
-    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
-    assert held(m) == [1, 2] and Peer(m).hello().last_seq == 2
-    m.close()
+    core.close()
+    with ReplayBufferManager(
+        PLAIN, 9, None, evict="oldest", checkpoint=Checkpoint(tmp_path, resume=True)
+    ) as m:
+        assert held(m) == [1, 2]
 
 
 def test_an_old_log_that_cannot_be_deleted_is_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    m = made(checkpoint=Checkpoint(tmp_path))
-    first, real = m._desk.saving.log.path, os.unlink
+    core = manager_protocol(checkpoint=Checkpoint(tmp_path, every_s=10.0))
+    first, real = log_of(tmp_path), os.unlink
 
     def unlink(path: Any, **kw: Any) -> None:
         (full_disk if Path(path).name == first.name else real)(path, **kw)
 
     with monkeypatch.context() as disk:
         disk.setattr("os.unlink", unlink)
-        m._desk.saving.dump()
-    assert first.exists() and m._desk.saving.log.path != first
-    m._desk.saving.dump()
-    assert list(tmp_path.glob("log-*.bin")) == [m._desk.saving.log.path]
-    m.close()
+        core.tick(monotonic() + 11.0)
+    assert first.exists() and len(list(tmp_path.glob("log-*.bin"))) == 2
+    core.tick(monotonic() + 11.0)
+    assert log_of(tmp_path) != first
+    core.close()
 
 
 def test_nothing_is_stored_under_a_new_name_of_the_forwarder_before_a_dump_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    m = made(remote_manager_rank=5, checkpoint=Checkpoint(tmp_path))
-    peer = Peer(m)
+    core, carrier = manager_protocol(checkpoint=Checkpoint(tmp_path), forward_to=5), ScriptedCarrier()
+    peer, other = Peer(core), Peer(core, 5)
     peer.hello()
-    m._desk.forwarder._session.renumber()
+
+    def forwarded() -> AnyMessage:
+        core.forwarder.work(carrier)
+        return carrier.sent[-1][3]
+
+    core.add_local(samples([1]), -1)
+    hello = forwarded()
+    other.say(Welcome(hello.request, bytes(16), 0, 8, None, ITEMS.text, 0, "host", 0))
+    refused = Failed(forwarded().request, "RemoteError", "no")  # then it goes on under a new name
     with monkeypatch.context() as disk:
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
         with pytest.warns(RuntimeWarning, match="No space"):
-            Peer(m, 5).say(Goodbye(1))
-        assert peer.data(1, [1])[0].error == "RemoteError" and held(m) == []
-        assert Peer(m, 5).say(Goodbye(1)) == [] and m.stats().dump_errors == 2
-    first = m._desk.saving.log.path
-    assert isinstance(peer.data(1, [1])[0], Scores) and m._desk.saving.log.path != first
-    m.close()
+            other.say(refused)
+        assert peer.data(1, [2])[0].error == "RemoteError" and stored(core) == [1]
+        assert other.say(Goodbye(1)) == [] and figures(core).dump_errors == 2
+    first = log_of(tmp_path)
+    assert isinstance(peer.data(1, [2])[0], Scores) and log_of(tmp_path) != first
+    core.close()
 
 
 def test_a_dump_that_fails_at_the_end_loses_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (end,) = LocalCarrier.group(1)
-    m = ReplayBufferManager(PLAIN, 0, 0, communication_backend=end, checkpoint=Checkpoint(tmp_path))
+    m = ReplayBufferManager(
+        PLAIN, 9, 0, communication_backend=ScriptedCarrier(), checkpoint=Checkpoint(tmp_path)
+    )
     m.add(samples([1]))
     with monkeypatch.context() as disk:
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
@@ -646,46 +628,24 @@ def test_a_dump_that_fails_at_the_end_loses_nothing(tmp_path: Path, monkeypatch:
             m.run()
     assert m.stats().dump_errors == 1
     m.close()
-    end.close()
-    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
-    assert held(m) == [1]
-    m.close()
+    with ReplayBufferManager(PLAIN, 9, 0, checkpoint=Checkpoint(tmp_path, resume=True)) as again:
+        assert held(again) == [1]
 
 
-class Sent:
-    """A carrier that keeps what is sent."""
-
-    max_frame = 1 << 20
-
-    def __init__(self) -> None:
-        self.messages: list[AnyMessage] = []
-
-    def send(self, dest: int, tag: int, parts: Any, timeout: float = 30.0) -> None:
-        self.messages.append(decode(joined(parts))[0])
-
-
-def test_what_cannot_be_synced_is_answered_when_a_dump_has_it(
+def test_a_container_that_cannot_be_synced_is_answered_when_a_dump_has_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     m = made(checkpoint=Checkpoint(tmp_path, power_safe=True))
-    m._carrier = carrier = Sent()
-    Peer(m).hello()
-    packed = ITEMS.encode(samples([1]))
-    frame = joined(encode(Data(5, WRITER, 1, ITEMS.id, 1, 1, False), packed.blocks()))
-    first = m._desk.saving.log.path
-
-    def come() -> None:
-        m._handle_message_sync(0, Received(*decode(frame)[::2], memoryview(frame)))
-
+    peer = Peer(m)
+    peer.hello()
+    first = log_of(tmp_path)
     with monkeypatch.context() as disk:
         disk.setattr("recollect.remote.manager.checkpoint.os.fdatasync", full_disk)
         disk.setattr("recollect.storage.dump.write_manifest", full_disk)
-        come()
-    assert carrier.messages == [] and m.stats().unsent == 1
-    come()  # the client's retry; that another sync says all is well proves nothing
-    assert [type(message) for message in carrier.messages] == [Scores] and held(m) == [1]
-    assert m._desk.saving.log.path != first
-    m.close()
+        assert peer.data(1, [1]) == [] and m.stats().unsent == 1
+    # The client's retry; that another sync says all is well proves nothing.
+    assert [type(message) for message in peer.data(1, [1])] == [Scores] and held(m) == [1]
+    assert log_of(tmp_path) != first
 
 
 def test_an_add_here_that_cannot_be_synced_is_not_logged(
@@ -693,7 +653,7 @@ def test_an_add_here_that_cannot_be_synced_is_not_logged(
 ) -> None:
     m = made(checkpoint=Checkpoint(tmp_path, power_safe=True))
     m.add(samples([1]))
-    log = m._desk.saving.log.path
+    log = log_of(tmp_path)
     nbytes = log.stat().st_size
     with monkeypatch.context() as disk:
         disk.setattr("recollect.remote.manager.checkpoint.os.fdatasync", full_disk)
@@ -701,11 +661,9 @@ def test_an_add_here_that_cannot_be_synced_is_not_logged(
             m.add(samples([2]))
     assert held(m) == [1] and log.stat().st_size == nbytes
     m.add(samples([3]))
-    assert m._desk.saving.log.path != log  # of what else was in it nobody knows whether it is on disk
-    m._desk.close()
-    m = made(checkpoint=Checkpoint(tmp_path, resume=True))
-    assert held(m) == [1, 3]
-    m.close()
+    assert log_of(tmp_path) != log  # of what else was in it nobody knows whether it is on disk
+    kill(m)
+    assert held(made(checkpoint=Checkpoint(tmp_path, resume=True))) == [1, 3]
 
 
 def test_drawing_what_is_not_there_is_an_answer() -> None:
@@ -737,28 +695,25 @@ def test_a_short_message_draws_no_gigabytes() -> None:
 
 def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_end() -> None:
     m = made(n=2)
-    peer = Peer(m)
+    peer, other = Peer(m), Peer(m, 1, b"y" * 16)
     peer.hello()
+    other.hello()
     (stored,) = peer.data(1, [1])
-    desk = m._desk
-
-    def late(message: AnyMessage) -> list[AnyMessage]:
-        return [decode(joined(reply.parts))[0] for reply in desk.late(0, message)]
-
-    def data(seq: int) -> Data:
-        return Data(100 + seq, WRITER, seq, ITEMS.id, 1, 1, False)
-
-    assert late(data(1)) == [stored] and m.stats().duplicates == 1
-    assert [a.error for a in late(data(2))] == ["ClosedError"] and m.stats().duplicates == 1
-    (reply,) = desk.late(5, data(1))  # the number of another's container
-    assert decode(joined(reply.parts))[0].error == "ClosedError"
-    (metadata,) = desk.late(0, GetMetadata(1))
-    assert metadata.tag == METADATA_TAG
-    assert [a.error for a in late(Sample(1, 1, "uniform", True))] == ["ClosedError"]
-    assert [a.error for a in late(GetMetadata(1))] == ["ClosedError"]
-    assert [a.error for a in late(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))] == ["ClosedError"]
-    assert [type(a) for a in late(Exit(1, WRITER, 0, ""))] == [Goodbye]
-    assert late(Goodbye(1)) == [] and held(m) == [1]
+    for one in (peer, other):
+        one.say(Exit(1, one.writer, 0, ""))
+    eventually(lambda: not m.is_running)
+    assert peer.data(1, [1]) == [stored] and m.stats().duplicates == 1
+    assert [a.error for a in peer.data(2, [2])] == ["ClosedError"] and m.stats().duplicates == 1
+    other.writer = WRITER
+    assert [a.error for a in other.data(1, [1])] == ["ClosedError"]  # the number of another's container
+    ((tag, answer),) = peer.say(GetMetadata(1))
+    assert tag == METADATA_TAG and answer.error == "ClosedError"
+    ((_, answer),) = peer.say(Sample(1, 1, "uniform", True))
+    assert answer.error == "ClosedError"
+    ((_, answer),) = peer.say(Hello(1, "worker", b"z" * 16, 0, "host", 0, 1, ""))
+    assert answer.error == "ClosedError"
+    assert [type(a) for _, a in peer.say(Exit(1, WRITER, 0, ""))] == [Goodbye]
+    assert peer.say(Goodbye(1)) == [] and held(m) == [1]
 
 
 def test_text_cut_inside_a_character_ends_no_manager() -> None:
@@ -775,7 +730,7 @@ def test_text_cut_inside_a_character_ends_no_manager() -> None:
         def _compute_metadata(self) -> dict[str, Any]:
             return {said: said}
 
-    peer = Peer(Odd(PLAIN, 9, None, scoring_function=score))
+    peer = Peer(made(kind=Odd, scoring_function=score))
     assert isinstance(peer.hello(), Welcome)
     (scored,) = peer.data(1, [1])
     assert isinstance(scored, Scores) and scored.scores[r"cut \ud83d"] == 1.0

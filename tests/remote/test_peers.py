@@ -9,7 +9,7 @@ import pytest
 
 from recollect import _core
 from recollect.remote import Limits, rank_layout
-from recollect.remote.manager.peers import RankBook
+from recollect.remote.manager.peers import Workers
 from recollect.remote.ranks import HOST
 
 LIMITS = Limits(join_s=10.0, rejoin_s=2.0, silence_s=5.0)
@@ -17,8 +17,8 @@ ME = _core.process_word(os.getpid())
 ALL = frozenset({0, 1, 2})
 
 
-def book(n: int | None = 2, ranks: list[int] | None = None) -> RankBook:
-    made = RankBook(n, ranks, LIMITS)
+def book(n: int | None = 2, ranks: list[int] | None = None) -> Workers:
+    made = Workers(n, ranks, LIMITS)
     made.begin(0.0)
     return made
 
@@ -212,8 +212,8 @@ def test_who_counts_is_not_disturbed_by_one_who_comes() -> None:
     class Seen:
         @property
         def state(self) -> str:
-            ranks.admit(len(ranks.workers), HOST, 0, 0.0)
+            ranks.admit(len(ranks.by_rank), HOST, 0, 0.0)
             return "left"
 
-    ranks.workers[0] = ranks.workers[1] = Seen()  # type: ignore[assignment]
+    ranks.by_rank[0] = ranks.by_rank[1] = Seen()  # type: ignore[assignment]
     assert (ranks.n_left, ranks.n_present) == (2, 2)

@@ -13,14 +13,16 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.remote.make import SAMPLE, samples
+from tests.remote.make import SAMPLE, manager_protocol, samples
 
-from recollect.remote import Checkpoint, ReplayBufferManager
+from recollect.remote import Checkpoint
 from recollect.remote.carriers.base import check_rank
 from recollect.remote.frame import MAX_FRAME, decode, joined
-from recollect.remote.items.packed import Packed
+from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.forwarder import Forwarder
+from recollect.remote.manager.protocol import ManagerProtocol
+from recollect.remote.messages import Welcome
 from recollect.testing.carrier_contract import SOON
 
 FIRST, LAST = 1, 2
@@ -53,44 +55,42 @@ class Pair:
         self.last = self._make(LAST, resume=False)
         self.first = self._make(FIRST, resume=False)
 
-    def _make(self, rank: int, resume: bool) -> ReplayBufferManager:
+    def _make(self, rank: int, resume: bool) -> ManagerProtocol:
         other = LAST if rank == FIRST else None
-        return ReplayBufferManager(
-            SAMPLE, rank, None, capacity=10_000, evict="oldest", remote_manager_rank=other,
-            checkpoint=Checkpoint(self.place / str(rank), resume=resume),
-        )  # fmt: skip
+        save = Checkpoint(self.place / str(rank), resume=resume)
+        return manager_protocol(SAMPLE, rank, checkpoint=save, forward_to=other)
 
     def add(self, n: int = 2) -> None:
         ids = list(itertools.islice(self.ids, n))
-        self.first.add(samples(ids, np.zeros(n)))
+        self.first.add_local(samples(ids, np.zeros(n)), -1)
         self.kept += ids
 
     def look(self, answers: bool = True) -> bool:
         """Let the first manager send; the last answers, unless the answers are lost. Whether anything moved."""
         sent = Sent()
-        forwarder = self.first._desk.forwarder
+        forwarder = self.first.forwarder
         assert forwarder is not None
         forwarder.work(sent)
         for frame in sent.frames:
             self._deliver(self.last, FIRST, frame, answers)
         return bool(sent.frames)
 
-    def _deliver(self, to: ReplayBufferManager, sender: int, frame: bytes, answers: bool) -> None:
+    def _deliver(self, to: ManagerProtocol, sender: int, frame: bytes, answers: bool) -> None:
         message, _, body = decode(frame)
-        for reply in to._desk.handle(sender, message, body, memoryview(frame)):
+        for reply in to.handle(sender, message, body, memoryview(frame)):
             if answers:
                 self._deliver(self.first, LAST, joined(reply.parts), False)
 
     def empty_last(self) -> None:
         """The last manager comes back with nothing of what it had."""
-        self.last._desk.close()
+        self.last.close()
         (self.place / str(LAST)).rename(self.place / "old")
         self.last = self._make(LAST, resume=False)
 
     def restart(self, rank: int) -> None:
         """As after a kill: what is on disk is all there is."""
         name = "first" if rank == FIRST else "last"
-        getattr(self, name)._desk.close()
+        getattr(self, name).close()
         setattr(self, name, self._make(rank, resume=True))
 
     def look_until_quiet(self) -> None:
@@ -101,14 +101,14 @@ class Pair:
 
     def settle(self) -> None:
         self.look_until_quiet()
-        assert self.last.buffer[:]["id"].tolist() == self.kept
-        doors = self.first.stats().forwarded
+        assert self.last.state.buffer[:]["id"].tolist() == self.kept
+        doors = self.first.forwarder.stats()
         assert doors.offered == len(self.kept) == doors.kept + doors.arrived + doors.rejected
         assert doors.lost == doors.pending == 0
 
     def close(self) -> None:
-        self.first._desk.close()
-        self.last._desk.close()
+        self.first.close()
+        self.last.close()
 
 
 @pytest.fixture(autouse=True)
@@ -135,7 +135,7 @@ def test_each_container_arrives_once_over_any_restarts(todo: list[str]) -> None:
                 case "look" | "lose answers":
                     pair.look(answers=step == "look")
                 case "dump":
-                    pair.first._desk.saving.dump()
+                    pair.first.checkpoint.dump()
                 case _:
                     pair.restart(FIRST if step == "kill first" else LAST)
         pair.settle()
@@ -146,7 +146,7 @@ def test_a_long_log_is_passed_on_whole_and_what_arrived_is_not_sent_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """More than the window that has answers, and more than a manager without a log would queue."""
-    monkeypatch.setattr("recollect.remote.manager.forwarder._MOST_QUEUED", 50)
+    monkeypatch.setattr("recollect.remote.manager.forwarder.MOST_QUEUED", 50)
     pair = Pair(tmp_path)
     for _ in range(100):
         pair.add(1)
@@ -154,9 +154,9 @@ def test_a_long_log_is_passed_on_whole_and_what_arrived_is_not_sent_again(
     for _ in range(60):
         pair.add(1)
     pair.restart(FIRST)
-    before = pair.last.stats().duplicates
+    before = pair.last.state.counts["duplicates"]
     pair.settle()
-    assert pair.first.stats().forwarded.arrived == 100 and pair.last.stats().duplicates == before
+    assert pair.first.forwarder.stats().arrived == 100 and pair.last.state.counts["duplicates"] == before
     pair.close()
 
 
@@ -164,7 +164,7 @@ def test_what_a_power_loss_took_from_the_log_takes_nothing_else_with_it(tmp_path
     """The other manager has more numbers than are left here; what comes next must not pass for those."""
     pair = Pair(tmp_path)
     pair.add(1)
-    log = pair.first._desk.saving.log
+    log = pair.first.checkpoint.log
     assert log is not None
     kept = log.path.stat().st_size
     pair.add(1)
@@ -175,7 +175,7 @@ def test_what_a_power_loss_took_from_the_log_takes_nothing_else_with_it(tmp_path
     pair.restart(FIRST)
     pair.add(1)
     pair.look_until_quiet()
-    assert pair.last.buffer[:]["id"].tolist() == [0, 1, 2, 3]
+    assert pair.last.state.buffer[:]["id"].tolist() == [0, 1, 2, 3]
     pair.close()
 
 
@@ -188,14 +188,14 @@ def test_a_manager_that_lost_what_had_arrived_before_a_restart_gets_what_follows
     pair.look()
     pair.look(answers)
     if not answers:  # then the dump has what was sent, else the log what is queued
-        pair.first._desk.saving.dump()
+        pair.first.checkpoint.dump()
     pair.restart(FIRST)
     pair.look_until_quiet()
     pair.empty_last()
     pair.add()
     with pytest.warns(RuntimeWarning, match="came back without"):
         pair.look_until_quiet()
-    assert pair.last.buffer[:]["id"].tolist() == [2, 3]
+    assert pair.last.state.buffer[:]["id"].tolist() == [2, 3]
     pair.close()
 
 
@@ -213,17 +213,23 @@ def test_a_new_name_is_on_disk_before_anything_is_stored_under_it(tmp_path: Path
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         pair.look_until_quiet()
-    assert pair.last.buffer[:]["id"].tolist() == [2, 3, 4, 5]
+    assert pair.last.state.buffer[:]["id"].tolist() == [2, 3, 4, 5]
     pair.close()
 
 
-def test_who_asks_how_it_goes_is_not_disturbed_by_the_thread_that_sends() -> None:
+def test_stats_count_items_once_while_another_thread_sends_them() -> None:
     forwarder, sent = Forwarder(item_space(SAMPLE), FIRST, LAST), Sent()
-    forwarder._session.is_ready = True
+    forwarder.take(item_space(SAMPLE).encode(samples([9], np.zeros(1))))
+    forwarder.work(sent)
+    hello = decode(sent.frames.pop())[0]
+    welcome = Welcome(hello.request, bytes(16), 0, 8, None, item_space(SAMPLE).text, 0, "host", 0)
+    assert forwarder.hear(LAST, welcome)
+    forwarder.work(sent)  # the first item is sent, and pending
+    sent.frames.clear()
     begun, is_sent = threading.Event(), threading.Event()
     packed = item_space(SAMPLE).encode(samples([0, 1], np.zeros(2)))
 
-    class Seen(Packed):
+    class Seen(PackedItems):
         @property
         def n(self) -> int:  # type: ignore[override]
             if threading.current_thread() is threading.main_thread():
@@ -246,6 +252,6 @@ def test_who_asks_how_it_goes_is_not_disturbed_by_the_thread_that_sends() -> Non
     is_sent.clear()
     thread = threading.Thread(target=send, daemon=True)
     thread.start()
-    assert forwarder.stats().pending == 4
+    assert forwarder.stats().pending == 5
     assert is_sent.wait(SOON) and sent.frames
     thread.join(SOON)

@@ -1,6 +1,6 @@
 """Exactly once, in order, over a network that drops, repeats, delays and reorders, and over restarts of all.
 
-Client sessions and a manager's desk are joined by a list of frames in flight; hypothesis decides what happens to them.
+The protocols of clients and of a manager are joined by a list of frames in flight; hypothesis decides what happens.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from typing import Any
 import numpy as np
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
-from tests.remote.make import PLAIN, assert_doors, samples
+from tests.remote.make import PLAIN, assert_doors, manager_protocol, samples
 
-from recollect.remote import Checkpoint, ReplayBufferManager
-from recollect.remote.client.protocol import Session
+from recollect.remote import Checkpoint
+from recollect.remote.client.protocol import ClientProtocol
 from recollect.remote.frame import decode, joined
 from recollect.remote.items.space import item_space
-from recollect.remote.manager.loop import Received
+from recollect.remote.manager.protocol import ManagerProtocol
 
 N_CLIENTS = 2
 IN_MEMORY = "/dev/shm" if os.path.isdir("/dev/shm") else None
@@ -33,7 +33,7 @@ BASE = 1_000_000  # the ids of life i are i * BASE, i * BASE + 1, …
 class Life:
     """A worker's process, from its start to its end: its session, and what it added, in order."""
 
-    session: Session
+    session: ClientProtocol
     added: list[int] = field(default_factory=list)
     is_over: bool = False
 
@@ -52,12 +52,12 @@ class Network(RuleBasedStateMachine):
         self.lives: list[Life] = []
         self.clients: list[Life] = [self._born(rank) for rank in range(N_CLIENTS)]
 
-    def _made(self, resume: bool) -> ReplayBufferManager:
+    def _made(self, resume: bool) -> ManagerProtocol:
         save = Checkpoint(self.path, resume=resume) if self.with_checkpoint else None
-        return ReplayBufferManager(PLAIN, MANAGER, None, capacity=400, checkpoint=save)
+        return manager_protocol(PLAIN, MANAGER, capacity=400, checkpoint=save)
 
     def _born(self, rank: int) -> Life:
-        life = Life(Session(item_space(PLAIN), rank))
+        life = Life(ClientProtocol(item_space(PLAIN), rank))
         self.lives.append(life)
         self._say(rank, [life.session.greet()])
         return life
@@ -69,8 +69,7 @@ class Network(RuleBasedStateMachine):
         source, dest, data = frame
         message, _, body = decode(data)
         if dest == MANAGER:
-            received = Received(message, body, memoryview(data))
-            replies = self.manager._serving.handle(source, received)
+            replies = self.manager.handle(source, message, body, memoryview(data))
             self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
         else:
             self._say(dest, self.clients[dest].session.hear(message, body))
@@ -129,8 +128,7 @@ class Network(RuleBasedStateMachine):
     @rule()
     def kill_and_restart_the_manager(self) -> None:
         """As SIGKILL does: nothing is closed in order; frames in flight survive or not, as they please."""
-        self.manager._desk.saving.close()  # the kernel would take its log and its lock
-        self.manager.buffer.close()
+        self.manager.close()  # without a dump; the kernel would take its log and its lock
         self.manager = self._made(resume=True)
 
     @rule(client=st.integers(0, N_CLIENTS - 1))
@@ -141,10 +139,10 @@ class Network(RuleBasedStateMachine):
 
     @rule()
     def dump(self) -> None:
-        self.manager._desk.saving.dump()
+        self.manager.checkpoint.dump()
 
     def _stored(self) -> list[list[int]]:
-        ids = self.manager.buffer[:]["id"].tolist()
+        ids = self.manager.state.buffer[:]["id"].tolist()
         return [[i for i in ids if i // BASE == life] for life in range(len(self.lives))]
 
     @invariant()
@@ -156,8 +154,8 @@ class Network(RuleBasedStateMachine):
             session = life.session
             assert len(stored) >= session.doors.kept  # what was acknowledged is there
             assert session.doors.offered == len(life.added) == session.doors.kept + session.n_pending
-        stats = self.manager.stats()
-        assert stats.offered == len(self.manager.buffer)
+        stats = self.manager.stats(pending_sends=0, unsent=0)
+        assert stats.offered == len(self.manager.state.buffer)
         assert_doors(stats)
 
     def teardown(self) -> None:
@@ -183,11 +181,11 @@ TestNetwork = Network.TestCase
 
 def test_a_manager_back_without_its_memory_is_counted_and_warned_of_once() -> None:
     """Without a checkpoint a restart loses what was acknowledged, and the client says so."""
-    session = Session(item_space(PLAIN), 0)
+    session = ClientProtocol(item_space(PLAIN), 0)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for restart in range(3):
-            manager = ReplayBufferManager(PLAIN, 1, None, capacity=100)
+            manager = manager_protocol(capacity=100)
             packed = item_space(PLAIN).encode(samples(np.arange(5)))
             if restart == 0:
                 talk(manager, session, [session.greet()])
@@ -195,16 +193,16 @@ def test_a_manager_back_without_its_memory_is_counted_and_warned_of_once() -> No
             entry = session.put(packed)
             talk(manager, session, [entry.parts])
             assert entry.answer == {"score": float("inf")}
-            assert manager.buffer[:]["id"].tolist() == list(range(5))
+            assert manager.state.buffer[:]["id"].tolist() == list(range(5))
     assert session.forgotten == 10
     assert len([w for w in caught if "acknowledged" in str(w.message)]) == 1
 
 
-def talk(manager: ReplayBufferManager, session: Session, frames: list[Any]) -> None:
-    """Exchange frames until nobody has anything to say."""
+def talk(manager: ManagerProtocol, session: ClientProtocol, frames: list[Any]) -> None:
+    """Exchange frames until there are no more."""
     while frames:
         data = joined(frames.pop(0))
         message, _, body = decode(data)
-        for reply in manager._serving.handle(session.rank, Received(message, body, memoryview(data))):
+        for reply in manager.handle(session.rank, message, body, memoryview(data)):
             answer, _, rest = decode(joined(reply.parts))
             frames += session.hear(answer, rest)

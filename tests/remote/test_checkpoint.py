@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import pickle
 import tarfile
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, grid, paths, samples
+from tests.remote.scripted import ITEMS, ScriptedCarrier
 
 import recollect as rc
 from recollect.errors import (
@@ -28,14 +28,26 @@ from recollect.remote import (
     ReplayBufferManager,
 )
 from recollect.remote.frame import encode
-from recollect.remote.messages import Goodbye
+from recollect.remote.manager.checkpoint import record_head
+from recollect.remote.messages import Data, Goodbye, Hello, Scores, Welcome
 from recollect.replay import snapshot
 
 INF = float("inf")
 
 
 def manager(env: Any = SAMPLE, n: int | None = 1, **kw: Any) -> ReplayBufferManager:
-    return ReplayBufferManager(env, 1, n, **kw)
+    return ReplayBufferManager(env, 1, n, **{"communication_backend": ScriptedCarrier(1), **kw})
+
+
+def log_of(path: Path) -> Path:
+    (log,) = path.glob("log-*.bin")
+    return log
+
+
+def dumped(m: ReplayBufferManager) -> None:
+    """Let a manager write a dump, as it does whenever it ends."""
+    m.stop()
+    m.run()
 
 
 def saved(tmp_path: Path, resume: bool = True, **kw: Any) -> ReplayBufferManager:
@@ -65,10 +77,10 @@ def test_a_checkpoint_goes_on_where_it_was(tmp_path: Path) -> None:
     for i in range(6):
         scores = a.add(paths([2 * i, 2 * i + 1], [float(i), -float(i)]))
         if i == 2:
-            a._desk.saving.dump()
+            dumped(a)
     before = a.stats()
     held = a.buffer[:]
-    a._desk.saving.close()  # as a kill would
+    a.close()  # without a dump, as a kill would
     with pytest.raises(FileExistsError, match="resume"):
         made()
     b = made(resume=True)
@@ -85,9 +97,9 @@ def test_what_is_drawn_after_a_restart_is_what_would_have_been(tmp_path: Path) -
     a = saved(tmp_path, resume=False, seed=3)
     a.add(samples(range(4), np.zeros(4)))
     a.sample(7)
-    a._desk.saving.dump()
+    dumped(a)
     drawn = a.sample(50)["id"].tolist()
-    a._desk.close()
+    a.close()
     b = saved(tmp_path, seed=4)
     assert b.sample(50)["id"].tolist() == drawn
     b.close()
@@ -155,10 +167,10 @@ def test_a_new_log_is_on_disk_before_it_is_used_and_the_old_one_goes(
         seen.append(sorted(log.name for log in path.glob("log-*.bin")))
 
     a = saved(tmp_path, resume=False)
-    old = a._desk.saving.log.path.name
+    old = log_of(tmp_path).name
     monkeypatch.setattr("recollect.remote.manager.checkpoint.sync_directory", look)
-    a._desk.saving.dump()
-    assert seen == [[a._desk.saving.log.path.name]] and not (tmp_path / old).exists()
+    dumped(a)
+    assert seen == [[log_of(tmp_path).name]] and not (tmp_path / old).exists()
     a.close()
 
 
@@ -167,7 +179,7 @@ def test_an_add_here_may_be_larger_than_a_frame(tmp_path: Path, monkeypatch: pyt
     monkeypatch.setitem(encode.__kwdefaults__, "max_frame", 4096)
     a = saved(tmp_path, resume=False, capacity=1000)
     a.add(samples(range(1000), np.zeros(1000)))
-    a._desk.close()
+    a.close()
     b = saved(tmp_path, capacity=1000)
     assert len(b.buffer) == 1000
     b.close()
@@ -175,8 +187,9 @@ def test_an_add_here_may_be_larger_than_a_frame(tmp_path: Path, monkeypatch: pyt
 
 def test_a_log_of_something_else_is_refused(tmp_path: Path) -> None:
     a = saved(tmp_path, resume=False)
-    a._desk.saving.log.write(0, b"".join(encode(Goodbye(1))))
-    a._desk.close()
+    a.close()
+    frame = b"".join(encode(Goodbye(1)))
+    log_of(tmp_path).write_bytes(record_head(frame, 0) + frame)
     with pytest.raises(RemoteError, match="must hold containers"):
         saved(tmp_path)
 
@@ -188,10 +201,10 @@ def test_damage_in_a_log_costs_one_container_and_is_told(tmp_path: Path, victim:
     a = saved(tmp_path, resume=False, capacity=10)
     starts = []
     for i in range(5):
-        starts.append(a._desk.saving.log.path.stat().st_size)
+        starts.append(log_of(tmp_path).stat().st_size)
         a.add(samples([i], [0.0]))
-    log = a._desk.saving.log.path
-    a._desk.close()
+    log = log_of(tmp_path)
+    a.close()
     data = bytearray(log.read_bytes())
     data[starts[victim] + {"magic": 0, "size": 4, "sender": 9, "checksum": 16, "frame": 60}[where]] ^= 1
     log.write_bytes(data)
@@ -201,7 +214,7 @@ def test_damage_in_a_log_costs_one_container_and_is_told(tmp_path: Path, victim:
     assert b.buffer[:]["id"].tolist() == others and b.stats().log_damages == 1
     assert (tmp_path / f"damaged-{log.name}").read_bytes() == data
     b.add(samples([9], [0.0]))
-    b._desk.close()
+    b.close()
     with saved(tmp_path, capacity=10) as c:
         assert c.buffer[:]["id"].tolist() == [*others, 9] and c.stats().log_damages == 0
 
@@ -212,8 +225,8 @@ def test_a_damaged_log_goes_on_if_no_dump_can_be_written(
     a = saved(tmp_path, resume=False, capacity=10)
     for i in range(3):
         a.add(samples([i], [0.0]))
-    log = a._desk.saving.log.path
-    a._desk.close()
+    log = log_of(tmp_path)
+    a.close()
     data = bytearray(log.read_bytes())
     data[-1] ^= 1
     log.write_bytes(data)
@@ -227,7 +240,7 @@ def test_a_damaged_log_goes_on_if_no_dump_can_be_written(
             b = saved(tmp_path, capacity=10)
     b.add(samples([9], [0.0]))
     assert log.read_bytes().startswith(data)
-    b._desk.close()
+    b.close()
     with pytest.warns(RuntimeWarning, match="is damaged"), saved(tmp_path, capacity=10) as c:
         assert c.buffer[:]["id"].tolist() == [0, 1, 9]
 
@@ -239,7 +252,7 @@ def test_a_container_that_could_not_be_scored_does_not_stop_a_restart(tmp_path: 
     a = saved(tmp_path, resume=False, scoring_function=score)
     with pytest.raises(ScoringError):
         a.add(samples([1], [0.0]))
-    a._desk.close()
+    a.close()
     b = saved(tmp_path, scoring_function=score)
     assert b.buffer[:]["id"].tolist() == [1] and b.stats().scoring_errors == 1
     b.close()
@@ -256,15 +269,15 @@ def test_a_torn_record_was_never_acknowledged(tmp_path: Path, cut: int) -> None:
     a = manager(checkpoint=Checkpoint(tmp_path))
     for i in range(3):
         a.add(samples([i], [0.0]))
-    log = a._desk.saving.log.path
+    log = log_of(tmp_path)
     data = log.read_bytes()
     log.write_bytes(data[: len(data) - cut])
-    a._desk.saving.close()  # as a kill would
+    a.close()  # without a dump, as a kill would
     b = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     n = len(b.buffer)
     assert b.buffer[:]["id"].tolist() == list(range(n)) and n == (2 if cut < 150 else n)
     b.add(samples([9], [0.0]))
-    b._desk.saving.close()
+    b.close()
     c = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert c.buffer[:]["id"].tolist() == [*range(n), 9]
 
@@ -303,7 +316,7 @@ def test_a_record_that_was_written_in_part_is_taken_back(
         with pytest.raises(OSError, match="No space"):
             m.add(samples([1], [0.0]))
     m.add(samples([2], [0.0]))
-    m._desk.close()
+    m.close()
     again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert again.buffer[:]["id"].tolist() == [0, 2]
     again.close()
@@ -314,10 +327,10 @@ def test_behind_a_torn_log_a_record_that_was_written_in_part_is_taken_back_too(
 ) -> None:
     m = manager(checkpoint=Checkpoint(tmp_path))
     m.add(samples([0], [0.0]))
-    log = m._desk.saving.log.path
+    log = log_of(tmp_path)
     with log.open("ab") as f:
         f.write(log.read_bytes()[:-1])  # killed while it wrote the second
-    m._desk.close()
+    m.close()
     again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
 
     def full(*args: Any) -> int:
@@ -328,7 +341,7 @@ def test_behind_a_torn_log_a_record_that_was_written_in_part_is_taken_back_too(
         with pytest.raises(OSError, match="No space"):
             again.add(samples([1], [0.0]))
     again.add(samples([2], [0.0]))
-    again._desk.close()
+    again.close()
     last = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert last.buffer[:]["id"].tolist() == [0, 2]
     last.close()
@@ -336,9 +349,8 @@ def test_behind_a_torn_log_a_record_that_was_written_in_part_is_taken_back_too(
 
 @pytest.mark.parametrize("state", [b"\xc1", b"\x91\x01", b""])
 def test_a_state_that_is_none_is_named(tmp_path: Path, state: bytes) -> None:
-    m = saved(tmp_path, resume=False)
-    snapshot.dump(m.buffer, tmp_path, False, {"manager": state}, owned=m._desk.saving._owned)
-    m.close()
+    with rc.ReplayBuffer.create("memory", SAMPLE, capacity=4) as buffer:
+        snapshot.dump(buffer, tmp_path, False, {"manager": state})
     with pytest.raises(FormatError, match=r"manager-\d+\.bin: cannot be read"):
         saved(tmp_path)
 
@@ -362,7 +374,7 @@ def test_behind_a_record_that_cannot_be_taken_back_nothing_is_logged(
         with pytest.raises(OSError, match="No space"):
             m.add(samples([1], [0.0]))
     m.add(samples([2], [0.0]))
-    m._desk.close()
+    m.close()
     again = manager(checkpoint=Checkpoint(tmp_path, resume=True))
     assert again.buffer[:]["id"].tolist() == [0, 2]
     again.close()
@@ -404,32 +416,25 @@ def test_power_safe_syncs_once_for_all_messages_at_hand(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[int] = []
+    carrier = ScriptedCarrier()
+    checkpoint = Checkpoint(tmp_path, power_safe=True)
+    m = ReplayBufferManager(PLAIN, 9, None, communication_backend=carrier, checkpoint=checkpoint)
     monkeypatch.setattr("recollect.remote.manager.checkpoint.os.fdatasync", synced.append)
-    ends = LocalCarrier.group(2)
-    m = ReplayBufferManager(
-        SAMPLE, 1, 1, communication_backend=ends[1], checkpoint=Checkpoint(tmp_path, power_safe=True)
-    )
-    replay = RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0, mode="async_comm", window=8)
-    with ThreadPoolExecutor(1) as beside:  # it says Hello, and then sends while nobody works
-        greeted = beside.submit(replay.add, samples([0], [0.0]))
-        while not greeted.done():
-            m._serving._serve(True)
-        greeted.result(10)
-    for i in range(1, 6):
-        replay.add(samples([i], [0.0]))
-    synced.clear()
-    m._serving._serve(True)
-    assert len(m.buffer) == 6 and len(synced) == 1
+    carrier.give(0, b"".join(encode(Hello(1, "worker", bytes(range(16)), 0, "host", 0, 1, ""))))
+    for seq in range(1, 6):
+        packed = ITEMS.encode(samples([seq]))
+        data = Data(1 + seq, bytes(range(16)), seq, ITEMS.id, 1, 1, False)
+        carrier.give(0, b"".join(encode(data, packed.blocks())))
     m.start()
-    assert len(replay.close()) == 6
+    carrier.settle()
+    assert len(m.buffer) == 5 and len(synced) == 1
+    assert [type(message) for *_, message in carrier.sent] == [Welcome] + [Scores] * 5
     m.close()
-    for end in ends:
-        end.close()
 
 
 def test_a_dump_is_a_phase(tmp_path: Path) -> None:
     with manager(timing=True, checkpoint=Checkpoint(tmp_path)) as m:
-        m._desk.saving.dump()
+        dumped(m)
         assert m.stats().phases["dump"].count == 2
 
 
@@ -443,4 +448,4 @@ def test_a_checkpoint_of_version_1_goes_on(tmp_path: Path) -> None:
         assert m.buffer[:]["id"].tolist() == [*range(new)]
         assert m.stats().log_damages == 0
         m.add({"id": np.array([new])})
-        m._desk.close()  # as a kill would
+        m.close()  # as a kill would

@@ -88,7 +88,7 @@ def test_the_pages_hooks_receive_answer_and_prune() -> None:
     assert m._pending_sends == []
     m._handle_message_async(*m._recv_object())
     carrier.handles[1].is_done = True
-    m._serving.answer([], is_async=True)  # pruned at every message
+    m._loop.answer([], is_async=True)  # pruned at every message
     assert m._pending_sends == []
     with pytest.raises(DeadlineError):
         m._recv_object()
@@ -98,7 +98,7 @@ def test_the_pages_hooks_receive_answer_and_prune() -> None:
 def test_an_answer_that_can_never_be_sent_is_forgotten(error: type[Exception]) -> None:
     carrier = Lazy()
     m = manager(n=None, communication_backend=carrier)
-    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async=True)
+    m._loop.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async=True)
     assert len(m._pending_sends) == 2
 
     def gone() -> bool:
@@ -124,7 +124,7 @@ def test_an_answer_that_a_carrier_refuses_is_counted_and_the_next_one_sent(
         return Handle()
 
     monkeypatch.setattr(carrier, "isend" if is_async else "send", refuse)
-    m._serving.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async)
+    m._loop.answer([Reply(4, 0, [b"x"]), Reply(5, 0, [b"y"])], is_async)
     assert carrier.sent == [("sent", 5)] and m.stats().unsent == 1
 
 
@@ -143,7 +143,7 @@ def test_what_is_over_before_it_begins_takes_no_message(n: int | None) -> None:
 def test_while_the_last_answers_leave_who_speaks_is_answered(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = Lazy()
     m = manager(n=None, communication_backend=carrier, limits=Limits(drain_s=10.0))
-    m._serving.answer([Reply(4, 0, [b"x"])], is_async=True)
+    m._loop.answer([Reply(4, 0, [b"x"])], is_async=True)
     carrier.frames = [(5, 0, memoryview(b"".join(encode(Exit(1, bytes(16), 0, "")))))]
     isend = carrier.isend
 
@@ -166,7 +166,7 @@ def test_where_no_death_is_seen_nobody_is_answered_after_the_end() -> None:
     carrier.sees_death = False  # type: ignore[attr-defined]
     m = manager(n=0, communication_backend=carrier)
     m.run()
-    assert m._serving._undertaker is None
+    assert m._loop._late_thread is None
     m.close()
 
 
@@ -183,13 +183,13 @@ def test_who_answers_late_has_ended_before_the_manager_goes_on(
         raise ClosedError("closed")
 
     m = manager(n=None, communication_backend=carrier)
-    m._book.admit(0, "elsewhere", 0, 0.0)
+    m._workers.admit(0, "elsewhere", 0, 0.0)
     m.stop()
     m.run()
     monkeypatch.setattr(carrier, "recv", recv)
     assert at_work.wait(10)
-    monkeypatch.setattr(m._book, "begin", lambda now: goes_on.set())
-    monkeypatch.setattr(m._desk, "close", goes_on.set)
+    monkeypatch.setattr(m._workers, "begin", lambda now: goes_on.set())
+    monkeypatch.setattr(m._protocol, "close", goes_on.set)
     getattr(m, next_step)()
     assert goes_on.is_set() and seen == [False]
     monkeypatch.undo()
@@ -208,7 +208,7 @@ def test_another_manager_that_is_not_there_stops_nobody(
         raise error("no")
 
     monkeypatch.setattr(carrier, "isend", refuse)
-    m._serving._tick(100.0)
+    m._loop._tick(100.0)
     assert asked == [0, 2]
 
 
@@ -248,9 +248,9 @@ def test_at_the_end_answers_get_a_moment(monkeypatch: pytest.MonkeyPatch, is_tak
 
     monkeypatch.setattr("recollect.remote.manager.loop.monotonic", lambda: now[0])
     carrier.recv = nothing  # type: ignore[method-assign]
-    m._serving.answer([Reply(0, 0, [b""])], is_async=True)
-    m._serving._finish(carrier, True)
-    m._done.set()
+    m._loop.answer([Reply(0, 0, [b""])], is_async=True)
+    m._loop._finish(carrier, True)
+    m._loop.is_closed.set()
     assert now[0] == pytest.approx(2.0 if is_taken else 5.0, abs=0.2)
 
 
@@ -260,13 +260,13 @@ def test_silence_counts_from_the_last_message_where_no_death_is_seen(monkeypatch
     carrier = Lazy()
     carrier.sees_death = False  # type: ignore[attr-defined]
     m = manager(n=2, communication_backend=carrier, limits=Limits(silence_s=5.0))
-    m._book.admit(0, "elsewhere", 0, 0.0)
+    m._workers.admit(0, "elsewhere", 0, 0.0)
     for now[0] in (4.0, 8.0):
         carrier.frames = [(0, 0, memoryview(b"".join(encode(Goodbye(1)))))]
         m._handle_message_async(*m._recv_object())
-        m._serving._tick(now[0])
+        m._loop._tick(now[0])
         assert m.exit_counter == 0
-    m._serving._tick(13.1)
+    m._loop._tick(13.1)
     assert m.exit_counter == 1
 
 
@@ -281,9 +281,9 @@ def test_answers_that_a_worker_does_not_take_are_bounded_and_others_are_not_held
 
     m = manager(limits=Limits(max_window=4))
     for _ in range(20):
-        m._serving._answer_soon(Never(), Reply(0, 0, []))  # type: ignore[arg-type]
-    assert len(m._pending_sends) == 5 and m._serving.unsent == 15
-    m._serving._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
+        m._loop._answer_soon(Never(), Reply(0, 0, []))  # type: ignore[arg-type]
+    assert len(m._pending_sends) == 5 and m._loop.unsent == 15
+    m._loop._answer_soon(Never(), Reply(3, 0, []))  # type: ignore[arg-type]
     assert len(m._pending_sends) == 6
 
 
@@ -301,13 +301,13 @@ def test_who_does_not_take_its_items_is_given_no_more_and_others_are_served(
         )
         carrier.frames = [(0, 0, many)] * 5 + [(5, 0, few)]
         while carrier.frames:
-            m._serving._serve(True)
+            m._loop._serve(m._recv_object, m._handle_message_async, True)
         n_parts = 3  # of an answer that is twice as large as a frame
         assert carrier.sent == [("isend", 0)] * n_parts + [("isend", 5)] and m.stats().unsent == 4
         for handle in carrier.handles:
             handle.is_done = True
         carrier.frames = [(0, 0, many)]
-        m._serving._serve(True)
+        m._loop._serve(m._recv_object, m._handle_message_async, True)
         assert len(carrier.sent) == 2 * n_parts + 1
 
 
@@ -325,7 +325,7 @@ def test_a_draw_is_sent_whole_however_many_parts_it_has() -> None:
         sample, leave = Sample(1, 100_000, "uniform", True), Exit(2, bytes(16), 0, "")
         carrier.frames = [(0, 0, memoryview(b"".join(encode(message)))) for message in (sample, leave)]
         while carrier.frames:
-            m._serving._serve(True)
+            m._loop._serve(m._recv_object, m._handle_message_async, True)
         *items, goodbye = drawn
         assert sum(message.n for message in items if isinstance(message, Items)) == 100_000
         assert isinstance(goodbye, Goodbye) and len(items) > 40 and m.stats().unsent == 0

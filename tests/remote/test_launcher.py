@@ -20,7 +20,7 @@ from tests.remote.make import PLAIN, SAMPLE, samples
 from recollect.errors import WorkerError
 from recollect.remote import LocalCarrier, ReplayBufferManager, launch, rank_layout
 from recollect.remote import launcher as launching
-from recollect.remote.launcher import Context, _Child, _Family, most_restarts, run_rank
+from recollect.remote.launcher import Context, _Launch, _RankProcess, most_restarts, run_rank
 from recollect.testing.carrier_contract import SOON, eventually
 
 FORK = multiprocessing.get_context("fork")
@@ -54,8 +54,8 @@ def look(ctx: Context) -> Any:
     return seen
 
 
-def family(kind: str = "local", n_workers: int = 1) -> _Family:
-    return _Family(lambda ctx: None, Idle, rank_layout(n_workers + 1), kind, 0, 0)
+def family(kind: str = "local", n_workers: int = 1) -> _Launch:
+    return _Launch(lambda ctx: None, Idle, rank_layout(n_workers + 1), kind, 0, 0)
 
 
 # -- what a rank is told
@@ -223,7 +223,7 @@ def test_what_a_child_said_before_it_ended_counts(
 ) -> None:
     made, pipe = family(), Told(*words)
     ended = SimpleNamespace(sentinel=0, exitcode=-9, is_alive=lambda: False, join=lambda: None)
-    made.children[0] = child = _Child(0, ended, pipe)  # type: ignore[arg-type]
+    made.children[0] = child = _RankProcess(0, ended, pipe)  # type: ignore[arg-type]
     monkeypatch.setattr(launching, "wait", lambda *args, **kw: None)
     made._watch()
     assert child.outcome == outcome
@@ -331,9 +331,9 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its carrier is closed by then."""
-    gathered = _Family._gathered
+    gathered = _Launch._gathered
 
-    def let_end(self: _Family) -> Any:
+    def let_end(self: _Launch) -> Any:
         (tmp_path / "go").touch()
         return gathered(self)
 
@@ -345,7 +345,7 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
         Finalize(None, at_exit, exitpriority=0)
         return 7
 
-    monkeypatch.setattr(_Family, "_gathered", let_end)
+    monkeypatch.setattr(_Launch, "_gathered", let_end)
     assert launch(work, Idle, n_workers=1).results == {0: 7}
     assert (tmp_path / "left").read_text() == "True"
 
