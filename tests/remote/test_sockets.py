@@ -14,6 +14,7 @@ import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
+from time import thread_time
 from types import SimpleNamespace
 from typing import Any
 
@@ -130,12 +131,10 @@ def test_an_encrypted_link_brings_no_more_at_once_and_a_poll_tells_of_the_rest(
             while unsent:
                 unsent = unsent[sender.send(unsent[:10_000]) :]
         assert select.select([link.fd], [], [], SOON)[0]
-        before = link._filled if link._target is not None else link._have
         frames = link.read()
-        after = link._filled if link._target is not None else link._have
-        most = max(most, sum(frame.nbytes for _, frame in frames) + after - before)
+        most = max(most, sum(frame.nbytes for _, frame in frames))
         come += [frame.nbytes for _, frame in frames]
-    assert come == sizes and most < 3 << 15
+    assert come == sizes and most < (3 << 15) + max(sizes)
     link.close()
     sender.close()
 
@@ -144,7 +143,7 @@ def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
     """OpenSSL would mistake what one thread did for what another did, and say that a live peer is gone."""
     entered: list[bool] = []
 
-    class Encrypted(Plenty):
+    class Encrypted(Plenty, ssl.SSLSocket):
         def pending(self) -> int:
             entered.append(link.lock.locked())
             return 0
@@ -158,7 +157,6 @@ def test_an_encrypted_connection_is_entered_by_one_thread_at_a_time() -> None:
             return data.nbytes
 
     link = FramedSocket(Encrypted(), 1, CARRIER.max_frame)  # type: ignore[arg-type]
-    link._is_ssl = True
     link.put(Outgoing(1, 0, [b"x"], CARRIER.max_frame, CARRIER.wait))
     link.read()
     assert len(entered) > 100 and all(entered) and not link.lock.locked()
@@ -244,20 +242,56 @@ def test_nobody_listens_once_a_socket_is_closed() -> None:
 
 
 class Piped(StreamCarrier):
-    """Rank 0, connected to rank 1 by a pair of sockets."""
+    """Rank 0, whose peers come when the test connects them."""
 
-    def _link_to(self, dest: int) -> FramedSocket:
-        return self._outward[dest]
+    def __init__(self, max_frame: int = CARRIER.max_frame, *, flushes: bool = True) -> None:
+        self.flushes = flushes
+        super().__init__(0, None, max_frame)
+
+    def connect(self, sock: Any, rank: int, kind: type[FramedSocket] = FramedSocket) -> FramedSocket:
+        self._ensure_open()
+        link = kind(sock, rank, self.max_frame)
+        self._add(link, outward=True)
+        return link
+
+    def add(self, link: FramedSocket) -> None:
+        self._add(link, outward=True)
+
+    def drop(self, link: FramedSocket) -> None:
+        self._drop(link)
+
+    def is_led(self) -> bool:
+        return self._leader.is_led
+
+    def _link_to(self, dest: int) -> FramedSocket | None:
+        return self._outward.get(dest)
+
+    def _ensure_flusher(self) -> None:
+        if self.flushes:
+            super()._ensure_flusher()
+
+
+class Local(LocalCarrier):
+    """A local carrier that tells a test what its threads wait for."""
+
+    def is_led(self) -> bool:
+        return self._leader.is_led
+
+    def is_idle(self) -> bool:
+        """No frame waits for a peer, and no thread looks for one."""
+        return not self._absent and self._flusher is None
+
+    def addresses(self) -> list[bytes]:
+        return self._addresses(self.rank)
 
 
 @pytest.fixture
-def piped() -> Iterator[tuple[Piped, socket.socket]]:
+def piped() -> Iterator[tuple[Piped, FramedSocket, socket.socket]]:
     near, other = socket.socketpair()
-    carrier = Piped(0, None, CARRIER.max_frame)
-    carrier._ensure_open()
-    carrier._add(FramedSocket(near, 1, CARRIER.max_frame), outward=True)
+    carrier = Piped()
+    link = carrier.connect(near, 1)
     other.settimeout(SOON)
-    yield carrier, other
+    yield carrier, link, other
     carrier.close()
     other.close()
 
@@ -270,8 +304,10 @@ def read(sock: socket.socket, n: int) -> bytes:
     return got
 
 
-def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, other = piped
+def test_a_frame_given_up_before_it_began_never_leaves(
+    piped: tuple[Piped, FramedSocket, socket.socket],
+) -> None:
+    carrier, _, other = piped
     block = bytes(1 << 20)
     first = carrier.isend(1, 0, [block])
     with pytest.raises(DeadlineError, match="send to rank 1"):
@@ -288,8 +324,10 @@ def test_a_frame_given_up_before_it_began_never_leaves(piped: tuple[Piped, socke
     eventually(first.is_complete)
 
 
-def test_a_frame_given_up_half_way_ends_the_connection(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, other = piped
+def test_a_frame_given_up_half_way_ends_the_connection(
+    piped: tuple[Piped, FramedSocket, socket.socket],
+) -> None:
+    carrier, _, other = piped
     half = carrier.isend(1, 0, [bytes(1 << 20)])
     with pytest.raises(DeadlineError, match="send to rank 1"):
         half.wait(0.0)
@@ -301,85 +339,71 @@ def test_a_frame_given_up_half_way_ends_the_connection(piped: tuple[Piped, socke
 
 @pytest.mark.parametrize("is_late", [False, True])
 def test_a_frame_that_was_begun_has_a_moment_when_a_carrier_is_closed(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
+    monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
-    if is_late:  # the moment is over whenever somebody looks
+    if is_late:  # the moment is over at every look at the clock
         monkeypatch.setattr("recollect.remote.carriers.sockets.carrier.monotonic", itertools.count().__next__)
-    carrier, other = piped
-    monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)  # so that nobody sends the rest before
-    (link,) = carrier._links.values()
-    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
+    near, other = socket.socketpair()
+    carrier = Piped(flushes=False)  # so that no thread sends the rest before
+    link = carrier.connect(near, 1)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
     whole = framed(bytes(range(256)) * 1024, 0)
     carrier.isend(1, 0, [bytes(range(256)) * 1024])
     left = sum(view.nbytes for view in link.out[0].views)
     got = read(other, len(whole) - left)
-    link.sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
+    near.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 20)
     carrier.close()
     assert left > 0 and got + read(other, left + 1) == whole
+    other.close()
 
 
-def test_peers_that_wait_for_room_go_on_when_there_is_some(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, other = piped
+def test_a_peer_is_not_read_beyond_the_room_for_it_and_goes_on_when_there_is_some(
+    piped: tuple[Piped, FramedSocket, socket.socket],
+) -> None:
+    carrier, link, other = piped
     frame = bytes(CARRIER.max_frame // 2)
-    (link,) = carrier._links.values()
     sender = threading.Thread(target=other.sendall, args=(framed(frame) * 9,), daemon=True)
     sender.start()
     eventually(lambda: bool(carrier.alive()) and link.is_paused)
-    n = 9
-    while carrier._inbox.nbytes(1) > CARRIER.max_frame:
-        assert carrier.recv(1, timeout=SOON)[2].nbytes == len(frame)
-        n -= 1
-    assert link.is_paused  # more than half of the room is taken
-    for _ in range(n):
+    assert carrier.recv(1, timeout=SOON)[2].nbytes == len(frame)
+    assert link.is_paused and sender.is_alive()  # more than half of the room is taken
+    for _ in range(8):
         assert carrier.recv(1, timeout=SOON)[2].nbytes == len(frame)
     sender.join(SOON)
     assert not sender.is_alive() and not link.is_paused
 
 
-def test_all_who_wait_for_a_peer_hear_that_another_thread_let_it_go(
-    piped: tuple[Piped, socket.socket],
+def test_all_threads_that_wait_for_a_peer_hear_that_another_thread_dropped_it(
+    piped: tuple[Piped, FramedSocket, socket.socket],
 ) -> None:
-    carrier, _ = piped
+    carrier, _, _ = piped
     with ThreadPoolExecutor(2) as pool:
         waits = [pool.submit(carrier.recv, 1, 0, 3 * SOON) for _ in range(2)]
-        eventually(lambda: carrier._leader.is_led and carrier._cond.n_waiting == 1)
+        eventually(carrier.is_led)
         carrier.refuse(1)
         for wait in waits:
             assert isinstance(wait.exception(SOON), PeerDiedError)
 
 
-def test_nobody_joins_while_the_links_of_a_peer_are_looked_for(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, _ = piped
-    held: list[bool] = []
-
-    class Other:
-        @property
-        def rank(self) -> int:
-            held.append(carrier._cond.is_held)
-            return 2
-
-    carrier._links[-1] = Other()  # type: ignore[assignment]
-    carrier.refuse(1)
-    del carrier._links[-1]
-    assert held and all(held) and 1 not in carrier.alive()
-
-
-def test_nobody_is_woken_for_room_that_is_not_needed_any_more(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, other = piped
+def test_a_wait_burns_no_time_once_all_is_sent(piped: tuple[Piped, FramedSocket, socket.socket]) -> None:
+    """A poll for room that is not needed any more would return at once, again and again."""
+    carrier, _, other = piped
     sent = carrier.isend(1, 0, [bytes(1 << 20)])
     read(other, len(framed(bytes(1 << 20), 0)))
-    eventually(lambda: sent.is_complete() and carrier._flusher is None)
-    carrier.alive()
-    assert carrier._epoll is not None and carrier._epoll.poll(0) == []
+    eventually(sent.is_complete)
+    start = thread_time()
+    with pytest.raises(DeadlineError):
+        carrier.recv(1, timeout=0.2)
+    assert thread_time() - start < 0.1
 
 
 def test_a_peer_that_takes_nothing_any_more_is_gone(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+    piped: tuple[Piped, FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def broken(link: FramedSocket, outgoing: Outgoing) -> None:
         raise BrokenPipeError(32, "broken pipe")
 
-    carrier, _ = piped
+    carrier, _, _ = piped
     monkeypatch.setattr(FramedSocket, "put", broken)
     with pytest.raises(PeerDiedError, match="rank 1: is gone"):
         carrier.send(1, 0, [b"x"], SOON)
@@ -388,12 +412,12 @@ def test_a_peer_that_takes_nothing_any_more_is_gone(
 
 @pytest.mark.parametrize("is_late", [False, True], ids=["at once", "when there is room again"])
 def test_what_came_from_a_peer_that_takes_nothing_any_more_is_given_out(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
+    piped: tuple[Piped, FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch, is_late: bool
 ) -> None:
     def broken(*args: Any) -> None:
         raise BrokenPipeError(32, "broken pipe")
 
-    carrier, other = piped
+    carrier, _, other = piped
     waiting = carrier.isend(1, 0, [bytes(1 << 20)]) if is_late else None
     other.sendall(framed(b"one") + framed(b"two"))
     monkeypatch.setattr(FramedSocket, "_send_some", broken)
@@ -409,50 +433,25 @@ def test_what_came_from_a_peer_that_takes_nothing_any_more_is_given_out(
         carrier.recv(1, timeout=SOON)
 
 
-def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, _ = piped
-    (old,) = carrier._links.values()
+def test_a_link_that_ends_leaves_a_newer_one_alone(piped: tuple[Piped, FramedSocket, socket.socket]) -> None:
+    carrier, old, _ = piped
     near, other = socket.socketpair()
-    carrier._add(FramedSocket(near, 1, CARRIER.max_frame), outward=True)
-    carrier._drop(old)
+    carrier.connect(near, 1)
+    carrier.drop(old)
     assert 1 in carrier.alive()
     carrier.send(1, 0, [b"x"], SOON)
     assert read(other, len(framed(b"x", 0))) == framed(b"x", 0)
     other.close()
 
 
-def test_who_looks_while_a_carrier_is_closed_hears_that_it_is_closed(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Between the first look at `is_closed` and the poll it may be closed altogether."""
-    carrier, _ = piped
-    glance = carrier._leader.glance
-
-    def late() -> None:
-        carrier.close()
-        glance()
-
-    monkeypatch.setattr(carrier._leader, "glance", late)
-    with pytest.raises(ClosedError, match="was closed"):
-        carrier.alive()
-
-
 def test_a_carrier_closed_before_its_first_use_opens_nothing() -> None:
-    carrier = Piped(0, 2)
-    opened: list[str] = []
-
-    class Late:
-        def __enter__(self) -> None:
-            carrier.is_closed = True
-
-        def __exit__(self, *error: object) -> None:
-            pass
-
-    carrier._open = lambda: opened.append("epoll")  # type: ignore[method-assign]
-    carrier._cond = Late()  # type: ignore[assignment]
-    with pytest.raises(ClosedError, match="was closed"):
-        carrier._ensure_open()
-    assert opened == []
+    carrier = Piped()
+    n_open = len(os.listdir("/proc/self/fd"))
+    carrier.close()
+    for use in (carrier.alive, carrier.recv, lambda: carrier.isend(1, 0, [b"x"])):
+        with pytest.raises(ClosedError, match="was closed"):
+            use()
+    assert len(os.listdir("/proc/self/fd")) == n_open
 
 
 def test_a_wakeup_that_is_closed_rings_nowhere() -> None:
@@ -477,9 +476,9 @@ def test_a_wakeup_that_is_closed_rings_nowhere() -> None:
     far.close()
 
 
-def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket]) -> None:
-    """Who looks through the connections is not disturbed by a new one."""
-    carrier, _ = piped
+def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, FramedSocket, socket.socket]) -> None:
+    """A look through the connections is not disturbed by a new one."""
+    carrier, _, _ = piped
     begun, is_there = threading.Event(), threading.Event()
     near, other = socket.socketpair()
 
@@ -497,13 +496,13 @@ def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket])
 
     def come() -> None:
         assert begun.wait(SOON)
-        carrier._add(FramedSocket(near, 2, CARRIER.max_frame), outward=True)
+        carrier.connect(near, 2)
         is_there.set()
 
     pairs = [socket.socketpair() for _ in range(2)]
     with ThreadPoolExecutor() as pool:
         for mine, _ in pairs:
-            pool.submit(carrier._add, Seen(mine, 7, CARRIER.max_frame), True).result(SOON)
+            pool.submit(carrier.connect, mine, 7, Seen).result(SOON)
         coming = pool.submit(come)
         carrier.refuse(3)
         coming.result(SOON)
@@ -512,50 +511,54 @@ def test_a_peer_is_refused_while_others_come(piped: tuple[Piped, socket.socket])
         sock.close()
 
 
-def test_a_thread_about_to_watch_its_link_is_not_disturbed_by_close(
-    piped: tuple[Piped, socket.socket],
+def test_threads_that_send_while_a_carrier_is_closed_hear_nothing_but_that() -> None:
+    for _ in range(20):
+        near, other = socket.socketpair()
+        carrier = Piped()
+        carrier.connect(near, 1)
+        begun = threading.Barrier(3)
+
+        def send(carrier: Piped = carrier, begun: threading.Barrier = begun) -> None:
+            begun.wait(SOON)
+            with suppress(ClosedError, PeerDiedError):
+                while True:
+                    carrier.isend(1, 0, [bytes(1 << 16)])
+
+        with ThreadPoolExecutor(2) as pool:
+            sending = [pool.submit(send) for _ in range(2)]
+            begun.wait(SOON)
+            carrier.close()
+            for one in sending:
+                one.result(SOON)
+        other.close()
+
+
+def test_a_link_made_while_a_carrier_is_closed_is_closed_too(
+    piped: tuple[Piped, FramedSocket, socket.socket],
 ) -> None:
-    carrier, _ = piped
-    (link,) = carrier._links.values()
-    released = threading.Event()
-
-    class Closing:
-        """Open, until another thread that closes the carrier has released everything."""
-
-        fd, rank, out, is_paused = link.fd, 1, link.out, False
-
-        @property
-        def is_open(self) -> bool:
-            threading.Thread(target=lambda: (carrier._release(), released.set()), daemon=True).start()
-            released.wait(0.2)  # in vain while the carrier's lock is held
-            return True
-
-    with carrier._cond:
-        carrier._watch(Closing())  # type: ignore[arg-type]
-    assert released.wait(SOON) and carrier._epoll is None
-
-
-def test_a_link_made_while_a_carrier_is_closed_is_closed_too(piped: tuple[Piped, socket.socket]) -> None:
-    carrier, _ = piped
+    carrier, _, _ = piped
     near, other = socket.socketpair()
-    link = FramedSocket(near, 1, CARRIER.max_frame)
+    begun = FramedSocket(near, 1, CARRIER.max_frame)
     carrier.close()
     with pytest.raises(ClosedError, match="was closed"):
-        carrier._add(link, outward=True)
+        carrier.add(begun)
     other.settimeout(SOON)
-    assert not link.is_open and other.recv(1) == b""
+    assert not begun.is_open and other.recv(1) == b""
     other.close()
 
 
-def test_who_sends_the_rest_looks_again_before_it_ends(
-    piped: tuple[Piped, socket.socket], monkeypatch: pytest.MonkeyPatch
+def test_each_isend_completes_by_itself_however_often_the_thread_that_sends_the_rest_ends(
+    piped: tuple[Piped, FramedSocket, socket.socket],
 ) -> None:
-    """What is put while it is about to end finds it at work, and leaves the sending to it."""
-    carrier, _ = piped
-    unsent = [False, True, False, False]
-    monkeypatch.setattr(carrier, "_has_unsent", lambda: unsent.pop(0))
-    carrier._flush_all()
-    assert unsent == []
+    """A frame that is put while that thread is about to end is sent too."""
+    carrier, _, other = piped
+    one = framed(bytes(1 << 19), 0)
+    with ThreadPoolExecutor(1) as pool:
+        for _ in range(50):
+            sent = carrier.isend(1, 0, [bytes(1 << 19)])
+            got = pool.submit(read, other, len(one))
+            assert got.result(SOON) == one
+            eventually(sent.is_complete)
 
 
 def names(descriptors: list[int]) -> list[str]:
@@ -565,34 +568,37 @@ def names(descriptors: list[int]) -> list[str]:
 
 
 @pytest.mark.process
-def test_a_forked_child_begins_with_nothing_of_its_parents(piped: tuple[Piped, socket.socket]) -> None:
+def test_a_forked_child_begins_with_nothing_of_its_parents() -> None:
     """Though something there still refers to the links, and a thread of the parent was waiting."""
-    carrier, other = piped
-    (link,), epoll, bell = carrier._links.values(), carrier._epoll, carrier._wakeup
-    assert epoll is not None and bell is not None
-    descriptors = [link.fd, epoll.fileno(), bell.fileno()]
+    before = set(os.listdir("/proc/self/fd"))
+    near, other = socket.socketpair()
+    carrier = Piped()
+    link = carrier.connect(near, 1)
+    descriptors = [int(fd) for fd in {*os.listdir("/proc/self/fd")} - before if int(fd) != other.fileno()]
     held = names(descriptors)
     fork = multiprocessing.get_context("fork")
     ours, theirs = fork.Pipe()
 
     def look() -> None:
-        same = [now for now, before in zip(names(descriptors), held, strict=True) if now == before]
+        same = [now for now, then in zip(names(descriptors), held, strict=True) if now == then and now]
         alive = carrier.alive()
         try:
             carrier.recv(timeout=0.0)
         except DeadlineError:
-            theirs.send((same, alive, link.sock.fileno(), epoll.closed))
+            theirs.send((same, alive, link.sock.fileno()))
 
     with ThreadPoolExecutor(1) as pool, ours, theirs:
         wait = pool.submit(carrier.recv, 1, 0, SOON)
-        eventually(lambda: carrier._leader.is_led)
+        eventually(carrier.is_led)
         child = fork.Process(target=look, daemon=True)
         child.start()
-        assert ours.poll(SOON) and ours.recv() == ([], {0}, -1, True)
+        assert ours.poll(SOON) and ours.recv() == ([], {0}, -1)
         child.join(SOON)
         child.close()
         other.sendall(framed(b"to the parent", 0))  # the child said nothing on the wire
         assert bytes(wait.result(SOON)[2]) == b"to the parent"
+    carrier.close()
+    other.close()
 
 
 def test_a_frame_waits_while_no_more_files_can_be_opened(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -734,55 +740,60 @@ def test_work_that_raises_leaves_the_lead_to_others() -> None:
 
 
 @pytest.fixture
-def alone() -> Iterator[LocalCarrier]:
-    end = LocalCarrier.group(2)[0]
+def alone() -> Iterator[Local]:
+    end = Local.group(2)[0]
     end.alive()
     yield end
     end.close()
 
 
-def test_what_is_sent_behind_waiting_frames_does_not_overtake_them(
-    alone: LocalCarrier, far: tuple[FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+class Coming(Piped):
+    """Rank 0, to which rank 1 comes when it is told so."""
+
+    come: FramedSocket | None = None
+    error: Exception | None = None
+
+    def _link_to(self, dest: int) -> FramedSocket | None:
+        if self.error is not None:
+            raise self.error
+        if self.come is not None and dest not in self._outward:
+            self._add(self.come, outward=True)
+        return self._outward.get(dest)
+
+
+def test_a_frame_sent_behind_waiting_ones_does_not_overtake_them(
+    far: tuple[FramedSocket, socket.socket],
 ) -> None:
     link, other = far
-    with alone._cond:
-        alone._leader._leader = alone  # so that nobody moves what waits
-    handles = [alone.isend(1, 0, [b"first"])]
-    monkeypatch.setattr(alone, "_link_to", lambda dest: link)
-    handles.append(alone.isend(1, 0, [b"second"]))
-    with alone._cond:
-        alone._leader._leader = None
-        alone._cond.notify_all()
+    carrier = Coming(flushes=False)  # so that no thread moves what waits
+    handles = [carrier.isend(1, 0, [b"first"])]
+    carrier.come = link
+    handles.append(carrier.isend(1, 0, [b"second"]))
+    carrier.alive()
     other.settimeout(SOON)
-    want, got = framed(b"first", 0) + framed(b"second", 0), b""
-    while len(got) < len(want):
-        got += other.recv(1000)
-    assert got == want
+    want = framed(b"first", 0) + framed(b"second", 0)
+    assert read(other, len(want)) == want
     eventually(lambda: all(handle.is_complete() for handle in handles))
+    carrier.close()
 
 
 def test_nor_does_it_once_the_peer_has_come_to_this_process() -> None:
-    a, b = LocalCarrier.group(2)
-    a.alive()
-    with a._cond:
-        a._leader._leader = a
-    a.isend(1, 0, [b"first"])
-    b.alive()
-    a.isend(1, 0, [b"second"])
-    with a._cond:
-        a._leader._leader = None
-        a._cond.notify_all()
-    assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(2)] == [b"first", b"second"]
-    eventually(lambda: not a._absent and a._flusher is None)  # nobody looks for it any more
+    a, b = Local.group(2)
+    for i in range(50):
+        a.isend(1, 0, [b"%d" % i])
+        if i == 20:
+            b.alive()
+    assert [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(50)] == [b"%d" % i for i in range(50)]
+    eventually(a.is_idle)  # no thread looks for it any more
     a.close()
     b.close()
 
 
-def test_what_waits_for_one_who_has_not_come_is_looked_after_by_who_leads() -> None:
-    a, b = LocalCarrier.group(2)
+def test_a_frame_for_a_peer_that_has_not_come_is_sent_by_a_thread_that_receives() -> None:
+    a, b = Local.group(2)
     with ThreadPoolExecutor(1) as pool:
         wait = pool.submit(a.recv, 1, 5, 3 * SOON)
-        eventually(lambda: a._leader.is_led)
+        eventually(a.is_led)
         a.isend(1, 0, [b"x"])
         assert bytes(b.recv(0, timeout=SOON)[2]) == b"x"
         a.close()
@@ -790,14 +801,14 @@ def test_what_waits_for_one_who_has_not_come_is_looked_after_by_who_leads() -> N
     b.close()
 
 
-def test_little_is_kept_for_one_who_has_not_come(alone: LocalCarrier) -> None:
+def test_little_is_kept_for_one_who_has_not_come(alone: Local) -> None:
     alone.send(1, 0, [bytes(1 << 20)], 0.0)
     with pytest.raises(DeadlineError, match="send to rank 1"):
         alone.send(1, 0, [bytes(4 << 20)], 0.01)
     alone.send(1, 0, [bytes(1 << 20)], 0.0)  # what was given up takes no room
 
 
-def test_what_waits_for_one_who_has_not_come_fails_when_it_never_can(alone: LocalCarrier) -> None:
+def test_what_waits_for_one_who_has_not_come_fails_when_it_never_can(alone: Local) -> None:
     handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
     alone.close()
     for handle in handles:
@@ -805,11 +816,10 @@ def test_what_waits_for_one_who_has_not_come_fails_when_it_never_can(alone: Loca
             handle.is_complete()
 
 
-def test_what_was_given_up_is_waited_for_no_more(alone: LocalCarrier) -> None:
+def test_what_was_given_up_is_waited_for_no_more(alone: Local) -> None:
     with pytest.raises(DeadlineError, match="send to rank 1"):
         alone.isend(1, 0, [b"x"]).wait(0.0)
-    assert alone._absent.peers() == []
-    eventually(lambda: alone._flusher is None)
+    eventually(alone.is_idle)
 
 
 def assert_fail(handles: list[Any], text: str) -> None:
@@ -819,35 +829,33 @@ def assert_fail(handles: list[Any], text: str) -> None:
             handle.wait(SOON)
 
 
-def test_what_waits_for_one_who_came_and_died_before_it_was_reached_fails(alone: LocalCarrier) -> None:
+def test_what_waits_for_one_who_came_and_died_before_it_was_reached_fails(alone: Local) -> None:
     handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
     with socket.socket(socket.AF_UNIX) as peer:
-        peer.connect(alone._addresses(0)[0])
+        peer.connect(alone.addresses()[0])
         peer.sendall(struct.pack("<16sq", alone.group_id, 1))
     assert_fail(handles, "rank 1: is gone")
-    eventually(lambda: not alone._absent and alone._flusher is None)
+    eventually(alone.is_idle)
 
 
-def test_what_waits_for_one_who_cannot_be_connected_to_fails_and_says_why(
-    alone: LocalCarrier, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def cannot(dest: int) -> None:
-        raise OSError(24, "too many open files")
-
-    handle = alone.isend(1, 0, [b"x"])
-    monkeypatch.setattr(alone, "_link_to", cannot)
+def test_a_frame_for_a_peer_that_cannot_be_connected_to_fails_and_says_why() -> None:
+    carrier = Coming()
+    handle = carrier.isend(1, 0, [b"x"])
+    carrier.error = OSError(24, "too many open files")
     assert_fail([handle], r"rank 1: is gone \(.*too many open files")
+    carrier.close()
 
 
-def test_what_waited_fails_when_the_connection_ends_as_it_is_made(
-    alone: LocalCarrier, far: tuple[FramedSocket, socket.socket], monkeypatch: pytest.MonkeyPatch
+def test_frames_that_waited_fail_when_the_connection_ends_as_it_is_made(
+    far: tuple[FramedSocket, socket.socket],
 ) -> None:
-    link, _ = far
-    handles = [alone.isend(1, 0, [b"x"]), alone.isend(1, 0, [b"y"])]
-    link.close()
-    monkeypatch.setattr(alone, "_link_to", lambda dest: link)
-    assert_fail(handles, "rank 1: is gone")
-    eventually(lambda: not alone._absent and alone._flusher is None)
+    carrier, (link, other) = Coming(), far
+    handles = [carrier.isend(1, 0, [b"x"]), carrier.isend(1, 0, [b"y"])]
+    other.close()
+    link.sever()
+    carrier.come = link
+    assert_fail(handles, "rank 1: ")
+    carrier.close()
 
 
 def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -868,17 +876,17 @@ def test_what_has_no_room_at_one_who_leaves_fails(monkeypatch: pytest.MonkeyPatc
     a.close()
 
 
-def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: LocalCarrier) -> None:
+def test_who_looks_for_a_peer_that_is_gone_hears_of_close(alone: Local) -> None:
     with ThreadPoolExecutor() as pool:
         looking = pool.submit(alone.reconnect, 1, 2 * SOON)
-        eventually(lambda: alone._epoll is not None)
+        eventually(lambda: not looking.done() and alone.alive() == {0})
         alone.close()
         with pytest.raises(ClosedError, match="was closed"):
             looking.result(SOON)
 
 
 def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
-    alone: LocalCarrier, monkeypatch: pytest.MonkeyPatch
+    alone: Local, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By two, what one thread sends second might arrive first."""
     there, both = LocalCarrier(alone.group_id, 1, 2), threading.Barrier(2)
@@ -901,31 +909,20 @@ def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
     there.close()
 
 
-class Coming(StreamCarrier):
-    """Rank 0, to which rank 1 comes when it is told so."""
-
-    come: FramedSocket | None = None
-
-    def _link_to(self, dest: int) -> FramedSocket | None:
-        if self.come is not None and dest not in self._outward:
-            self._add(self.come, outward=True)
-        return self._outward.get(dest)
-
-
 @pytest.mark.parametrize("when", ["first", "put", "_send_some"])
 def test_a_frame_given_up_as_its_peer_comes_leaves_whole_or_not_at_all(
     monkeypatch: pytest.MonkeyPatch, when: str
 ) -> None:
     """Its sender gives up while another thread, who leads, is about to send it, or in the middle of that."""
     near, other = socket.socketpair()
-    carrier, block = Coming(0, None, 8 << 20), bytearray(8 << 20)
-    monkeypatch.setattr(carrier, "_ensure_flusher", lambda: None)
+    carrier, block = Coming(8 << 20, flushes=False), bytearray(8 << 20)
     waiting, behind = carrier.isend(1, 0, [block]), carrier.isend(1, 0, [b"behind"])
     kind = DeferredFrames if when == "first" else FramedSocket
     real, done = getattr(kind, when), threading.Event()
 
     def give_up() -> None:
-        carrier._give_up(waiting)
+        with suppress(DeadlineError, PeerDiedError):
+            waiting.wait(0.0)
         done.set()
 
     def meanwhile(*args: Any) -> Any:

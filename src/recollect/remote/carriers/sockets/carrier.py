@@ -25,7 +25,7 @@ from recollect.remote.carriers.sockets.queues import DeferredFrames, Inbox
 from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _IN = select.EPOLLIN | select.EPOLLRDHUP
-_LOOK_S = 0.01  # after which others are read too, however much lies here already
+LOOK_S = 0.01  # after which others are read too, however much lies here already
 RETRY_S = 0.02  # between two tries to reach a peer that is not there yet
 
 _open: weakref.WeakSet[StreamCarrier] = weakref.WeakSet()
@@ -349,7 +349,7 @@ class StreamCarrier:
         check_tag(tag, any_allowed=True)
         check_rank(source, self.size, "source", any_allowed=True)
         self._ensure_open()
-        if self._inbox and monotonic() - self._looked_at > _LOOK_S:
+        if self._inbox and monotonic() - self._looked_at > LOOK_S:
             self._glance()  # or who sends without end would be the only one that is read
         found: Frame = self._leader.wait(
             lambda: self._matching(source, tag), timeout, lambda: awaited(source, tag)
