@@ -28,10 +28,10 @@ import numpy as np
 from gymnasium import spaces
 
 import recollect as rc
-from recollect.remote.items import item_space
+from recollect.remote.frame import cut_items, decode, encode, joined
+from recollect.remote.items.packed import PackedItems
+from recollect.remote.items.space import item_space
 from recollect.remote.messages import Data, Sample
-from recollect.remote.packed import Packed
-from recollect.remote.wire import cut_items, decode, encode, joined
 
 HERE = Path(__file__)
 RESULTS = HERE.parent / "results" / "remote.json"
@@ -189,7 +189,7 @@ def coding(seconds: float) -> dict[str, float]:
     return out
 
 
-def _framed(items, packed: Packed) -> list:
+def _framed(items, packed: PackedItems) -> list:
     head = Data(1, bytes(16), 1, items.id, packed.n, len(packed.rows), False)
     return encode(head, packed.blocks(), max_frame=1 << 28, first_crc=packed.rows_crc)
 

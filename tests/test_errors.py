@@ -11,7 +11,7 @@ import pytest
 from gymnasium import spaces
 
 import recollect as rc
-from recollect.remote.items import item_space
+from recollect.remote.items.space import item_space
 
 ALSO: dict[str, type[BaseException]] = {
     "SchemaError": ValueError,

@@ -91,7 +91,7 @@ def test_a_name_that_is_known_looks_for_no_package(add: Any) -> None:
 
 
 def test_a_carrier_of_another_package_is_found_by_name(add: Any) -> None:
-    from recollect.remote.backends import carrier_of, check_backend
+    from recollect.remote.carriers.by_name import carrier_of, check_backend
 
     package = add("carriers", "pigeon", "carrier")
     check_backend("pigeon")
@@ -131,7 +131,7 @@ def test_a_data_set_of_another_package_is_opened_where_it_is(add: Any, tmp_path:
 def test_what_fails_is_told_with_its_package(
     add: Any, tmp_path: Path, group: str, function: str, source: str, problem: str
 ) -> None:
-    from recollect.remote.backends import carrier_of
+    from recollect.remote.carriers.by_name import carrier_of
 
     name = f"{group}-{function}"
     package = add(group, name, function, source=source)

@@ -12,6 +12,7 @@ import pytest
 from tests.collect.worlds import Counting, tracked_for
 from tests.datasets.sets import minari_hdf5
 from tests.process.test_file_kills import KINDS, block, create, ids, state
+from tests.remote.scripted import ScriptedCarrier
 from tests.rollout.test_experience import batch
 
 import recollect as rc
@@ -69,14 +70,16 @@ def test_a_storage_commits_closes_and_reads_where_it_was_made(kind: str, go: Go)
 def test_a_manager_saves_where_it_was_opened(go: Go) -> None:
     def manager(resume: bool) -> ReplayBufferManager:
         return ReplayBufferManager(
-            {"id": ((), "int64")}, 1, 1, capacity=9, checkpoint=Checkpoint("m", resume=resume)
-        )
+            {"id": ((), "int64")}, 1, 1, capacity=9, checkpoint=Checkpoint("m", resume=resume),
+            communication_backend=ScriptedCarrier(1),
+        )  # fmt: skip
 
     go("a")
     with manager(False) as first:
         first.add({"id": np.array([0])})
         elsewhere = go("b")
-        first._desk.saving.dump()
+        first.stop()
+        first.run()  # it ends with a dump
         first.add({"id": np.array([1])})
     assert not list(elsewhere.iterdir())
     go("a")

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from recollect.cli.serve import LEFT_SHOWN, as_table, as_text, figures, rates, shown
-from recollect.remote import ReplayBufferManager, records
+from recollect.remote import ReplayBufferManager
 
 
 def plain(states: dict[int, str], baseline: float | None = 1.5) -> dict[str, Any]:
@@ -57,7 +57,7 @@ def test_figures_count_everybody() -> None:
 
 
 def test_rates_add_up_though_senders_are_forgotten_between_two_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(records, "MOST_CLIENTS", 3)
+    monkeypatch.setattr("recollect.remote.config.MOST_CLIENTS", 3)
     with ReplayBufferManager({"id": ((), "int64")}, 0, None) as m:
         looks = []
         for rank in range(9):

@@ -436,8 +436,8 @@ def _minari(path: Path, kind: str) -> None:
 
 def frames(home: Path) -> list[Case]:
     """The messages between managers and workers, changed as values and as bytes, and what a manager does with them."""
+    from recollect.remote import frame as wire
     from recollect.remote import messages as m
-    from recollect.remote import wire
 
     ident = bytes(16)
     every = [

@@ -19,8 +19,9 @@ from tests.remote.make import MAX_LENGTH, grid, paths
 
 from recollect import _core
 from recollect.files.record import read_json, signed_json
-from recollect.remote import Checkpoint, ReplayBufferManager, wire
-from recollect.remote.checkpoint import _head
+from recollect.remote import Checkpoint, ReplayBufferManager
+from recollect.remote import frame as wire
+from recollect.remote.manager.checkpoint import record_head
 
 SPACE = {"id": ((), "int64"), "text": ((8,), "uint8")}
 N = 4
@@ -56,16 +57,15 @@ class Resumed:
     def __init__(self, home: Path, kind: str) -> None:
         self.home, self.kind = home / kind, kind
         m = _opened(self.home, False, kind)
-        log = m._desk.saving.log
-        assert log is not None
+        (log,) = self.home.glob("log-*.bin")
         ends = [0]
         for i in range(N):
             m.add(_item(i, kind))
-            ends.append(log.path.stat().st_size)
-        data = log.path.read_bytes()
-        m._desk.close()  # as a kill would
+            ends.append(log.stat().st_size)
+        data = log.read_bytes()
+        m.close()  # as a kill would
         self.records = [data[a:b] for a, b in pairwise(ends)]
-        self.log = log.path.name
+        self.log = log.name
         self.files = {
             str(f.relative_to(self.home)): f.read_bytes() for f in self.home.rglob("*") if f.is_file()
         }
@@ -93,7 +93,7 @@ class Resumed:
             found = m.buffer[:]
             return [int(x) for x in np.ravel(found["id"])] if self.kind == "items" else [len(m.buffer)]
         finally:
-            m._desk.close()
+            m.close()
 
     def __call__(self, random: Random) -> str:
         kind = random.random()
@@ -134,7 +134,7 @@ class Resumed:
         with suppress(Exception):
             frame = wire.PREFIX.pack(*numbers) + head + lead + body
         sender = random.choice((0, 1, 2, -1, -2, 2**31, 2**62, -(2**63)))
-        forged = _head(frame, sender) + frame
+        forged = record_head(frame, sender) + frame
         self._resume({self.log: b"".join([*self.records[:at], forged, *self.records[at + 1 :]])})
         return "frames"
 

@@ -16,8 +16,8 @@ import recollect as rc
 from recollect.datasets.lerobot.meta import file_name
 from recollect.errors import BudgetError, FormatError, FrameError
 from recollect.files.record import read_json, signed_json
+from recollect.remote.frame import Shapes, check_drawn, cut_items
 from recollect.remote.messages import Data
-from recollect.remote.wire import Shapes, check_drawn, cut_items
 from recollect.spaces import compile_layout, space_from_json
 
 ROOT = Path(__file__).parents[2]

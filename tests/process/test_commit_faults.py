@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from tests.process.failing import Fault, check_steps, may_die, ways
 from tests.process.test_file_kills import KINDS, ROWS, block, create, ids, state
+from tests.remote.scripted import ScriptedCarrier
 from tests.rollout.make import experience
 
 import recollect as rc
@@ -223,7 +224,14 @@ def test_a_manager_whose_log_or_dump_fails_at_any_step(
 
     def manager(resume: bool) -> ReplayBufferManager:
         about = Checkpoint(path, resume=resume, power_safe=power_safe)
-        return ReplayBufferManager({"id": ((), "int64")}, 1, 1, capacity=50, checkpoint=about)
+        return ReplayBufferManager(
+            {"id": ((), "int64")},
+            1,
+            1,
+            capacity=50,
+            checkpoint=about,
+            communication_backend=ScriptedCarrier(1, sees_death=False),
+        )
 
     def attempt(fault: Fault) -> None:
         told.write_bytes(b"")
@@ -239,7 +247,8 @@ def test_a_manager_whose_log_or_dump_fails_at_any_step(
 
                 def more() -> None:
                     add(m, 1)
-                    m._desk.saving.try_dump()
+                    m.stop()
+                    m.run()  # it ends with a dump
                     add(m, 2)
 
                 fault.during(more)

@@ -112,8 +112,8 @@ def main(kind: str, address: str, n: int) -> None:
         return
     if kind == "torch":
         import torch.distributed  # noqa: F401
-    import recollect.remote.client
-    import recollect.remote.manager  # noqa: F401
+    import recollect.remote.client.client
+    import recollect.remote.manager.manager  # noqa: F401
 
     with socket.create_server(("127.0.0.1", 0)) as free:  # it is taken again soon, before others can take it
         port = free.getsockname()[1]

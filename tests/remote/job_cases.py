@@ -15,8 +15,8 @@ from tests.remote.make import SAMPLE, samples
 
 from recollect.errors import AuthError, DeadlineError, PeerDiedError, ScoringError
 from recollect.remote import Limits, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote.frame import encode
 from recollect.remote.messages import Exit, Sample
-from recollect.remote.wire import encode
 from recollect.testing.carrier_contract import eventually
 
 MANAGER = 2
@@ -78,7 +78,7 @@ def exit_twice(carrier: Any, path: str) -> Any:
         return served(managed(carrier))
     replay = client(carrier)
     replay.add(samples([carrier.rank], [0.0]))
-    writer = replay._session.writer
+    writer = replay._protocol.writer
     if carrier.rank == 0:
         replay.close()
         for request in range(2):

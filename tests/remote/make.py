@@ -7,7 +7,14 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.remote import Trajectories
+from recollect.remote import Checkpoint, Limits, Trajectories
+from recollect.remote.items.space import item_space
+from recollect.remote.manager.baseline import Baseline
+from recollect.remote.manager.forwarder import Forwarder
+from recollect.remote.manager.peers import Workers
+from recollect.remote.manager.protocol import ManagerProtocol
+from recollect.remote.manager.state import BufferSettings, Hooks, ManagerState
+from recollect.remote.stats import Timing
 
 SAMPLE = {"id": ((), "int64"), "log_reward": ((), "float64")}
 PLAIN = {"id": ((), "int64")}
@@ -62,3 +69,26 @@ def assert_doors(stats: Any) -> None:
             for door in ("kept", "rejected", "passed", "filtered", "dropped", "lost", "pending")
         )
     assert stats.offered == doors, stats
+
+
+def manager_protocol(
+    env: Any = PLAIN, rank: int = 9, *, capacity: int = 10_000, evict: str = "oldest",
+    checkpoint: Checkpoint | None = None, forward_to: int | None = None,
+) -> ManagerProtocol:  # fmt: skip
+    """The protocol of a manager, without a carrier and without a loop: the test says what comes and what time it is."""
+    items, limits = item_space(env), Limits()
+    workers = Workers(None, None, limits)
+    hooks = Hooks(
+        lambda: lambda obj, sender_rank: {"score": float("inf")},
+        lambda scores, packed: state.inject_baseline(scores, packed.log_rewards),
+    )
+    settings = BufferSettings(capacity, evict, "memory", True, None)
+    state = ManagerState(
+        items, settings, Baseline("min", 0.1, 0.1, None), workers, Timing(False), hooks, None
+    )
+    forwarder = None
+    if forward_to is not None:
+        forwarder = Forwarder(items, rank, forward_to, is_bounded=checkpoint is None)
+    made = ManagerProtocol(state, workers, limits, checkpoint, forwarder, state.metadata)
+    made.open()
+    return made

@@ -23,8 +23,8 @@ from tests.timing import Stopwatch
 
 from recollect.errors import DeadlineError, PeerDiedError
 from recollect.remote import Carrier, LocalCarrier, TorchCarrier, launch
-from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import local, torch
+from recollect.remote.carriers.by_name import carrier_of
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -295,7 +295,7 @@ def test_between_threads_too_much_waits_at_its_sender(
         a.send(1, 0, [b"given up"], 0.0)
     waits = threading.Thread(target=handles[-1].wait, args=(6 * SOON,), daemon=True)
     waits.start()
-    eventually(lambda: a._turns.is_led)
+    eventually(lambda: a._leader.is_led)
     got = [bytes(b.recv(0, timeout=SOON)[2])]
     small = a.isend(1, 0, [b"small"])
     got += [bytes(b.recv(0, timeout=SOON)[2]) for _ in range(5)]

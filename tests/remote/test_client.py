@@ -33,11 +33,12 @@ from recollect.errors import (
     SchemaError,
     ScoringError,
 )
-from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier, open_clients
-from recollect.remote import line as line_module
-from recollect.remote import requests as requests_module
-from recollect.remote.items import item_space
-from recollect.remote.line import Line
+from recollect.remote import Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
+from recollect.remote.client import client as open_clients
+from recollect.remote.client import connection as line_module
+from recollect.remote.client.connection import Connection, get_metadata
+from recollect.remote.frame import decode, encode
+from recollect.remote.items.space import item_space
 from recollect.remote.messages import (
     METADATA_TAG,
     Data,
@@ -51,8 +52,6 @@ from recollect.remote.messages import (
     Welcome,
 )
 from recollect.remote.ranks import HOST
-from recollect.remote.requests import get_metadata
-from recollect.remote.wire import decode, encode
 from recollect.testing.carrier_contract import eventually
 
 TOKEN = b"a token of the tests"
@@ -89,7 +88,7 @@ def hurry(replay: RemoteReplay, deadline: float) -> RemoteReplay:
 
 
 def with_deadline(replay: RemoteReplay, deadline: float) -> RemoteReplay:
-    replay.deadline = replay._line.deadline = deadline
+    replay.deadline = replay._connection.deadline = deadline
     return replay
 
 
@@ -102,7 +101,7 @@ def test_a_draw_of_millions_is_refused_at_once_and_others_are_served(monkeypatch
             with pytest.raises(BudgetError, match="draw several times"):
                 greedy.sample(20_000_000)
             monkeypatch.setattr(
-                "recollect.remote.client.check_drawn", lambda n, shapes: None
+                "recollect.remote.client.client.check_drawn", lambda n, shapes: None
             )  # an older client
             with ThreadPoolExecutor(1) as pool:
                 asked = pool.submit(greedy.sample, 20_000_000)
@@ -126,7 +125,7 @@ class Silent:
         self.thread.start()
 
     def _work(self) -> None:
-        from recollect.remote.serving import Received
+        from recollect.remote.manager.loop import Received
 
         while not self.over.is_set():
             try:
@@ -141,7 +140,7 @@ class Silent:
                 if not self.answers:
                     continue
                 self.answers -= 1
-            for reply in self.fake._serving.handle(rank, Received(message, body, frame)):
+            for reply in self.fake._loop.handle(rank, Received(message, body, frame)):
                 self.end.send(reply.dest, reply.tag, reply.parts)
 
     def close(self) -> None:
@@ -204,7 +203,7 @@ import sys
 sys.modules[{package!r}] = None  # as if it were not installed
 from recollect.errors import MissingExtraError
 from recollect.remote import RayCarrier
-from recollect.remote.backends import carrier_of
+from recollect.remote.carriers.by_name import carrier_of
 
 try:
     RayCarrier.serve("job", 0) if {kind!r} == "ray" else carrier_of({kind!r})
@@ -284,15 +283,15 @@ def test_a_container_that_leaves_no_room_for_a_head_is_refused_before_it_is_take
 
 
 def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
-    line = Line(item_space(PLAIN), 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line = Connection(item_space(PLAIN), 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
     n = (64 << 20) // 8 + 1
     answer = Items(5, item_space(PLAIN).id, n, n, 0, 1)
     frame = memoryview(b"".join(encode(answer, [np.zeros((n, 8), np.uint8)], max_frame=1 << 27)))
     line.carrier = SimpleNamespace(max_frame=1 << 27, recv=lambda *a: (1, 0, frame))  # type: ignore[assignment]
-    line.session.expected[5] = []
+    line.protocol.expected[5] = []
     line._down_since = 1.0
     line.receive(0.0)
-    assert [message for message, _ in line.session.expected[5]] == [answer]
+    assert [message for message, _ in line.protocol.expected[5]] == [answer]
     assert line._down_since is None  # it is there: the next time it is gone, the wait for it begins anew
 
 
@@ -300,7 +299,7 @@ def test_who_was_refused_is_told_once_and_asks_again_at_the_next_call(
     ends: list[LocalCarrier], silent: Silent, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     replay = client(ends[0])
-    monkeypatch.setattr(silent.fake._book, "admit", lambda *a: "not yet")
+    monkeypatch.setattr(silent.fake._workers, "admit", lambda *a: "not yet")
     for _ in range(2):
         with pytest.raises(RemoteError, match="not yet"):
             replay.add(samples([1]))
@@ -322,7 +321,7 @@ def test_no_more_than_a_window_is_outstanding(ends: list[LocalCarrier], silent: 
     assert caught.value.accepted is False
     assert replay.stats().pending == replay.stats().offered == 3
     silent.answers = 99
-    replay._line._next_retry = 0.0
+    replay._connection._next_retry = 0.0
     with_deadline(replay, 10.0)
     assert replay.add(samples([3])) == {"score": np.inf}
     assert len(replay.close()) == 3
@@ -340,7 +339,7 @@ def test_an_add_that_is_given_back_leaves_those_before_it(
     assert caught.value.accepted is False and replay.stats().pending == 3
     assert_doors(replay.stats())
     silent.answers = 99
-    replay._line._next_retry = 0.0
+    replay._connection._next_retry = 0.0
     with_deadline(replay, 10.0)
     assert (
         replay.add(samples(last)) is not None and replay.stats().sent == 2
@@ -413,7 +412,7 @@ def test_a_damaged_answer_is_asked_for_again(ends: list[LocalCarrier], silent: S
         ends[1].send(0, 0, [b"not a frame"])
         silent.answers = 9
         assert replay.add(samples([1])) == {"score": np.inf}
-        assert replay._session.malformed == 1
+        assert replay._protocol.malformed == 1
 
 
 # -- ending
@@ -511,8 +510,8 @@ def test_a_process_that_ends_waits_for_a_moment_only(
     left: list[Any] = []
     replay = client(ends[0], send_every=2)
     replay.add(samples([1, 2, 3]))
-    writer = replay._session.writer
-    monkeypatch.setattr(replay._line, "leave", lambda *args: left.append(args))
+    writer = replay._protocol.writer
+    monkeypatch.setattr(replay._connection, "leave", lambda *args: left.append(args))
     replay._abandon()
     assert left == [(3, writer, 1.0)] and replay.stats().lost == 3
 
@@ -558,7 +557,7 @@ def test_what_waits_for_a_full_container_is_lost_with_the_rest(ends: list[LocalC
     replay = hurry(client(ends[0], send_every=3), 0.2)
     replay.add(samples([1, 2]))
     silent.close()
-    replay._session.is_ready = False  # as when a connection is lost
+    replay._protocol.is_ready = False  # as when a connection is lost
     with pytest.raises(DeadlineError) as caught:
         replay.close()
     assert caught.value.undelivered == replay.stats().lost == 2
@@ -612,7 +611,7 @@ def test_a_manager_that_comes_back_gets_what_waited(tmp_path: Any) -> None:
             replay.add(samples([1]))
         taken = [0] + [1] * caught.value.accepted
         server, made = serve(address)
-        replay._line.reconnect_s = 10.0
+        replay._connection.reconnect_s = 10.0
         replay.add(samples([2]))
         replay.flush()
         assert made.buffer[:]["id"].tolist() == [*taken, 2]
@@ -685,9 +684,9 @@ def test_where_the_carrier_sees_no_death_processes_are_looked_at() -> None:
 )
 def test_only_a_known_process_of_this_machine_is_looked_at(manager: Any, is_gone: bool) -> None:
     end = LocalCarrier.group(2)[0]
-    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line = Connection(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
     line.open(Blind(end))
-    line.session.manager = manager
+    line.protocol.manager = manager
     with pytest.raises(PeerDiedError, match="rank 1") if is_gone else nullcontext():
         line.receive(0.0)
     end.close()
@@ -701,7 +700,7 @@ def test_a_wait_is_cut_short_only_to_look_at_a_process(sees_death: bool) -> None
         waits.append(timeout)
         raise DeadlineError("nothing")
 
-    line = Line(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
+    line = Connection(None, 1, deadline=1.0, retry_s=1.0, reconnect_s=1.0, gives_up=False)
     line.open(SimpleNamespace(rank=0, max_frame=1 << 14, sees_death=sees_death, recv=recv))
     for timeout in (60.0, 0.01):
         line.receive(timeout)
@@ -718,7 +717,7 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
     def gone(*args: Any) -> Any:
         raise PeerDiedError("rank 1: is gone")
 
-    line = Line(None, 1, deadline=10.0, retry_s=1.0, reconnect_s=0.2, gives_up=False)
+    line = Connection(None, 1, deadline=10.0, retry_s=1.0, reconnect_s=0.2, gives_up=False)
     line.open(SimpleNamespace(rank=0, max_frame=1 << 14, send=gone, recv=gone, reconnect=refuse))
     with pytest.raises(PeerDiedError, match="the manager is gone"):
         line.greet()
@@ -736,13 +735,13 @@ class Scripted:
         self.now, self.answer = 0.0, answer
         self.sent: list[tuple[float, Any]] = []
         self.inbox: list[Any] = []
-        for module in (line_module, requests_module):
+        for module in (line_module, line_module):
             monkeypatch.setattr(module, "monotonic", lambda: self.now)
         monkeypatch.setattr(line_module, "perf_counter", lambda: self.now)
 
-    def line(self, **kw: Any) -> Line:
+    def line(self, **kw: Any) -> Connection:
         kw = {"deadline": 35.0, "retry_s": 10.0, "reconnect_s": 60.0, "gives_up": False, **kw}
-        made = Line(item_space(PLAIN), 1, **kw)
+        made = Connection(item_space(PLAIN), 1, **kw)
         made.open(self)  # type: ignore[arg-type]
         return made
 
@@ -788,19 +787,19 @@ def test_who_has_connected_again_says_hello_at_once(monkeypatch: pytest.MonkeyPa
     carrier = Scripted(monkeypatch, answer)
     line = carrier.line(retry_s=30.0)
     line.greet()
-    assert carrier.times_of(Hello) == [0.0, 20.5] and line.session.is_ready
+    assert carrier.times_of(Hello) == [0.0, 20.5] and line.protocol.is_ready
 
 
 def test_a_draw_is_asked_for_every_retry_s_and_nothing_of_it_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     carrier = Scripted(monkeypatch)
     line = carrier.line()
-    line.session.is_ready, line._next_retry = True, 5.0
+    line.protocol.is_ready, line._next_retry = True, 5.0
     with pytest.raises(DeadlineError, match="drawn items"):
         line.ask(draw)
     assert carrier.times_of(Sample) == [0.0, 10.0, 20.0, 30.0]
-    assert not line.session.expected
+    assert not line.protocol.expected
     carrier.answer = lambda message: [drawn(message.request)]
-    assert [message.n for message, _ in line.ask(draw)] == [1] and not line.session.expected
+    assert [message.n for message, _ in line.ask(draw)] == [1] and not line.protocol.expected
     with pytest.raises(DeadlineError, match="the end"):
         line.until(lambda: None, "the end")
 
@@ -814,9 +813,9 @@ def test_a_draw_that_is_answered_late_is_not_thrown_away(monkeypatch: pytest.Mon
         return [drawn(asked[-2])] if len(asked) > 1 else []
 
     line = Scripted(monkeypatch, answer).line()
-    line.session.is_ready, line._next_retry = True, 5.0
+    line.protocol.is_ready, line._next_retry = True, 5.0
     [(message, _)] = line.ask(draw)
-    assert message.request == asked[0] and len(asked) == 2 and not line.session.expected
+    assert message.request == asked[0] and len(asked) == 2 and not line.protocol.expected
 
 
 def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_first(
@@ -832,9 +831,9 @@ def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_
 
     carrier = Scripted(monkeypatch, answer)
     line = carrier.line()
-    line.session.is_ready = True
+    line.protocol.is_ready = True
     assert [message.n for message, _ in line.ask(draw)] == [1]
-    assert len(carrier.times_of(Hello)) == 1 and line.session.stray == 1
+    assert len(carrier.times_of(Hello)) == 1 and line.protocol.stray == 1
 
 
 def test_what_was_sent_with_the_welcome_is_sent_again_after_retry_s(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -843,7 +842,7 @@ def test_what_was_sent_with_the_welcome_is_sent_again_after_retry_s(monkeypatch:
         monkeypatch, lambda message: [stray] * 18 + [welcome(message)] if isinstance(message, Hello) else []
     )
     line = carrier.line()
-    line.session.put(item_space(PLAIN).encode(samples([1])))
+    line.protocol.put(item_space(PLAIN).encode(samples([1])))
     with pytest.raises(DeadlineError, match="the end"):
         line.until(lambda: None, "the end")
     assert carrier.times_of(Hello) == [0.0] and carrier.times_of(Data) == [9.5, 19.5, 29.5]
@@ -854,9 +853,9 @@ def test_who_goes_on_sending_does_not_put_off_what_is_to_be_sent_again(
 ) -> None:
     carrier = Scripted(monkeypatch)
     line = carrier.line(deadline=10.0)
-    line.session.is_ready = True
+    line.protocol.is_ready = True
     for carrier.now in (1.0, 7.0):
-        line.send(line.session.put(item_space(PLAIN).encode(samples([1]))).parts)
+        line.send(line.protocol.put(item_space(PLAIN).encode(samples([1]))).parts)
     with pytest.raises(DeadlineError):
         line.until(lambda: None, "the end")
     assert carrier.times_of(Data) == [1.0, 7.0, 11.0, 11.0]
@@ -871,8 +870,8 @@ def test_exit_is_said_again_for_a_moment(
 ) -> None:
     carrier = Scripted(monkeypatch)
     line = carrier.line(deadline=deadline, retry_s=retry_s)
-    line.session.manager = HOST, 0
-    line.leave(0, line.session.writer, 5.0)
+    line.protocol.manager = HOST, 0
+    line.leave(0, line.protocol.writer, 5.0)
     assert carrier.times_of(Exit) == times and carrier.now == pytest.approx(
         min(5.0, max(deadline, 1.0)), abs=0.01
     )
@@ -886,7 +885,7 @@ def test_parts_of_a_draw_are_put_in_order(monkeypatch: pytest.MonkeyPatch) -> No
         ]
 
     line = Scripted(monkeypatch, answer).line()
-    line.session.is_ready, line._next_retry = True, 5.0
+    line.protocol.is_ready, line._next_retry = True, 5.0
     assert [message.part for message, _ in line.ask(draw)] == [0, 1, 2]
 
 
@@ -908,10 +907,10 @@ def test_sends_that_are_complete_are_held_no_longer(monkeypatch: pytest.MonkeyPa
 def test_who_leaves_raises_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     carrier = Scripted(monkeypatch, lambda message: [error])
     line = carrier.line()
-    line.leave(3, line.session.writer, 5.0)
+    line.leave(3, line.protocol.writer, 5.0)
     assert not carrier.sent  # nobody welcomed it
-    line.session.manager = (HOST, 0)
-    line.leave(3, line.session.writer, 5.0)
+    line.protocol.manager = (HOST, 0)
+    line.leave(3, line.protocol.writer, 5.0)
     assert [message.undelivered for _, message in carrier.sent][:1] == [3]
 
 
@@ -948,7 +947,7 @@ def test_a_baseline_that_is_no_finite_number_filters_nothing(ends: list[LocalCar
         manager.start()
         with client(ends[0], SAMPLE, baseline_filtering=True) as replay:
             replay.add(samples([1], [-1.0]))  # none is known yet
-            replay._session.baseline = odd
+            replay._protocol.baseline = odd
             replay.add(samples([2, 3], [-5.0, 5.0]))
             assert replay.stats().filtered == 0 and replay.stats().kept == 3
 
@@ -996,7 +995,7 @@ def test_metadata_is_waited_for_and_asked_for_again_as_the_client_was_told(
 ) -> None:
     asked: list[Any] = []
     with client(ends[0], deadline=7.0, retry_s=0.3) as replay:
-        monkeypatch.setattr(requests_module, "get_metadata", lambda *args: asked.append(args))
+        monkeypatch.setattr(open_clients, "get_metadata", lambda *args: asked.append(args))
         replay.metadata()
     assert asked[0][:4] == (ends[0], 1, 7.0, 0.3)
 
@@ -1050,7 +1049,7 @@ def test_metadata_is_asked_for_again_and_ends_in_time(ends: list[LocalCarrier]) 
 
 def test_a_draw_waits_for_no_adds_and_is_asked_for_again(ends: list[LocalCarrier], silent: Silent) -> None:
     silent.fake.add(samples([5]))
-    real, lost = silent.fake._serving.handle, []
+    real, lost = silent.fake._loop.handle, []
 
     def lose_one(rank: int, received: Any) -> Any:
         if isinstance(received.message, Sample) and not lost:
@@ -1058,7 +1057,7 @@ def test_a_draw_waits_for_no_adds_and_is_asked_for_again(ends: list[LocalCarrier
             return []
         return real(rank, received)
 
-    silent.fake._serving.handle = lose_one  # type: ignore[method-assign]
+    silent.fake._loop.handle = lose_one  # type: ignore[method-assign]
     replay = client(ends[0], mode="async_comm", retry_s=0.1)
     replay.add(samples([1]))
     assert replay.sample(3)["id"].tolist() == [5, 5, 5] and len(lost) == 1
@@ -1087,7 +1086,7 @@ def test_drawn_items_of_another_layout_are_refused(
         replay.add(samples([1]))
         for layout, is_refused in ((item_space(PLAIN).id, False), (bytes(16), True)):
             drawn = [(Items(1, layout, 1, 1, 0, 1), memoryview((7).to_bytes(8, "little")))]
-            monkeypatch.setattr(replay._line, "ask", lambda make, drawn=drawn: drawn)
+            monkeypatch.setattr(replay._connection, "ask", lambda make, drawn=drawn: drawn)
             if is_refused:
                 with pytest.raises(FrameError, match="layout of this client"):
                     replay.sample(1)
@@ -1136,7 +1135,7 @@ def test_seconds_to_encode_are_those_of_packing_and_of_framing(
     ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By a clock that goes on by a second whenever somebody looks at it."""
-    monkeypatch.setattr("recollect.remote.client.perf_counter", count(0.0).__next__)
+    monkeypatch.setattr("recollect.remote.client.client.perf_counter", count(0.0).__next__)
     with client(ends[0], send_every=2) as replay:
         replay.add(samples([1]))
         assert replay.stats().encode_s == 1.0
@@ -1171,7 +1170,7 @@ def test_a_container_that_was_refused_says_which_and_is_lost(
     with client(ends[0]) as replay:
         replay.add(samples([1]))
         with monkeypatch.context() as disk:
-            disk.setattr(manager._desk.saving, "write", full)
+            disk.setattr(manager._protocol.checkpoint, "write", full)
             with pytest.raises(RemoteError, match="No space") as caught:
                 replay.add(samples([2]))
         assert (caught.value.seq, caught.value.kept) == (2, 0)
@@ -1218,7 +1217,7 @@ def test_nor_is_it_when_what_waits_is_flushed(ends: list[LocalCarrier]) -> None:
         replay.flush()
     assert [message.seq for message in silent.seen if isinstance(message, Data)] in ([], [1])
     silent.answers = 99
-    replay._line._next_retry = 0.0
+    replay._connection._next_retry = 0.0
     with_deadline(replay, 10.0)
     assert len(replay.flush()) == 2 and silent.fake.buffer[:]["id"].tolist() == [0, 1, 2]
     replay.close()
@@ -1331,7 +1330,7 @@ def test_a_carrier_with_the_id_of_one_that_is_gone_was_not_used(weak: bool) -> N
     client: Any = SimpleNamespace(manager_rank=7)
     carrier: Any = Used()
     address = id(carrier)
-    open_clients.enter(client, carrier)
+    open_clients.enter(client, carrier, list)
     open_clients.leave(client)
     assert open_clients.was_used(carrier, 7) and not open_clients.was_used(carrier, 8)
     del carrier

@@ -14,8 +14,8 @@ from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, assert_doors, grid, pat
 from recollect.remote import (
     Diversity,
     ReplayBufferManager,
-    diversity,
 )
+from recollect.remote.manager import diversity
 
 INF = float("inf")
 

@@ -15,9 +15,8 @@ from tests.remote.make import MAX_LENGTH, PLAIN, SAMPLE, grid, paths, samples
 import recollect as rc
 from recollect.errors import SchemaError
 from recollect.remote import ReplayBufferManager, Trajectories
-from recollect.remote.described import space_of_text, text_difference
-from recollect.remote.items import item_space
-from recollect.remote.packed import Packed, storable
+from recollect.remote.items.packed import PackedItems, storable
+from recollect.remote.items.space import item_space, space_of_text, text_difference
 
 INF = float("inf")
 
@@ -279,7 +278,7 @@ def test_parts_that_do_not_fit_are_refused() -> None:
 def test_parts_join_to_one_container() -> None:
     items = item_space(grid(), MAX_LENGTH)
     parts = [paths([1, 2], [0.0, 1.0], [2, 3]), paths([3], [2.0], [1])]
-    whole = items.decode(Packed.concat([items.encode(part) for part in parts]))
+    whole = items.decode(PackedItems.concat([items.encode(part) for part in parts]))
     assert_equal(whole, Trajectories.concat(parts))
 
 
@@ -291,7 +290,7 @@ def test_items_keep_their_rewards_and_their_purpose(env: Any, length: int | None
     whole = item_space(env, length).encode(given_)
     for packed, scoring_only in ((whole, False), (whole.without_steps(), True)):
         some = packed.take(np.array([2, 0]))
-        both = Packed.concat([some, packed])
+        both = PackedItems.concat([some, packed])
         for one, rewards in (
             (packed, [0.5, -INF, 2.0]), (some, [2.0, 0.5]), (both, [2.0, 0.5, 0.5, -INF, 2.0])
         ):  # fmt: skip

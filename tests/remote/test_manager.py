@@ -35,12 +35,12 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
-from recollect.remote import manager as managers
-from recollect.remote import timing as timings
+from recollect.remote import stats as timings
+from recollect.remote.frame import encode
+from recollect.remote.manager import manager as managers
+from recollect.remote.manager.baseline import Ranking
 from recollect.remote.messages import Exit
-from recollect.remote.ranking import Ranking
-from recollect.remote.timing import Timing
-from recollect.remote.wire import encode
+from recollect.remote.stats import Timing
 
 INF = float("inf")
 
@@ -636,7 +636,7 @@ def test_exit_twice_is_harmless_and_ranks_count_by_number(rig: Any) -> None:
     r = rig(n=2, workers=2)
     with r.client(0) as replay:
         replay.add(samples([1], [0.0]))
-        writer = replay._session.writer
+        writer = replay._protocol.writer
     for _ in range(3):
         r.ends[0].send(2, 0, encode(Exit(1, writer, 0, "")))
     assert ReplayBufferManager.get_metadata(2, r.ends[1])["n_left"] == 1
@@ -694,7 +694,7 @@ def test_is_running_set_to_false_ends_it_like_stop(how: str) -> None:
     if how == "before run":
         end()
     else:
-        m._book.tick = end  # type: ignore[method-assign]
+        m._workers.tick = end  # type: ignore[method-assign]
     assert m.run().offered == 0 and not m.is_running
     if how == "before run":
         m.is_running = True  # and it may serve again
@@ -709,7 +709,7 @@ def test_it_runs_once_at_a_time_and_close_tells_how_it_ended(rig: Any) -> None:
     r = rig(limits=Limits(join_s=60.0), n=1)
     with pytest.raises(RuntimeError, match="already running"):
         r.manager.start()
-    r.manager._book.limits = Limits(join_s=0.0)
+    r.manager._workers.limits = Limits(join_s=0.0)
     assert ended(r.manager)
     with pytest.raises(DeadlineError, match="no worker came"):
         r.manager.close()
@@ -811,11 +811,11 @@ def test_it_can_be_run_again(rig: Any) -> None:
     r = rig(n=1, workers=1)
     for i in range(2):
         if i:
-            r.manager._book.workers.clear()
+            r.manager._workers.by_rank.clear()
             r.manager.start()
         with r.client() as replay:
             replay.add(samples([i], [0.0]))
-            assert r.manager._serving._undertaker is None  # nobody else takes what comes
+            assert r.manager._loop._late_thread is None  # nobody else takes what comes
         assert ended(r.manager)
     assert r.manager.buffer[:]["id"].tolist() == [0, 1]
 

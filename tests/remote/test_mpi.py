@@ -20,8 +20,8 @@ import pytest
 
 from recollect.errors import DeadlineError, MissingExtraError
 from recollect.remote import MpiCarrier
-from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import mpi
+from recollect.remote.carriers.by_name import carrier_of
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import eventually
 

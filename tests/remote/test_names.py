@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from recollect import remote
-from recollect.remote import wire
+from recollect.remote import frame as wire
 
 PUBLIC = """
 ANY Carrier Checkpoint ClientStats DATA_TAG Diversity Limits LocalCarrier METADATA_TAG ManagerStats MpiCarrier

@@ -12,16 +12,16 @@ from hypothesis import strategies as st
 from tests.remote.make import SAMPLE, samples
 
 from recollect.remote import LocalCarrier, RemoteReplay, ReplayBufferManager, Shards
-from recollect.remote.agreement import Agreement, Summary, agreed_value
+from recollect.remote.manager.baseline import ShardSummary, SharedBaseline, agreed_value
 from recollect.remote.messages import Sync
 from recollect.testing.carrier_contract import eventually
 
 shard = st.tuples(st.lists(st.floats(-9, 9), max_size=5), st.booleans(), st.floats(-9, 9), st.integers(1, 9))
 
 
-def summary(values: list[float], is_full: bool, ema: float, containers: int) -> Summary:
+def summary(values: list[float], is_full: bool, ema: float, containers: int) -> ShardSummary:
     ordered = np.sort(np.array(values, float))
-    return Summary(min(values) if values else None, is_full, ema, containers, ordered)
+    return ShardSummary(min(values) if values else None, is_full, ema, containers, ordered)
 
 
 @given(
@@ -36,7 +36,7 @@ def test_the_value_is_that_of_the_union(shards: list[Any], strategy: str, q: flo
     assert agreed_value([summary(*s) for s in shards], strategy, q) == pytest.approx(expected, abs=1e-12)
 
 
-def exchange(parties: dict[int, Agreement], now: float, mine: dict[int, Summary]) -> None:
+def exchange(parties: dict[int, SharedBaseline], now: float, mine: dict[int, ShardSummary]) -> None:
     for rank, party in parties.items():
         for dest, message, values in party.tick(now, mine[rank]):
             if dest in parties:
@@ -45,7 +45,7 @@ def exchange(parties: dict[int, Agreement], now: float, mine: dict[int, Summary]
 
 def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() -> None:
     shards = Shards((4, 5, 6), sync_s=1.0)
-    parties = {rank: Agreement(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
+    parties = {rank: SharedBaseline(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
     mine = {rank: summary([float(rank)], True, 0.0, 1) for rank in parties}
     seen: dict[int, float | None] = {}
     epochs = []
@@ -64,8 +64,8 @@ def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() ->
 
 
 def test_who_hears_nothing_uses_its_own() -> None:
-    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
-    other = Agreement(4, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    other = SharedBaseline(4, Shards((4, 5), sync_s=1.0), "min", 0.1)
     both = {4: other, 5: party}
     mine = {rank: summary([1.0], True, 0.0, 1) for rank in both}
     exchange(both, 0.0, mine)
@@ -76,7 +76,7 @@ def test_who_hears_nothing_uses_its_own() -> None:
 
 def test_an_older_epoch_counts_again_once_nobody_spoke_for_long() -> None:
     """All others were started again: their epochs begin anew, and this one must not hold out for its own."""
-    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
     nothing = np.empty(0)
 
     def agreed(epoch: int, value: float, now: float) -> tuple[int, float | None] | None:
@@ -125,10 +125,10 @@ def test_a_shard_says_what_it_holds(strategy: str) -> None:
     m = ReplayBufferManager(
         SAMPLE, 2, None, capacity=3, shards=Shards((2, 3)), baseline_strategy=strategy, baseline_ema_alpha=0.5
     )
-    assert m._desk.shelf.summary().is_full is False
+    assert m._state.shard_summary().is_full is False
     m.add(samples([1, 2], [4.0, -np.inf]))
     m.add(samples([3], [2.0]))
-    got = m._desk.shelf.summary()
+    got = m._state.shard_summary()
     assert (got.lowest, got.is_full, got.ema, got.containers) == (2.0, True, 3.0, 2)
     assert got.values.tolist() == ([2.0, 4.0] if strategy == "percentile" else [])
 
@@ -136,7 +136,7 @@ def test_a_shard_says_what_it_holds(strategy: str) -> None:
 def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
     """The network between 4 and 5 is cut, and 6 hears both."""
     shards = Shards((4, 5, 6), sync_s=1.0)
-    parties = {rank: Agreement(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
+    parties = {rank: SharedBaseline(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
     seen: dict[int, float | None] = {}
     for step in range(20):
         for rank, party in parties.items():
@@ -150,7 +150,7 @@ def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
     assert len(set(seen.values())) > 1
 
 
-def agreed_by(party: Agreement, now: float, mine: Summary) -> list[Sync]:
+def agreed_by(party: SharedBaseline, now: float, mine: ShardSummary) -> list[Sync]:
     """What a manager decides at this moment."""
     return [message for _, message, _ in party.tick(now, mine) if message.kind == "agreed"]
 
@@ -160,14 +160,14 @@ NOTHING = np.empty(0)
 
 
 def test_an_agreed_value_is_used_for_three_times_sync_s_and_a_repeated_one_no_longer() -> None:
-    party = Agreement(5, Shards((4, 5), sync_s=2.0), "min", 0.1)
+    party = SharedBaseline(5, Shards((4, 5), sync_s=2.0), "min", 0.1)
     agreed = Sync(0, 100, "agreed", 1.0, 0, False, None, 0)
     assert party.hear(4, agreed, NOTHING, 0.0) and party.hear(4, agreed, NOTHING, 3.0)
     assert party.current(6.0) == (100, 1.0) and party.current(6.01) is None
 
 
 def test_who_is_no_manager_of_the_shards_has_no_say() -> None:
-    party = Agreement(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
+    party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
     assert not party.hear(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
     assert not party.hear(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
     assert party.current(0.0) is None
@@ -177,7 +177,7 @@ def test_who_is_no_manager_of_the_shards_has_no_say() -> None:
 
 
 def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
-    party = Agreement(5, Shards((4, 5), sync_s=2.0), "percentile", 0.1)
+    party = SharedBaseline(5, Shards((4, 5), sync_s=2.0), "percentile", 0.1)
     ((dest, said, values),) = party.tick(10.0, MINE)
     assert dest == 4 and values.tolist() == [5.0]
     assert said == Sync(0, 0, "summary", 5.0, 1, False, 2.5, 7)
@@ -185,7 +185,7 @@ def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
 
 
 def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None:
-    party = Agreement(5, Shards((4, 5, 6), sync_s=1.0), "min", 0.1)
+    party = SharedBaseline(5, Shards((4, 5, 6), sync_s=1.0), "min", 0.1)
     assert agreed_by(party, 0.0, MINE) == []  # the lowest has not had the time to speak
     party.hear(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
     party.hear(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
@@ -197,7 +197,7 @@ def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None
 
 def test_scores_hold_the_epoch_only_of_a_value_that_was_agreed() -> None:
     m = ReplayBufferManager(SAMPLE, 2, None, shards=Shards((2, 3), sync_s=60.0))
-    agreement = m._desk.shelf.agreement
+    agreement = m._state.baseline.shared
     assert agreement is not None
     for epoch, value, want in (
         (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # nobody had anything yet

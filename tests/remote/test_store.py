@@ -11,10 +11,10 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from recollect import _core
-from recollect.remote.items import item_space
-from recollect.remote.packed import Rows
-from recollect.remote.store import Store, item_plan, make_buffer
-from recollect.remote.trajectories import Trajectories
+from recollect.remote.items.packed import RowPacker
+from recollect.remote.items.space import item_space
+from recollect.remote.items.trajectories import Trajectories
+from recollect.remote.manager.store import Store, item_plan, make_buffer
 from recollect.spaces import as_space, compile_layout
 
 STEP = spaces.Dict({"state": spaces.Box(-9, 9, (3,), np.int16), "action": spaces.Discrete(5)})
@@ -156,7 +156,7 @@ def test_packed_rows_are_the_leaves_side_by_side(space: Any, n: int, exact: bool
     rng = np.random.default_rng(n)
     block = {k: rng.integers(0, 100, (n, *shape)).astype(dtype) for k, (shape, dtype) in space.items()}
     given_ = block if exact else {k: np.asfortranarray(v) for k, v in block.items()}
-    rows, crc = Rows(layout).pack_block(given_)
+    rows, crc = RowPacker(layout).pack_block(given_)
     plain = np.zeros((n, layout.row_nbytes), np.uint8)
     for f in layout.fields:
         plain[:, f.offset : f.offset + f.nbytes] = block[f.name].view(np.uint8).reshape(n, f.nbytes)

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 import pytest
-from tests.remote.test_saving import manager, samples
+from tests.remote.test_checkpoint import manager, samples
 
 from recollect.errors import FormatError, LaneBusyError
 from recollect.remote import Checkpoint

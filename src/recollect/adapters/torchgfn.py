@@ -14,10 +14,10 @@ import numpy as np
 from gymnasium import spaces
 
 from recollect.errors import EmptyError, MissingExtraError
-from recollect.remote.client import RemoteReplay
-from recollect.remote.diversity import Diversity
-from recollect.remote.manager import ReplayBufferManager
-from recollect.remote.trajectories import Trajectories
+from recollect.remote.client.client import RemoteReplay
+from recollect.remote.items.trajectories import Trajectories
+from recollect.remote.manager.diversity import Diversity
+from recollect.remote.manager.manager import ReplayBufferManager
 from recollect.spaces import as_space
 
 try:

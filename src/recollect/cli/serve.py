@@ -20,12 +20,12 @@ from rich.table import Table
 
 from recollect.cli.terminal import words
 from recollect.observe import Beacon
-from recollect.remote.records import OTHERS
+from recollect.remote.stats import OTHERS
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-    from recollect.remote.manager import ReplayBufferManager
+    from recollect.remote.manager.manager import ReplayBufferManager
 
 
 @dataclass
@@ -66,7 +66,7 @@ class Serve:
 
     def run(self) -> None:
         """Serve until the end, and report."""
-        from recollect.remote.records import as_plain
+        from recollect.remote.stats import as_plain
 
         if not self.every > 0:
             sys.exit(f"recollect serve: --every must be above 0 seconds, got {self.every}")
@@ -92,8 +92,8 @@ class Serve:
             sys.exit(f"recollect serve: {error}")
 
     def _manager(self, space: Any, carrier: Any) -> ReplayBufferManager:
-        from recollect.remote.manager import ReplayBufferManager
-        from recollect.remote.records import Checkpoint
+        from recollect.remote.config import Checkpoint
+        from recollect.remote.manager.manager import ReplayBufferManager
 
         save = None if self.checkpoint is None else Checkpoint(str(self.checkpoint), resume=True)
         try:
@@ -153,8 +153,8 @@ def _stopped_by_signals(manager: ReplayBufferManager) -> Iterator[None]:
 
 
 if TYPE_CHECKING:
-    from recollect.remote.manager import ReplayBufferManager
-    from recollect.remote.records import ManagerStats
+    from recollect.remote.manager.manager import ReplayBufferManager
+    from recollect.remote.stats import ManagerStats
 
 CHARTS = {
     "containers/s": ["rate/containers"],

@@ -33,13 +33,13 @@ def note(text: str) -> str:
     return safe(text)[:_NOTE_CHARS]
 
 
-class Message(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
+class NumberedMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=True):
     """What all messages have: the request that asks, or that is answered."""
 
     request: Count
 
 
-class Hello(Message, tag=1):
+class Hello(NumberedMessage, tag=1):
     """I am here: who I am, and what I take an item to be (an empty space: whatever yours is)."""
 
     role: Literal["worker", "manager", "reader"]
@@ -51,7 +51,7 @@ class Hello(Message, tag=1):
     space: SpaceText
 
 
-class Welcome(Message, tag=2):
+class Welcome(NumberedMessage, tag=2):
     """The manager's answer to Hello."""
 
     incarnation: Id
@@ -64,7 +64,7 @@ class Welcome(Message, tag=2):
     process: Count
 
 
-class Data(Message, tag=3):
+class Data(NumberedMessage, tag=3):
     """One container. Blocks: rows; of trajectories also lengths (int32) and rows of fields."""
 
     writer: Id
@@ -75,7 +75,7 @@ class Data(Message, tag=3):
     scoring_only: bool
 
 
-class Scores(Message, tag=4):
+class Scores(NumberedMessage, tag=4):
     """The answer to Data."""
 
     scores: dict[Name, float]
@@ -84,7 +84,7 @@ class Scores(Message, tag=4):
     rejected: Counts
 
 
-class Sample(Message, tag=5):
+class Sample(NumberedMessage, tag=5):
     """Draw items, to be sent back."""
 
     n: Count
@@ -92,7 +92,7 @@ class Sample(Message, tag=5):
     replace: bool
 
 
-class Items(Message, tag=6):
+class Items(NumberedMessage, tag=6):
     """Drawn items, part `part` of `n_parts`. Blocks as in Data."""
 
     layout: Id
@@ -102,17 +102,17 @@ class Items(Message, tag=6):
     n_parts: Annotated[int, Meta(ge=1, le=2**20)]
 
 
-class GetMetadata(Message, tag=7):
+class GetMetadata(NumberedMessage, tag=7):
     """Say how you are."""
 
 
-class Metadata(Message, tag=8):
+class Metadata(NumberedMessage, tag=8):
     """The answer to GetMetadata, on METADATA_TAG."""
 
     values: dict[Name, Any]
 
 
-class Exit(Message, tag=9):
+class Exit(NumberedMessage, tag=9):
     """I am leaving; so many items could not be delivered."""
 
     writer: Id
@@ -120,11 +120,11 @@ class Exit(Message, tag=9):
     reason: Note
 
 
-class Goodbye(Message, tag=10):
+class Goodbye(NumberedMessage, tag=10):
     """The answer to Exit."""
 
 
-class Sync(Message, tag=11):
+class Sync(NumberedMessage, tag=11):
     """Between managers: a summary (block: finite log rewards, float64), or the agreed baseline of an epoch."""
 
     epoch: Count
@@ -136,7 +136,7 @@ class Sync(Message, tag=11):
     containers: Count
 
 
-class Failed(Message, tag=12):
+class Failed(NumberedMessage, tag=12):
     """Stands for any answer: what went wrong. After a gap, `expected` is the seq to send again from."""
 
     error: Name

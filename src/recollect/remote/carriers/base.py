@@ -12,6 +12,7 @@ ANY = -1
 """Any source, or any tag."""
 TIMEOUT = 30.0
 MOST_TAG = 0xFFFF
+Frame = tuple[int, int, memoryview]  # source, tag, bytes
 
 
 class SendHandle(Protocol):

@@ -20,19 +20,18 @@ import struct
 import threading
 import weakref
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from hashlib import blake2b
 from time import monotonic
 from typing import Any
 
 from recollect.errors import PeerDiedError
-from recollect.remote.carriers.base import check_timeout
-from recollect.remote.carriers.inbox import Frame
-from recollect.remote.carriers.link import Link, Outgoing
-from recollect.remote.carriers.listening import accepted
-from recollect.remote.carriers.stream import _NAP_S, StreamCarrier
-from recollect.remote.wire import MAX_FRAME
+from recollect.remote.carriers.base import Frame, check_timeout
+from recollect.remote.carriers.sockets.carrier import RETRY_S, StreamCarrier
+from recollect.remote.carriers.sockets.framed import FramedSocket, Outgoing, accept_each, exactly
+from recollect.remote.frame import MAX_FRAME
 
 _GREETING = struct.Struct("<16sq")
 _GREETING_S = 1.0
@@ -40,7 +39,18 @@ _ADDRESSES = 8  # of one end: another user must see an address before it can be 
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
 _PEER = struct.Struct("3i")
 _IN_PROCESS_NBYTES = 64 << 20
-_ends: weakref.WeakValueDictionary[tuple[bytes, int, int], LocalCarrier] = weakref.WeakValueDictionary()
+
+
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class _End:
+    """What other ends of a group in this process may do with one."""
+
+    is_closed: Callable[[], bool]
+    take: Callable[[int, Outgoing, int, memoryview, Callable[[], None]], bool]
+    forget: Callable[[int], None]
+
+
+_ends: weakref.WeakValueDictionary[tuple[bytes, int, int], _End] = weakref.WeakValueDictionary()
 
 
 class LocalCarrier(StreamCarrier):
@@ -78,7 +88,8 @@ class LocalCarrier(StreamCarrier):
 
     def _reset(self) -> None:
         super()._reset()
-        self._overflow: deque[tuple[Outgoing, LocalCarrier, int, memoryview]] = deque()
+        self._overflow: deque[tuple[Outgoing, int, Callable[[], None], int, memoryview]] = deque()
+        self._end: _End | None = None
         self._dialling: dict[int, threading.Lock] = {}  # by rank
         if self._listener is not None:
             self._listener.close()
@@ -96,10 +107,14 @@ class LocalCarrier(StreamCarrier):
         super()._open()
         self._listener = listener
         self._acceptor = threading.Thread(
-            target=_accept, args=(weakref.ref(self), listener), name="recollect-accept", daemon=True
+            target=accept_each,
+            args=(listener, weakref.WeakMethod(self._accepted)),
+            name="recollect-accept",
+            daemon=True,
         )
         self._acceptor.start()
-        _ends[(self.group_id, self.rank, os.getpid())] = self
+        self._end = _End(lambda: self.is_closed, self._take_from, self._forget_neighbour)
+        _ends[(self.group_id, self.rank, os.getpid())] = self._end
 
     def _listening(self) -> socket.socket:
         """Listen at the first address that is free, unless a process of this user listens at one of them."""
@@ -125,18 +140,21 @@ class LocalCarrier(StreamCarrier):
             raise
         return listener
 
-    def _accepted(self, sock: socket.socket) -> None:
-        """Take a connection of this user's process that says who it is."""
+    def _accepted(self, sock: socket.socket) -> bool:
+        """Take a connection of this user's process that names its group and rank; False once this end is closed."""
+        if self.is_closed:
+            return False
         try:
             _check_same_user(sock)
-            group, rank = _GREETING.unpack(_exactly(sock, _GREETING.size, _GREETING_S))
+            group, rank = _GREETING.unpack(exactly(sock, _GREETING.size, monotonic() + _GREETING_S))
             if group != self.group_id or not 0 <= rank < self.n_ranks:
                 raise PermissionError("another group")
-            self._add(Link(sock, rank, self.max_frame), outward=False)
+            self._add(FramedSocket(sock, rank, self.max_frame), outward=False)
         except (OSError, EOFError, RuntimeError):
             sock.close()
+        return True
 
-    def _link_to(self, dest: int) -> Link | None:
+    def _link_to(self, dest: int) -> FramedSocket | None:
         link = self._outward.get(dest)
         if link is not None and link.is_open:
             return link
@@ -144,7 +162,7 @@ class LocalCarrier(StreamCarrier):
             link = self._outward.get(dest)
             return link if link is not None and link.is_open else self._connected(dest)
 
-    def _connected(self, dest: int) -> Link | None:
+    def _connected(self, dest: int) -> FramedSocket | None:
         sock = None
         try:
             found = map(_connected_to, self._addresses(dest))
@@ -163,7 +181,7 @@ class LocalCarrier(StreamCarrier):
             if dest in self._gone:
                 raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place yet") from None
             return None
-        link = Link(sock, dest, self.max_frame)
+        link = FramedSocket(sock, dest, self.max_frame)
         self._add(link, outward=True)
         return link
 
@@ -182,13 +200,13 @@ class LocalCarrier(StreamCarrier):
             left = end - monotonic()
             if left <= 0:
                 raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place within {timeout:g} s")
-            threading.Event().wait(min(left, _NAP_S))
+            threading.Event().wait(min(left, RETRY_S))
 
     # -- within the process
 
-    def _neighbour(self, dest: int) -> LocalCarrier | None:
+    def _neighbour(self, dest: int) -> _End | None:
         other = _ends.get((self.group_id, dest, os.getpid()))
-        return None if other is None or other.is_closed else other
+        return None if other is None or other.is_closed() else other
 
     def _is_near(self, dest: int) -> bool:
         return self._neighbour(dest) is not None
@@ -198,33 +216,42 @@ class LocalCarrier(StreamCarrier):
         if other is None:
             return False
         frame = memoryview(bytearray().join(parts))
-        with other._cond:
-            if other.is_closed:
-                return False
-            other._known.add(self.rank)
-            other._gone.pop(self.rank, None)
-            is_full = other._inbox.nbytes(self.rank) > _IN_PROCESS_NBYTES or other._overflow
-            if is_full:
-                other._overflow.append((outgoing, self, tag, frame))
-            else:
-                other._inbox.put(self.rank, tag, frame)
-            is_led = other._turns.is_led
-            other._cond.notify_all()
-        if is_led and not is_full:
-            other._wake()
+        if not other.take(self.rank, outgoing, tag, frame, self._wake):
+            return False
         self._known.add(outgoing.dest)
-        if not is_full:
-            outgoing.finish()
+        return True
+
+    def _take_from(
+        self, source: int, outgoing: Outgoing, tag: int, frame: memoryview, wake_sender: Callable[[], None]
+    ) -> bool:
+        """Take a frame of another end in this process; False if this end is closed."""
+        with self._cond:
+            if self.is_closed:
+                return False
+            self._known.add(source)
+            self._gone.pop(source, None)
+            is_full = self._inbox.nbytes(source) > _IN_PROCESS_NBYTES or self._overflow
+            if is_full:
+                self._overflow.append((outgoing, source, wake_sender, tag, frame))
+            else:
+                self._inbox.put(source, tag, frame)
+            is_led = self._leader.is_led
+            self._cond.notify_all()
+        if is_full:
+            return True
+        if is_led:
+            self._wake()
+        outgoing.finish()
         return True
 
     def _taken(self, rank: int) -> None:
         super()._taken(rank)
-        while self._overflow and self._inbox.nbytes(self._overflow[0][1].rank) <= _IN_PROCESS_NBYTES // 2:
-            outgoing, sender, tag, frame = self._overflow.popleft()
+        while self._overflow and self._inbox.nbytes(self._overflow[0][1]) <= _IN_PROCESS_NBYTES // 2:
+            outgoing, source, wake_sender, tag, frame = self._overflow.popleft()
             if outgoing.error is None:
-                self._inbox.put(sender.rank, tag, frame)
+                self._inbox.put(source, tag, frame)
                 outgoing.finish()
-                sender._wake()
+                wake_sender()
 
     def _give_up(self, outgoing: Outgoing) -> None:
         super()._give_up(outgoing)
@@ -233,9 +260,9 @@ class LocalCarrier(StreamCarrier):
 
     def _release(self) -> None:
         super()._release()
-        for outgoing, sender, _, _ in self._overflow:
+        for outgoing, _, wake_sender, _, _ in self._overflow:
             outgoing.finish(PeerDiedError(f"rank {self.rank}: it is gone, and a frame was on its way"))
-            sender._wake()
+            wake_sender()
         self._overflow.clear()
 
     def _matching(self, source: int, tag: int) -> Frame | None:
@@ -254,23 +281,16 @@ class LocalCarrier(StreamCarrier):
             self._acceptor.join(5.0)
         for rank in range(self.n_ranks):
             other = self._neighbour(rank)
-            if other is not None and other is not self:
-                with other._cond:
-                    if self.rank in other._known:
-                        other._gone[self.rank] = None
-                    other._cond.notify_all()
-                other._wake()
+            if other is not None and rank != self.rank:
+                other.forget(self.rank)
 
-
-def _accept(ref: weakref.ref[LocalCarrier], listener: socket.socket) -> None:
-    while (sock := accepted(listener)) is not None:
-        carrier = ref()
-        if carrier is None or carrier.is_closed:
-            sock.close()
-            listener.close()
-            return
-        carrier._accepted(sock)
-        del carrier
+    def _forget_neighbour(self, rank: int) -> None:
+        """Another end in this process was closed."""
+        with self._cond:
+            if rank in self._known:
+                self._gone[rank] = None
+            self._cond.notify_all()
+        self._wake()
 
 
 def _is_bound(listener: socket.socket, address: bytes) -> bool:
@@ -306,14 +326,3 @@ def _check_same_user(sock: socket.socket) -> int:
     if uid != os.geteuid():
         raise PermissionError(f"the peer must be of user {os.geteuid()}, got {uid}")
     return int(pid)
-
-
-def _exactly(sock: socket.socket, n: int, seconds: float) -> bytes:
-    data, end = b"", monotonic() + seconds
-    while len(data) < n:
-        sock.settimeout(max(0.001, end - monotonic()))
-        part = sock.recv(n - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data

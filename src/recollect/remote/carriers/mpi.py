@@ -21,14 +21,14 @@ from recollect.errors import ClosedError, FrameError, MissingExtraError
 from recollect.remote.carriers.base import (
     ANY,
     TIMEOUT,
+    Frame,
     awaited,
     check_rank,
     check_tag,
     check_timeout,
     too_late,
 )
-from recollect.remote.carriers.inbox import Frame
-from recollect.remote.wire import MAX_FRAME, check_max_frame
+from recollect.remote.frame import MAX_FRAME, check_max_frame
 
 _SPIN_S = 0.002
 _NAP_S = 0.001
@@ -53,19 +53,20 @@ def _mpi() -> Any:
 class MpiHandle:
     """An MPI send under way."""
 
-    def __init__(self, carrier: MpiCarrier, request: Any, dest: int, frame: Any) -> None:
-        self._carrier, self._request, self.dest = carrier, request, dest
+    def __init__(self, wait: Any, request: Any, dest: int, frame: Any) -> None:
+        self._wait, self._request, self.dest = wait, request, dest
         self.frame = frame  # MPI reads it until the request is complete
         self.is_done = False
 
     def is_complete(self) -> bool:
         """Whether the frame has left."""
         if not self.is_done:
-            with self._carrier._lock:
-                self._test()
+            with _entry:
+                self.test()
         return self.is_done
 
-    def _test(self) -> bool:
+    def test(self) -> bool:
+        """Whether the frame has left; by a thread that has entered MPI."""
         if not self.is_done and self._request.Test():
             self.is_done, self.frame = True, None
         return self.is_done
@@ -73,9 +74,7 @@ class MpiHandle:
     def wait(self, timeout: float = TIMEOUT) -> None:
         """Wait until the frame has left."""
         what = f"send to rank {self.dest}"
-        self._carrier._wait(
-            lambda: True if self.is_complete() else None, check_timeout(timeout), lambda: what
-        )
+        self._wait(lambda: True if self.is_complete() else None, check_timeout(timeout), lambda: what)
 
 
 class MpiCarrier:
@@ -157,8 +156,8 @@ class MpiCarrier:
         with self._lock:
             self._push()
             request = self._comm.Isend([frame, self._mpi.BYTE], dest=dest, tag=tag)
-            handle = MpiHandle(self, request, dest, frame)
-            if not handle._test():
+            handle = MpiHandle(self._wait, request, dest, frame)
+            if not handle.test():
                 self._sending.append(handle)
                 self._ensure_flusher()
         return handle
@@ -167,7 +166,7 @@ class MpiCarrier:
         """Let sends under way move on. With the lock."""
         for _ in range(len(self._sending)):
             handle = self._sending.popleft()
-            if not handle._test():
+            if not handle.test():
                 self._sending.append(handle)
 
     def _ensure_flusher(self) -> None:

@@ -12,8 +12,8 @@ from typing import Any
 from recollect.errors import DeadlineError, MissingExtraError, WorkerError
 from recollect.remote.carriers.base import check_timeout
 from recollect.remote.carriers.tcp import TcpCarrier
+from recollect.remote.frame import MAX_FRAME
 from recollect.remote.ranks import RankLayout
-from recollect.remote.wire import MAX_FRAME
 
 _ASK_S = 30.0
 
@@ -142,8 +142,8 @@ class _Rank:
     """An actor that does the work of one rank."""
 
     def run(self, worker: Any, manager: Any, layout: RankLayout, job: str, rank: int, seed: int) -> Any:
-        from recollect.remote.backends import set_launched
-        from recollect.remote.launching import run_rank, take_leave
+        from recollect.remote.carriers.by_name import set_launched
+        from recollect.remote.launcher import run_rank, take_leave
 
         if rank in layout.managers:
             carrier = RayCarrier.serve(job, rank)
@@ -161,7 +161,7 @@ class _Rank:
 
 def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: int, seed: int) -> Any:
     """Do `launch` with an actor per rank; one whose process dies is started again as `launch` says."""
-    from recollect.remote.launching import Launched, most_restarts, nothing
+    from recollect.remote.launcher import Launched, most_restarts, nothing
 
     ray = _ray()
     if not ray.is_initialized():

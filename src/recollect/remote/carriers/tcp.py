@@ -24,15 +24,14 @@ import weakref
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from time import monotonic
-from typing import Any
+from typing import Any, Self
 
 from recollect import interrupts
 from recollect.errors import AuthError, DeadlineError, PeerDiedError
 from recollect.remote.carriers.base import check_rank, check_timeout
-from recollect.remote.carriers.link import Link, Outgoing
-from recollect.remote.carriers.listening import accepted
-from recollect.remote.carriers.stream import StreamCarrier
-from recollect.remote.wire import MAX_FRAME
+from recollect.remote.carriers.sockets.carrier import StreamCarrier
+from recollect.remote.carriers.sockets.framed import FramedSocket, Outgoing, accept_each, exactly
+from recollect.remote.frame import MAX_FRAME
 
 PROOF_S = 5.0
 MOST_STRANGERS = 64
@@ -93,22 +92,25 @@ class TcpCarrier(StreamCarrier):
         """Listen at an address; without a token, RECOLLECT_TOKEN or a random one (`carrier.token`)."""
         check_rank(rank, None)
         found = _token(token)
-        carrier = cls(rank, secrets.token_bytes(32) if found is None else found, max_frame, ssl_context)
         host, port = _split(address)
+        token = secrets.token_bytes(32) if found is None else found
+        return cls(rank, token, max_frame, ssl_context)._listening(host, port)
+
+    def _listening(self, host: str, port: int) -> Self:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         with interrupts.deferred():
             listener = socket.create_server((host, port), family=family, backlog=128)
             bound = listener.getsockname()
-            carrier.address = (
-                f"[{bound[0]}]:{bound[1]}" if family == socket.AF_INET6 else f"{bound[0]}:{bound[1]}"
+            name = f"[{bound[0]}]" if family == socket.AF_INET6 else bound[0]
+            self.address = f"{name}:{bound[1]}"
+            self._listener = listener
+            self._ensure_open()
+            take = weakref.WeakMethod(self._listen_to)
+            self._acceptor = threading.Thread(
+                target=accept_each, args=(listener, take), name="recollect-accept", daemon=True
             )
-            carrier._listener = listener
-            carrier._ensure_open()
-            carrier._acceptor = threading.Thread(
-                target=_accept, args=(weakref.ref(carrier), listener), name="recollect-accept", daemon=True
-            )
-            carrier._acceptor.start()
-        return carrier
+            self._acceptor.start()
+        return self
 
     @classmethod
     def join(
@@ -124,7 +126,6 @@ class TcpCarrier(StreamCarrier):
         if isinstance(addresses, str) or not addresses:
             raise ValueError(f"addresses: must be a list of 'host:port', got {addresses!r}")
         carrier = cls(-1 if rank is None else check_rank(rank, None), found, max_frame, ssl_context)
-        carrier._ensure_open()
         try:
             carrier.link(addresses, timeout)
         except BaseException:
@@ -135,6 +136,7 @@ class TcpCarrier(StreamCarrier):
     def link(self, addresses: Sequence[str], timeout: float = 30.0) -> None:
         """Connect to more serving ends, as a manager does to others."""
         end = monotonic() + check_timeout(timeout)
+        self._ensure_open()
         for address in addresses:
             while True:
                 self._check_open()
@@ -178,9 +180,9 @@ class TcpCarrier(StreamCarrier):
             end = monotonic() + min(timeout, PROOF_S)
             nonce = secrets.token_bytes(32)
             sock.sendall(_HELLO.pack(_MAGIC, _VERSION, 0, nonce, self._session, self.rank))
-            theirs = _exactly(sock, 32, end)
+            theirs = exactly(sock, 32, end)
             sock.sendall(self._proof(b"join", nonce, theirs))
-            status, mine, server, most, proof = _ANSWER.unpack(_exactly(sock, _ANSWER.size, end))
+            status, mine, server, most, proof = _ANSWER.unpack(exactly(sock, _ANSWER.size, end))
             if status != _OK:
                 raise AuthError(f"{address}: {_WHY.get(status, 'refused')}")
             if not hmac.compare_digest(proof, self._proof(b"serve", nonce, theirs)):
@@ -196,15 +198,15 @@ class TcpCarrier(StreamCarrier):
         self._addresses[server] = address
         self._admit(self._tuned(sock, server))
 
-    def _tuned(self, sock: socket.socket, rank: int) -> Link:
+    def _tuned(self, sock: socket.socket, rank: int) -> FramedSocket:
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         for option, value in _KEEP_ALIVE.items():
             if hasattr(socket, option):
                 sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, option), value)
-        return Link(sock, rank, self.max_frame)
+        return FramedSocket(sock, rank, self.max_frame)
 
-    def _admit(self, link: Link) -> None:
+    def _admit(self, link: FramedSocket) -> None:
         """Take a connection whose other side has proved itself, in place of an older one."""
         old = self._outward.get(link.rank)
         if old is not None:
@@ -227,13 +229,13 @@ class TcpCarrier(StreamCarrier):
                     sock, server_side=True, do_handshake_on_connect=False
                 )
                 sock.do_handshake()
-            magic, version, _, nonce, session, asked = _HELLO.unpack(_exactly(sock, _HELLO.size, end))
+            magic, version, _, nonce, session, asked = _HELLO.unpack(exactly(sock, _HELLO.size, end))
             if magic != _MAGIC or version != _VERSION:
                 raise PermissionError("another protocol")
             stranger.progress = _SPOKE
             mine = secrets.token_bytes(32)
             sock.sendall(mine)
-            if not hmac.compare_digest(_exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
+            if not hmac.compare_digest(exactly(sock, 32, end), self._proof(b"join", nonce, mine)):
                 sock.sendall(_ANSWER.pack(_WRONG_TOKEN, -1, -1, 0, bytes(32)))
                 raise PermissionError("wrong token")
             stranger.progress = _PROVED
@@ -254,8 +256,13 @@ class TcpCarrier(StreamCarrier):
             with self._cond:
                 self._greeting.pop(threading.current_thread(), None)
 
-    def _listen_to(self, sock: socket.socket) -> None:
-        """Hear a stranger in a thread of its own; where too many are heard already, one of them has to go."""
+    def _listen_to(self, sock: socket.socket) -> bool:
+        """Hear a stranger in a thread of its own; where too many are heard already, one of them has to go.
+
+        False once this carrier is closed.
+        """
+        if self.is_closed:
+            return False
         stranger = _Stranger(sock)
         thread = threading.Thread(target=self._greeted, args=(stranger,), name="recollect-greet", daemon=True)
         with self._cond:
@@ -271,11 +278,13 @@ class TcpCarrier(StreamCarrier):
                 self._greeting.pop(thread, None)
             self.refused += 1
             sock.close()
+        return True
 
     def _answer_and_admit(self, sock: socket.socket, rank: int, proof: bytes) -> None:
         """The answer is the first to leave by the new link: once a peer has joined, it is known here."""
         link = self._tuned(sock, rank)
-        link.out.append(Outgoing.bare(self, rank, _ANSWER.pack(_OK, rank, self.rank, self.max_frame, proof)))
+        answer = _ANSWER.pack(_OK, rank, self.rank, self.max_frame, proof)
+        link.out.append(Outgoing.bare(rank, answer, self._wait_sent))
         self._admit(link)
         try:
             self._flush(link)
@@ -315,7 +324,7 @@ class TcpCarrier(StreamCarrier):
 
     # -- links
 
-    def _link_to(self, dest: int) -> Link | None:
+    def _link_to(self, dest: int) -> FramedSocket | None:
         link = self._outward.get(dest)
         if link is not None and link.is_open:
             return link
@@ -385,16 +394,6 @@ class _Stranger:
             socket.socket.shutdown(self.sock, socket.SHUT_RDWR)
 
 
-def _accept(ref: weakref.ref[TcpCarrier], listener: socket.socket) -> None:
-    while (sock := accepted(listener)) is not None:
-        carrier = ref()
-        if carrier is None or carrier.is_closed:
-            sock.close()
-            return
-        carrier._listen_to(sock)
-        del carrier
-
-
 def _connected(address: str, timeout: float) -> socket.socket:
     """A connection to an address; ConnectionError if there is no way to it, which may change."""
     try:
@@ -403,17 +402,6 @@ def _connected(address: str, timeout: float) -> socket.socket:
         if error.errno in (errno.EHOSTUNREACH, errno.ENETUNREACH, errno.EHOSTDOWN, errno.ENETDOWN):
             raise ConnectionError(error.errno, error.strerror) from None
         raise
-
-
-def _exactly(sock: socket.socket, n: int, end: float) -> bytes:
-    data = b""
-    while len(data) < n:
-        sock.settimeout(max(0.001, end - monotonic()))
-        part = sock.recv(n - len(data))
-        if not part:
-            raise EOFError
-        data += part
-    return data
 
 
 def _token(token: bytes | str | None) -> bytes | None:

@@ -13,7 +13,7 @@ from typing import Any
 
 from recollect.errors import MissingExtraError
 from recollect.remote.carriers.tcp import TcpCarrier
-from recollect.remote.wire import MAX_FRAME
+from recollect.remote.frame import MAX_FRAME
 
 _making = threading.Lock()
 _the_carrier: TcpCarrier | None = None

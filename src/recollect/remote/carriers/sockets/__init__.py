@@ -1,0 +1,1 @@
+"""What carriers over stream sockets share."""
