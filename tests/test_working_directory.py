@@ -19,7 +19,7 @@ import recollect.rollout as rr
 from recollect.datasets import from_lerobot, from_minari
 from recollect.datasets.lerobot_writer import LeRobotWriter
 from recollect.remote import Checkpoint, ReplayBufferManager
-from recollect.rollout.observe import Trace
+from recollect.rollout.stats import Trace
 
 Go = Callable[[str], Path]
 

@@ -16,7 +16,7 @@ from tests.rollout.make import config, experience, run
 import recollect as rc
 import recollect.rollout as rr
 from recollect.errors import FormatError
-from recollect.rollout.journal import Journal
+from recollect.rollout.journal.journal import Journal
 
 SOAK = pytest.mark.soak
 

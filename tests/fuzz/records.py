@@ -19,7 +19,7 @@ from tests.fuzz.mutations import SURROGATE, garbled, mutated, places
 import recollect as rc
 from recollect import _core
 from recollect.errors import AttachError, RecollectError, SchemaError
-from recollect.rollout.frame import MAGIC, PREFIX, VERSION, aligned
+from recollect.rollout.experience.frame import MAGIC, PREFIX, VERSION, aligned
 
 Case = Callable[[Random], str]
 

@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import recollect.rollout as rr
-from recollect.rollout.experience import Experiences
+from recollect.rollout.experience.experience import Experiences
 from recollect.testing import FakeClock
 
 

@@ -11,11 +11,11 @@ import pytest
 
 import recollect.rollout as rr
 from recollect.errors import SchemaError
-from recollect.rollout.models.pool import ModelPool
+from recollect.rollout.experience.space import plan_of
+from recollect.rollout.models.replicas import ModelPool
 from recollect.rollout.runners.base import Surroundings
 from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.runners.process import ProcessPool
-from recollect.rollout.schema import plan_of
 
 DEFAULTS: dict[str, Any] = {
     "name": "rollout", "seed": 0, "trace": None, "auxiliary_names": (),

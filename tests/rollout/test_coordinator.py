@@ -23,8 +23,8 @@ from recollect.errors import (
     PipelineError,
     SchemaError,
 )
-from recollect.rollout.sinks import ReplaySink
-from recollect.rollout.state import MOVES, move
+from recollect.rollout.batch.state import MOVES, move
+from recollect.rollout.experience.sinks import ReplaySink
 from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
@@ -1078,7 +1078,7 @@ def test_a_failed_start_undoes_everything() -> None:
 
 
 def test_a_trace_has_every_kind_of_slice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.observe.SLICES_KEPT", 3)  # written in parts
+    monkeypatch.setattr("recollect.rollout.stats.SLICES_KEPT", 3)  # written in parts
     path = tmp_path / "trace.json"
 
     async def asks(task: Any, models: Any) -> Any:

@@ -20,7 +20,7 @@ import recollect.rollout as rr
 from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, FormatError, MissingLeafError, SchemaError
 from recollect.rollout.decoding import decode_many
-from recollect.rollout.schema import plan_of
+from recollect.rollout.experience.space import plan_of
 from recollect.testing import SinkContract
 
 
@@ -363,7 +363,7 @@ def test_lengths_that_lie_are_refused_though_the_checksums_hold(
     lengths: tuple[int, ...], prompt: int, said: str
 ) -> None:
     """As a foreign encoder could write them: tokens, logprobs and mask of one row."""
-    from recollect.rollout.frame import aligned, body_of, framed, opened
+    from recollect.rollout.experience.frame import aligned, body_of, framed, opened
 
     plan = plan_of()
     head, body = opened(rr.encode([experience()]))
@@ -489,7 +489,7 @@ def test_ids_given_to_encode_win_and_versions_of_the_row_do() -> None:
         )
         assert (x.group_id.tolist(), x.run_id.tolist(), x.step.tolist()) == ([1, 1], [2, 2], [0, 1])
         assert (x.model_version.tolist(), x.version_drift.tolist()) == ([7, 7], [8, 8])
-    from recollect.rollout.frame import opened
+    from recollect.rollout.experience.frame import opened
 
     head, _ = opened(rr.encode([row], batch_id="b", task_id=3, group_id=1, run_id=2, attempt=9))
     assert (head.batch_id, head.task_id, head.group_id, head.attempt, head.run_ids, head.n) == (
@@ -589,7 +589,7 @@ def test_groups_and_runs_are_told_apart() -> None:
 
 def framed_by(change: Any) -> bytes:
     """A payload whose head was changed, with the right checksums."""
-    from recollect.rollout.frame import framed, opened
+    from recollect.rollout.experience.frame import framed, opened
 
     head, body = opened(rr.encode([experience(metrics={"m": 1.0})]))
     change(head)
@@ -617,7 +617,7 @@ def test_a_head_that_lies_is_refused_though_the_checksums_hold(name: str, value:
 
 
 def test_blocks_without_rows_are_refused() -> None:
-    from recollect.rollout.frame import aligned, body_of, framed, opened
+    from recollect.rollout.experience.frame import aligned, body_of, framed, opened
 
     head, _ = opened(rr.encode([]))
     assert len(rr.decode(rr.encode([]))) == 0

@@ -14,11 +14,11 @@ from tests.rollout.make import Gates, ListSink, check_doors, config, experience,
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, BatchFailed, ModelError, WorkerDiedError
-from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.models.base import from_wire, to_wire
 from recollect.rollout.models.openai import OpenAIModel
-from recollect.rollout.runners import wire
+from recollect.rollout.runners import messages
 from recollect.rollout.runners.child import FarModel, Session
+from recollect.rollout.runners.execute import Job, Outcome
 from recollect.rollout.runners.remote import FarRunner, RemotePool
 
 GATES: list[Gates] = []
@@ -312,8 +312,8 @@ def test_what_a_runner_says_of_another_attempt_is_dropped() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             payload = rr.encode([experience()], group_id=1, run_id=0)
-            stale = wire.Ran(attempt(c).id + 1, Outcome(0, True, 0.1, payload=payload, n=1), True)
-            runner.received(wire.encode(stale))
+            stale = messages.Ran(attempt(c).id + 1, Outcome(0, True, 0.1, payload=payload, n=1), True)
+            runner.received(messages.encode(stale))
             assert runner.attempt_id == attempt(c).id and c.stats().staged_nbytes == 0
             c.gates.end((1, 0, 0))
             assert (await c.finalize_train_batch(1))["experience_count"] == 1
@@ -330,7 +330,9 @@ def test_a_malformed_payload_is_a_failed_attempt_and_counted() -> None:
             [runner] = runners(c)
             payload = rr.encode([experience()], group_id=1, run_id=0)[:-1]
             runner.received(
-                wire.encode(wire.Ran(attempt(c).id, Outcome(0, True, 0.1, payload=payload, n=1), True))
+                messages.encode(
+                    messages.Ran(attempt(c).id, Outcome(0, True, 0.1, payload=payload, n=1), True)
+                )
             )
             with pytest.raises(BatchFailed, match="FormatError: payload"):
                 await c.finalize_train_batch(1)
@@ -537,7 +539,7 @@ def test_the_calls_of_an_attempt_that_is_over_are_cancelled() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             args = msgspec.msgpack.encode(([[{"role": "user", "content": "?"}]], {}))
-            runner.received(wire.encode(wire.Call(1, attempt(c).id, -1, "chat", args)))
+            runner.received(messages.encode(messages.Call(1, attempt(c).id, -1, "chat", args)))
             await until(lambda: c.stats().models[0].calls == 1)
             assert "in chat at rollout[0]" in str(c.why_waiting(1))
             waits = asyncio.create_task(c.finalize_train_batch(1))
@@ -565,10 +567,10 @@ def test_a_runner_calls_nothing_but_a_models_own_methods_and_for_its_own_attempt
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             sent: list[Any] = []
-            runner.send = lambda data: sent.append(wire.decode_down(data))
+            runner.send = lambda data: sent.append(messages.decode_down(data))
             given = {"attempt_id": attempt(c).id, "method": "generate"} | fields
             args = msgspec.msgpack.encode((["?"] if given["method"] != "close" else [], {}))
-            runner.received(wire.encode(wire.Call(1, given["attempt_id"], -1, given["method"], args)))
+            runner.received(messages.encode(messages.Call(1, given["attempt_id"], -1, given["method"], args)))
             await until(lambda: sent)
             assert said in sent[0].error and model.n_calls == 0 and not model.closed
             del runner.send
@@ -648,10 +650,10 @@ def test_a_model_that_was_opened_at_a_runner_hears_of_newer_weights() -> None:
 # -- the far side alone
 
 
-def session_of(setup: wire.Setup) -> tuple[Session, list[Any]]:
+def session_of(setup: messages.Setup) -> tuple[Session, list[Any]]:
     sent: list[Any] = []
-    session = Session(lambda data: sent.append(wire.decode_up(data)))
-    session.receive(wire.encode(setup))
+    session = Session(lambda data: sent.append(messages.decode_up(data)))
+    session.receive(messages.encode(setup))
     return session, sent
 
 
@@ -664,17 +666,17 @@ def job(workflow: str, **fields: Any) -> Job:
     return Job(**given | fields)
 
 
-def setup() -> wire.Setup:
-    from recollect.rollout.schema import plan_of
+def setup() -> messages.Setup:
+    from recollect.rollout.experience.space import plan_of
 
-    return wire.Setup(plan_of().layout.to_json(), [], [None], [], [], 1.0)
+    return messages.Setup(plan_of().layout.to_json(), [], [None], [], [], 1.0)
 
 
 def test_a_workflow_that_the_runner_does_not_know_says_where_to_name_it() -> None:
     async def main() -> None:
         session, sent = session_of(setup())
-        session.receive(wire.encode(wire.Start(job("nowhere"))))
-        assert isinstance(sent[0], wire.Ready) and sent[1].last and "workflow_modules" in sent[1].error
+        session.receive(messages.encode(messages.Start(job("nowhere"))))
+        assert isinstance(sent[0], messages.Ready) and sent[1].last and "workflow_modules" in sent[1].error
         session.threads.close()
 
     run(main())
@@ -683,13 +685,13 @@ def test_a_workflow_that_the_runner_does_not_know_says_where_to_name_it() -> Non
 def test_a_sync_workflow_that_is_cancelled_is_refused_its_next_call() -> None:
     async def main() -> None:
         session, sent = session_of(setup())
-        session.receive(wire.encode(wire.Start(job("recollect.testing.asks_sync"))))
-        await until(lambda: any(isinstance(message, wire.Call) for message in sent))
-        session.receive(wire.encode(wire.Cancel(1)))
-        await until(lambda: isinstance(sent[-1], wire.Ran))
-        assert any(isinstance(message, wire.Uncall) for message in sent)
+        session.receive(messages.encode(messages.Start(job("recollect.testing.asks_sync"))))
+        await until(lambda: any(isinstance(message, messages.Call) for message in sent))
+        session.receive(messages.encode(messages.Cancel(1)))
+        await until(lambda: isinstance(sent[-1], messages.Ran))
+        assert any(isinstance(message, messages.Uncall) for message in sent)
         assert sent[-1].last and not sent[-1].outcome.ok and "ClosedError" in sent[-1].outcome.error
-        session.receive(wire.encode(wire.Cancel(1)))  # it is over
+        session.receive(messages.encode(messages.Cancel(1)))  # it is over
         session.threads.close()
 
     import recollect.testing.rollout_workflows  # noqa: F401
@@ -704,7 +706,7 @@ def test_an_answer_that_nobody_waits_for_is_dropped_and_an_error_is_raised() -> 
         call = asyncio.ensure_future(model.logprobs(np.array([1, 2]), 1))
         await asyncio.sleep(0)
         for ident in (99, sent[-1].call_id, sent[-1].call_id):
-            session.receive(wire.encode(wire.Answer(ident, error="OSError: down")))
+            session.receive(messages.encode(messages.Answer(ident, error="OSError: down")))
         with pytest.raises(ModelError, match="down"):
             await call
         assert not session.calls

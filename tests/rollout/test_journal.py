@@ -29,8 +29,8 @@ from recollect.errors import (
     LaneBusyError,
     PipelineError,
 )
-from recollect.rollout.journal import GROUP_S, Journal
-from recollect.rollout.sinks import FileSink
+from recollect.rollout.experience.sinks import FileSink
+from recollect.rollout.journal.journal import GROUP_S, Journal
 from recollect.rollout.tasks import _registered
 
 ROOT = Path(__file__).parents[2]

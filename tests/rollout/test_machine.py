@@ -15,7 +15,7 @@ from tests.rollout.make import Gates, ListSink, check_doors, config, settle
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, BatchFailed, ClosedError, DeadlineError, PipelineError
-from recollect.rollout.state import MOVES, BatchLifecycleState
+from recollect.rollout.batch.state import MOVES, BatchLifecycleState
 from recollect.testing import FakeClock
 
 S = BatchLifecycleState

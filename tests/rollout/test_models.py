@@ -15,7 +15,7 @@ from tests.rollout.make import coordinator, run
 
 import recollect.rollout as rr
 from recollect.errors import ClosedError, ModelError, SchemaError
-from recollect.rollout.models.pool import ModelPool, Models
+from recollect.rollout.models.replicas import ModelPool, Models
 from recollect.testing import InferenceModelContract
 
 pytest.importorskip("httpx")

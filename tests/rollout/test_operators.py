@@ -10,7 +10,7 @@ from tests.rollout.test_experience import batch, rows
 
 import recollect.rollout as rr
 from recollect.errors import PipelineError, SchemaError
-from recollect.rollout.operators import make_operator
+from recollect.rollout.experience.operators import make_operator
 
 
 async def good(task: Any, models: Any) -> Any:

@@ -12,8 +12,8 @@ from tests.rollout.make import check_doors, coordinator, experience, run, settle
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, ClosedError, DeadlineError, PipelineError, WorkerDiedError
-from recollect.rollout.clock import Deadlines
-from recollect.rollout.execute import Outcome
+from recollect.rollout.event_loop import Deadlines
+from recollect.rollout.runners.execute import Outcome
 from recollect.rollout.scheduler import LAST_RUNS
 from recollect.testing import FakeClock
 

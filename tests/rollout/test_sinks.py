@@ -18,8 +18,8 @@ from tests.rollout.test_experience import batch
 import recollect.rollout as rr
 from recollect.errors import ClosedError, DeadlineError
 from recollect.replay import ReplayBuffer
-from recollect.rollout.schema import plan_of
-from recollect.rollout.sinks import make_sink
+from recollect.rollout.experience.sinks import make_sink
+from recollect.rollout.experience.space import plan_of
 
 
 async def good(task: Any, models: Any) -> Any:
@@ -107,7 +107,9 @@ def test_a_file_is_synced_renamed_and_never_half_there(
     [line] = [json.loads(text) for text in file.read_text().splitlines()]
     assert (line["batch_id"], line["task_id"], line["group_id"]) == ("3", "t", 5)
     assert (json.loads(line["info"]), json.loads(line["metrics"])) == ({"a": 1}, {"m": 2.0})
-    monkeypatch.setattr("recollect.rollout.sinks._write_jsonl", lambda x, file: file.write(b"half") and 1 / 0)
+    monkeypatch.setattr(
+        "recollect.rollout.experience.sinks._write_jsonl", lambda x, file: file.write(b"half") and 1 / 0
+    )
     with pytest.raises(ZeroDivisionError):
         sink.write(x, "c/2")
     assert list((tmp_path / "new" / "out").iterdir()) == [file] and not sink.holds("c/2")

@@ -21,8 +21,8 @@ from recollect.errors import (
     FormatError,
     PipelineError,
 )
-from recollect.rollout.observe import QueueStats, RunnerStats
 from recollect.rollout.runners.local import LocalPool
+from recollect.rollout.stats import QueueStats, RunnerStats
 from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
@@ -627,7 +627,7 @@ def test_what_fails_in_a_pass_beside_its_parts_is_a_pipeline_error_too(
     async def main() -> None:
         async with coordinator() as c:
             await c.submit_batch(batch_id="e", tasks=[], batch_type="eval")
-            monkeypatch.setattr("recollect.rollout.cutting.eval_result", broken)
+            monkeypatch.setattr("recollect.rollout.batch.cut.eval_result", broken)
             with pytest.raises(PipelineError, match="odd") as caught:
                 await c.finalize_eval_batch("e")
             assert isinstance(caught.value.__cause__, ZeroDivisionError)

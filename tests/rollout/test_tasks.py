@@ -12,7 +12,7 @@ from tests.rollout.make import check_doors, config, coordinator, experience, run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, ClosedError
-from recollect.rollout.models.pool import ModelPool, Models
+from recollect.rollout.models.replicas import ModelPool, Models
 
 
 async def good(task: Any, models: Any) -> Any:

@@ -14,7 +14,7 @@ from tests.rollout.test_machine import picked, reachable
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, BatchFailed, DeadlineError, PipelineError
-from recollect.rollout.state import ENDED, BatchLifecycleState
+from recollect.rollout.batch.state import ENDED, BatchLifecycleState
 from recollect.testing import FakeClock
 
 S = BatchLifecycleState

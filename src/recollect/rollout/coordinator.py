@@ -12,17 +12,18 @@ from collections.abc import AsyncIterator, Sequence
 from typing import Any, Self
 
 from recollect.errors import ClosedError, FormatError, class_name
-from recollect.rollout import aborting, admission, finalize, lifecycle
-from recollect.rollout.clock import Clock
+from recollect.rollout import lifecycle
+from recollect.rollout.batch import abort, finalize, submit
+from recollect.rollout.batch.deliver import pass_payloads
+from recollect.rollout.batch.state import BatchId, BatchState, BatchType
 from recollect.rollout.config import Config
+from recollect.rollout.context import Desk
 from recollect.rollout.decoding import decode
-from recollect.rollout.desk import Desk
+from recollect.rollout.event_loop import Clock
 from recollect.rollout.events import Event
-from recollect.rollout.observe import Stats
-from recollect.rollout.passing import pass_payloads
-from recollect.rollout.schema import Plan
-from recollect.rollout.sinks import ReplaySink
-from recollect.rollout.state import BatchId, BatchState, BatchType
+from recollect.rollout.experience.sinks import ReplaySink
+from recollect.rollout.experience.space import Plan
+from recollect.rollout.stats import Stats
 from recollect.rollout.submission import check_id
 from recollect.rollout.tasks import Task
 from recollect.rollout.waiting import Waiting, why_waiting
@@ -157,8 +158,8 @@ class RolloutCoordinator:
         With a journal it is recorded then. OSError: it could not be, and it was aborted; it may be submitted again.
         """
         desk = self._check()
-        batch = await admission.submit(desk, batch_id, tasks, batch_type, min_wait_num, priority)
-        await aborting.unless_recorded(desk, batch)
+        batch = await submit.submit(desk, batch_id, tasks, batch_type, min_wait_num, priority)
+        await abort.unless_recorded(desk, batch)
 
     async def finalize_train_batch(
         self, batch_id: int | str, *, timeout: float | None = None, below_min: str | None = None
@@ -180,10 +181,10 @@ class RolloutCoordinator:
         check_id(batch_id)
         if type(reason) is not str or not reason:
             raise ValueError(f"reason: must be a non-empty str, got {reason!r}")
-        admission.forget_cancelled(desk)
+        submit.forget_cancelled(desk)
         batch = desk.batches.get(batch_id)
         if batch is not None:
-            await aborting.abort(desk, batch, reason, keep_partial_results)
+            await abort.abort(desk, batch, reason, keep_partial_results)
 
     # -- weights
 
@@ -206,7 +207,7 @@ class RolloutCoordinator:
         desk.version = lowest
         desk.scheduler.pool.synced()
         desk.observer.event_of("synced", detail=f"version {lowest}")
-        admission.admit(desk)
+        submit.admit(desk)
         return lowest
 
     @property
@@ -279,7 +280,7 @@ class RolloutCoordinator:
     @classmethod
     def get_local(cls, config: Config, models: list[Any], auxiliary_models: list[Any] | None = None) -> Any:
         """Return the same in a thread of its own: `h.submit_batch(...)` blocks, `.remote(...)` can be awaited."""
-        from recollect.rollout.handle import LocalHandle
+        from recollect.rollout.handles import LocalHandle
 
         return LocalHandle(cls, config, models, auxiliary_models)
 

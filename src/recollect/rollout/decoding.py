@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
-from recollect.rollout.experience import Experiences, RaggedColumn
-from recollect.rollout.frame import Head, aligned, opened
-from recollect.rollout.schema import Array, Plan, known_plan, plan_of
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.experience import Experiences, RaggedColumn
+from recollect.rollout.experience.frame import Head, aligned, opened
+from recollect.rollout.experience.space import Array, Plan, known_plan, plan_of
 
 
 def decode(payload: bytes | memoryview, *, space: Any = None) -> Experiences:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from recollect.errors import ClosedError
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
 
 BACKLOG = 1024
 

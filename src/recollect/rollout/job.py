@@ -20,9 +20,9 @@ import msgspec
 
 from recollect.errors import SchemaError
 from recollect.files.record import read_bytes
+from recollect.rollout.batch.state import BatchLifecycleState
 from recollect.rollout.config import Config, read_toml
 from recollect.rollout.coordinator import RolloutCoordinator
-from recollect.rollout.state import BatchLifecycleState
 from recollect.rollout.tasks import Task, find_workflow, import_modules
 
 Told = Callable[[dict[str, Any]], None]

@@ -8,23 +8,23 @@ import time
 from pathlib import Path
 
 from recollect.errors import ClosedError
-from recollect.rollout.admission import withdraw
-from recollect.rollout.clock import LoopClock
-from recollect.rollout.cutting import count_doors
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import end, forget, raise_in
+from recollect.rollout.batch.cut import count_doors
+from recollect.rollout.batch.deliver import stop_passes
+from recollect.rollout.batch.end import end, forget, raise_in
+from recollect.rollout.batch.state import BatchLifecycleState
+from recollect.rollout.batch.submit import withdraw
+from recollect.rollout.context import Desk
+from recollect.rollout.event_loop import LoopClock
 from recollect.rollout.events import Hub
-from recollect.rollout.execute import Lag
-from recollect.rollout.models.pool import ModelPool
-from recollect.rollout.observe import Observer, Trace
-from recollect.rollout.passing import stop_passes
-from recollect.rollout.pipeline import Pipeline
+from recollect.rollout.experience.pipeline import Pipeline
+from recollect.rollout.experience.sinks import QueueSink, make_sink
+from recollect.rollout.models.replicas import ModelPool
 from recollect.rollout.reports import Reports
 from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.runners.execute import Lag
 from recollect.rollout.runners.make import make_pool
 from recollect.rollout.scheduler import Scheduler
-from recollect.rollout.sinks import QueueSink, make_sink
-from recollect.rollout.state import BatchLifecycleState
+from recollect.rollout.stats import Observer, Trace
 from recollect.rollout.threads import Threads
 
 GROUPS_PER_MS = 2**20
@@ -36,7 +36,7 @@ async def start(desk: Desk) -> None:
     had_sink = desk.sink is not None
     try:
         if desk.config.journal is not None:
-            from recollect.rollout.journal import Journal
+            from recollect.rollout.journal.journal import Journal
 
             path = str(desk.config.journal)
             desk.journal = await Journal.open(path, desk.config, desk.plan.layout.hash)
@@ -99,7 +99,7 @@ async def _start_runners(desk: Desk) -> None:
     try:
         await pool.start()
         if desk.journal is not None:
-            from recollect.rollout.reviving import restore
+            from recollect.rollout.journal.restore import restore
 
             restore(desk, desk.journal)
     except BaseException:

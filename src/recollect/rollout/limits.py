@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from typing import Self
 
-from recollect.rollout.clock import Clock, Timer
+from recollect.rollout.event_loop import Clock, Timer
 
 
 class Limit:

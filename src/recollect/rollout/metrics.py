@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from recollect.rollout.execute import Outcome
-from recollect.rollout.records import TaskRecord
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.records import TaskRecord
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.runners.execute import Outcome
 
 
 def run_metrics(outcome: Outcome) -> dict[str, float]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from recollect.errors import WorkerDiedError
-from recollect.rollout.admission import admit
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import raise_in
-from recollect.rollout.execute import Outcome
-from recollect.rollout.finalize import look
-from recollect.rollout.records import TaskRecord
+from recollect.rollout.batch.end import raise_in
+from recollect.rollout.batch.finalize import look
+from recollect.rollout.batch.records import TaskRecord
+from recollect.rollout.batch.submit import admit
+from recollect.rollout.context import Desk
+from recollect.rollout.runners.execute import Outcome
 
 
 class Reports:

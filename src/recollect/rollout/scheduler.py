@@ -16,13 +16,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from recollect.rollout.clock import Clock, Deadlines
-from recollect.rollout.execute import Outcome
+from recollect.rollout.batch.records import Attempt, BatchRecord, TaskRecord, Unit
+from recollect.rollout.batch.state import TaskStatus
+from recollect.rollout.event_loop import Clock, Deadlines
 from recollect.rollout.metrics import task_means
-from recollect.rollout.observe import AttemptDoors, Observer
-from recollect.rollout.records import Attempt, BatchRecord, TaskRecord, Unit
 from recollect.rollout.runners.base import RunnerPool
-from recollect.rollout.state import TaskStatus
+from recollect.rollout.runners.execute import Outcome
+from recollect.rollout.stats import AttemptDoors, Observer
 
 LAST_RUNS = 1024
 

@@ -10,10 +10,10 @@ from typing import Any
 import msgspec
 
 from recollect.errors import class_name
-from recollect.rollout.clock import Timer
+from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, TaskRecord
+from recollect.rollout.batch.state import BatchId, BatchState
 from recollect.rollout.config import Config
-from recollect.rollout.records import MOST_RUNS, BatchRecord, TaskRecord
-from recollect.rollout.state import BatchId, BatchState
+from recollect.rollout.event_loop import Timer
 from recollect.rollout.tasks import Task, Workflow, find_workflow, task_key
 from recollect.text import is_safe
 

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from recollect.errors import SchemaError
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
 
 WorkflowFunction = Callable[..., Any]
 _MASK = 2**64 - 1

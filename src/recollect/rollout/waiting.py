@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from recollect.rollout.records import BatchRecord
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchLifecycleState
 from recollect.rollout.scheduler import Scheduler
-from recollect.rollout.state import BatchLifecycleState
 
 S = BatchLifecycleState
 

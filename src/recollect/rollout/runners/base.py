@@ -6,9 +6,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from recollect.rollout.execute import Job, Lag, Outcome
-from recollect.rollout.models.pool import ModelPool
-from recollect.rollout.schema import Plan
+from recollect.rollout.experience.space import Plan
+from recollect.rollout.models.replicas import ModelPool
+from recollect.rollout.runners.execute import Job, Lag, Outcome
 from recollect.rollout.threads import Threads
 
 

@@ -18,12 +18,12 @@ import msgspec
 import numpy as np
 
 from recollect.errors import ModelError
-from recollect.rollout.execute import Job, Lag, Outcome, execute
+from recollect.rollout.experience.space import plan_of
 from recollect.rollout.models.base import from_wire
 from recollect.rollout.models.openai import OpenAIModel
-from recollect.rollout.models.pool import ModelPool, Models
-from recollect.rollout.runners import wire
-from recollect.rollout.schema import plan_of
+from recollect.rollout.models.replicas import ModelPool, Models
+from recollect.rollout.runners import messages
+from recollect.rollout.runners.execute import Job, Lag, Outcome, execute
 from recollect.rollout.tasks import find_workflow, import_modules
 from recollect.rollout.threads import Threads
 from recollect.spaces import Layout
@@ -67,28 +67,28 @@ class Session:
         self.n_calls = 0
         self.current = 0
 
-    def send(self, message: wire.Message) -> None:
-        self.send_bytes(wire.encode(message))
+    def send(self, message: messages.Message) -> None:
+        self.send_bytes(messages.encode(message))
 
     def receive(self, data: bytes) -> None:
         """Act on one message."""
         try:
-            message = wire.decode_down(data)
+            message = messages.decode_down(data)
         except (ValueError, RecursionError) as error:  # whoever waits for it would wait for ever
-            self.send(wire.Broken(f"it was sent a malformed message ({told_briefly(error)})"))
+            self.send(messages.Broken(f"it was sent a malformed message ({told_briefly(error)})"))
             return
-        if isinstance(message, wire.Start):
+        if isinstance(message, messages.Start):
             self._start(message.job)
-        elif isinstance(message, wire.Cancel):
+        elif isinstance(message, messages.Cancel):
             self._cancel(message.attempt_id)
-        elif isinstance(message, wire.Answer):
+        elif isinstance(message, messages.Answer):
             self._answer(message)
-        elif isinstance(message, wire.Synced):
+        elif isinstance(message, messages.Synced):
             self._serve(message.versions)
         else:
             self._set_up(message)
 
-    def _set_up(self, setup: wire.Setup) -> None:
+    def _set_up(self, setup: messages.Setup) -> None:
         try:
             layout = Layout.from_json(setup.layout)
             self.plan = plan_of(layout.space, dict(layout.max_lengths))
@@ -101,9 +101,9 @@ class Session:
             ]  # fmt: skip
             self.pool = ModelPool(rollout, auxiliary, setup.names, time.monotonic, setup.rest_s)
         except BaseException as error:
-            self.send(wire.Broken(told(error)))
+            self.send(messages.Broken(told(error)))
             return
-        self.send(wire.Ready())
+        self.send(messages.Ready())
 
     def _serve(self, versions: list[int]) -> None:
         """Rollout models serve these versions now, or newer ones of which their answers told."""
@@ -119,7 +119,7 @@ class Session:
             flow = find_workflow(job.workflow)
         except Exception as error:
             text = f"{told_briefly(error)}; name its module in workflow_modules"
-            self.send(wire.Ran(job.attempt_id, None, True, text))
+            self.send(messages.Ran(job.attempt_id, None, True, text))
             return
         task = self.loop.create_task(self._run(job, flow, models))
         self.attempts[job.attempt_id] = (task, models, flow.is_async)
@@ -130,7 +130,7 @@ class Session:
 
         def report(outcome: Outcome) -> None:
             if held:
-                self.send(wire.Ran(job.attempt_id, held.pop()))
+                self.send(messages.Ran(job.attempt_id, held.pop()))
             held.append(outcome)
 
         error = ""
@@ -142,9 +142,9 @@ class Session:
             error = told(raised)
         del self.attempts[job.attempt_id]
         try:
-            self.send(wire.Ran(job.attempt_id, held[0] if held else None, True, error))
+            self.send(messages.Ran(job.attempt_id, held[0] if held else None, True, error))
         except Exception as raised:  # an attempt whose end is not told would keep this runner for good
-            self.send(wire.Ran(job.attempt_id, None, True, told(raised)))
+            self.send(messages.Ran(job.attempt_id, None, True, told(raised)))
 
     def _cancel(self, attempt_id: int) -> None:
         found = self.attempts.get(attempt_id)
@@ -167,15 +167,15 @@ class Session:
         self.calls[ident] = (future, model)
         try:
             packed = encoded(msgspec.msgpack.encode, (args, kwargs))
-            self.send(wire.Call(ident, self.current, model.role, method, packed))
+            self.send(messages.Call(ident, self.current, model.role, method, packed))
             return await future
         except asyncio.CancelledError:
-            self.send(wire.Uncall(ident))
+            self.send(messages.Uncall(ident))
             raise
         finally:
             self.calls.pop(ident, None)
 
-    def _answer(self, answer: wire.Answer) -> None:
+    def _answer(self, answer: messages.Answer) -> None:
         future, model = self.calls.get(answer.call_id, (None, None))
         if future is None or model is None or future.done():
             return

@@ -17,9 +17,9 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from recollect.rollout.execute import Job, Outcome, execute
-from recollect.rollout.models.pool import Models
+from recollect.rollout.models.replicas import Models
 from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.runners.execute import Job, Outcome, execute
 
 DEFAULT_SIZE = 256
 TURN_S = 0.002  # attempts that never wait follow each other that long before the loop sees to anything else

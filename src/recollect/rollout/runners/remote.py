@@ -15,11 +15,11 @@ import numpy as np
 
 from recollect.errors import FormatError, WorkerDiedError
 from recollect.rollout.decoding import decode
-from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.models.base import to_wire
-from recollect.rollout.models.pool import Bound, Models
-from recollect.rollout.runners import wire
+from recollect.rollout.models.replicas import Bound, Models
+from recollect.rollout.runners import messages
 from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.runners.execute import Job, Outcome
 from recollect.text import told_briefly
 
 FAILED_STARTS = 5
@@ -52,20 +52,20 @@ class FarRunner(ABC):
     def received(self, data: bytes) -> None:
         """Act on one message."""
         try:
-            message = wire.decode_up(data)
+            message = messages.decode_up(data)
         except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
             self.pool.n_refused += 1
             self.kill_for(f"it sent a malformed message ({error})")
             return
-        if isinstance(message, wire.Ran):
+        if isinstance(message, messages.Ran):
             self.pool.ran(self, message)
-        elif isinstance(message, wire.Call):
+        elif isinstance(message, messages.Call):
             self.calls[message.call_id] = asyncio.get_running_loop().create_task(self._call(message))
-        elif isinstance(message, wire.Uncall):
+        elif isinstance(message, messages.Uncall):
             call = self.calls.pop(message.call_id, None)
             if call is not None:
                 call.cancel()
-        elif isinstance(message, wire.Ready):
+        elif isinstance(message, messages.Ready):
             self.is_ready = True
             self.pool.ready(self)
         else:
@@ -76,9 +76,9 @@ class FarRunner(ABC):
         self.pool.cause = why
         self.kill()
 
-    async def _call(self, call: wire.Call) -> None:
+    async def _call(self, call: messages.Call) -> None:
         """Ask a model on behalf of the attempt."""
-        answer = wire.Answer(call.call_id)
+        answer = messages.Answer(call.call_id)
         try:
             args, kwargs = msgspec.msgpack.decode(call.args)
             models = self.models
@@ -92,11 +92,11 @@ class FarRunner(ABC):
                 answer.logprobs = np.asarray(found, np.float32).tobytes()
             else:
                 answer.generations = [to_wire(g) for g in found]
-            data = wire.encode(answer)
+            data = messages.encode(answer)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            data = wire.encode(wire.Answer(call.call_id, error=told_briefly(error)))
+            data = messages.encode(messages.Answer(call.call_id, error=told_briefly(error)))
         self.calls.pop(call.call_id, None)
         self.send(data)
 
@@ -133,8 +133,8 @@ class RemotePool(ABC):
             [getattr(r.model, "handle", None) for r in role.replicas] for role in around.models.auxiliary
         ]
         names = [role.name for role in around.models.auxiliary]
-        self._setup = wire.encode(
-            wire.Setup(
+        self._setup = messages.encode(
+            messages.Setup(
                 plan.layout.to_json(),
                 list(config.workflow_modules),
                 rollout,
@@ -239,10 +239,10 @@ class RemotePool(ABC):
         if replicas:
             models.rollout  # chosen now, the same throughout  # noqa: B018
             job.rollout = replicas.index(models._replica)  # type: ignore[arg-type]
-        runner.send(wire.encode(wire.Start(job)))
+        runner.send(messages.encode(messages.Start(job)))
         return runner.number
 
-    def ran(self, runner: FarRunner, message: wire.Ran) -> None:
+    def ran(self, runner: FarRunner, message: messages.Ran) -> None:
         if message.attempt_id != runner.attempt_id:
             return
         owner = self.around.owner
@@ -267,7 +267,7 @@ class RemotePool(ABC):
     def cancel(self, attempt_id: int) -> None:
         runner = self.by_attempt.get(attempt_id)
         if runner is not None:
-            runner.send(wire.encode(wire.Cancel(attempt_id)))
+            runner.send(messages.encode(messages.Cancel(attempt_id)))
 
     def kill(self, attempt_id: int) -> None:
         runner = self.by_attempt.get(attempt_id)
@@ -280,7 +280,7 @@ class RemotePool(ABC):
         versions = [int(replica.model.version) for replica in self.around.models.rollout.replicas]
         for runner in self.runners.values():
             if runner.is_ready:
-                runner.send(wire.encode(wire.Synced(versions)))
+                runner.send(messages.encode(messages.Synced(versions)))
 
     def doing(self, attempt_id: int) -> str | None:
         runner = self.by_attempt.get(attempt_id)

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from recollect.rollout.clock import Clock
+from recollect.rollout.batch.records import Attempt, Unit
+from recollect.rollout.event_loop import Clock
 from recollect.rollout.events import Hub
-from recollect.rollout.models.pool import ModelStats
-from recollect.rollout.records import Attempt, Unit
+from recollect.rollout.models.replicas import ModelStats
 
 SLICES_KEPT = 1024  # before they are written
 

@@ -6,13 +6,13 @@ import sys
 
 from recollect.errors import FormatError
 from recollect.files.record import brief, damage_in
+from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Cut, TaskRecord, Unit
+from recollect.rollout.batch.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.config import Config
-from recollect.rollout.desk import Desk
-from recollect.rollout.journal import Journal
-from recollect.rollout.records import MOST_RUNS, BatchRecord, Cut, TaskRecord, Unit
-from recollect.rollout.saved import Kept, SavedTask
+from recollect.rollout.context import Desk
+from recollect.rollout.journal.format import Kept, SavedTask
+from recollect.rollout.journal.journal import Journal
 from recollect.rollout.scheduler import Scheduler
-from recollect.rollout.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.tasks import Task, Workflow, find_workflow, is_registered, task_key
 
 

@@ -9,10 +9,10 @@ import msgspec
 import numpy as np
 
 from recollect.errors import MissingLeafError, SchemaError, class_name
-from recollect.rollout.experience import Experience
-from recollect.rollout.frame import Head, body_of, framed
-from recollect.rollout.schema import PER_RESPONSE, Array, Plan, Ragged, plan_of
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.experience import Experience
+from recollect.rollout.experience.frame import Head, body_of, framed
+from recollect.rollout.experience.space import PER_RESPONSE, Array, Plan, Ragged, plan_of
 from recollect.spaces.convert import to_batch
 from recollect.text import encoded
 

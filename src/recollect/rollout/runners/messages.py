@@ -6,9 +6,9 @@ from typing import Any
 
 import msgspec
 
-from recollect.rollout.execute import Job, Outcome
 from recollect.rollout.models.base import WireGeneration
 from recollect.rollout.models.openai import OpenAIHandle
+from recollect.rollout.runners.execute import Job, Outcome
 from recollect.text import encoded
 
 

@@ -9,10 +9,10 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from recollect.rollout.desk import Ending
-from recollect.rollout.execute import Outcome
-from recollect.rollout.records import MOST_RUNS, BatchRecord, Cut, TaskRecord
-from recollect.rollout.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
+from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Cut, TaskRecord
+from recollect.rollout.batch.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
+from recollect.rollout.context import Ending
+from recollect.rollout.runners.execute import Outcome
 from recollect.text import encoded
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]

@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import SchemaError
-from recollect.rollout.experience import Experiences
-from recollect.rollout.schema import Array
+from recollect.rollout.experience.experience import Experiences
+from recollect.rollout.experience.space import Array
 from recollect.text import nearest
 
 Operator = Callable[[Experiences], Any]

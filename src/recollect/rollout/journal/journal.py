@@ -20,9 +20,8 @@ from typing import Any
 import msgspec
 
 from recollect.errors import FormatError, LaneBusyError
-from recollect.rollout.execute import Outcome
-from recollect.rollout.records import BatchRecord, Joined, TaskRecord
-from recollect.rollout.saved import (
+from recollect.rollout.batch.records import BatchRecord, Joined, TaskRecord
+from recollect.rollout.journal.format import (
     Kept,
     Restored,
     SavedMeta,
@@ -35,6 +34,7 @@ from recollect.rollout.saved import (
     saved_cut,
     saved_ending,
 )
+from recollect.rollout.runners.execute import Outcome
 
 FORMAT = 1
 GROUP_S = 0.010

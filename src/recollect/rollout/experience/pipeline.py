@@ -16,13 +16,13 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import PipelineError, class_name
-from recollect.rollout.clock import Clock
 from recollect.rollout.decoding import decode_many
-from recollect.rollout.experience import Experiences
+from recollect.rollout.event_loop import Clock
+from recollect.rollout.experience.experience import Experiences
+from recollect.rollout.experience.operators import Operator, StalenessFilter, make_operator
+from recollect.rollout.experience.sinks import QueueSink, ReplaySink, Sink
+from recollect.rollout.experience.space import Plan
 from recollect.rollout.limits import Limit
-from recollect.rollout.operators import Operator, StalenessFilter, make_operator
-from recollect.rollout.schema import Plan
-from recollect.rollout.sinks import QueueSink, ReplaySink, Sink
 from recollect.rollout.threads import Threads
 
 

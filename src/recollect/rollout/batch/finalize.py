@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from recollect.errors import BatchAborted, BatchFailed, DeadlineError
-from recollect.rollout.clock import Timer, checked_seconds
-from recollect.rollout.cutting import kept_unfinished
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import aborted
-from recollect.rollout.passing import joined, pass_of
-from recollect.rollout.records import BatchRecord
-from recollect.rollout.state import BatchId, BatchLifecycleState
+from recollect.rollout.batch.cut import kept_unfinished
+from recollect.rollout.batch.deliver import joined, pass_of
+from recollect.rollout.batch.end import aborted
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchId, BatchLifecycleState
+from recollect.rollout.context import Desk
+from recollect.rollout.event_loop import Timer, checked_seconds
 from recollect.rollout.submission import check_id
 from recollect.rollout.waiting import why_waiting
 

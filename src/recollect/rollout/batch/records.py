@@ -12,9 +12,9 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
-from recollect.rollout.clock import Timer
-from recollect.rollout.execute import Job, Outcome
-from recollect.rollout.state import BatchId, BatchState, TaskStatus
+from recollect.rollout.batch.state import BatchId, BatchState, TaskStatus
+from recollect.rollout.event_loop import Timer
+from recollect.rollout.runners.execute import Job, Outcome
 from recollect.rollout.tasks import Task, Workflow, run_seed
 
 MOST_RUNS = 1 << 22

@@ -25,9 +25,9 @@ from recollect.errors import ClosedError, DeadlineError, MissingExtraError, Sche
 from recollect.files import OwnedDirectory, make_directory, replace_file
 from recollect.interrupts import deferred
 from recollect.replay import ReplayBuffer
-from recollect.rollout.clock import checked_seconds
-from recollect.rollout.experience import Experiences, experience_buffer
-from recollect.rollout.schema import Plan
+from recollect.rollout.event_loop import checked_seconds
+from recollect.rollout.experience.experience import Experiences, experience_buffer
+from recollect.rollout.experience.space import Plan
 from recollect.text import nearest
 
 REMEMBERED = 4096

@@ -14,23 +14,23 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from recollect.rollout.clock import Clock
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchId, BatchState, copied
 from recollect.rollout.config import Config
+from recollect.rollout.event_loop import Clock
 from recollect.rollout.events import Hub
-from recollect.rollout.execute import Lag
-from recollect.rollout.models.pool import ModelPool
-from recollect.rollout.observe import Observer, QueueStats, RunDoors, RunnerStats, Stats
-from recollect.rollout.pipeline import Pipeline
-from recollect.rollout.records import BatchRecord
+from recollect.rollout.experience.pipeline import Pipeline
+from recollect.rollout.experience.sinks import Sink
+from recollect.rollout.experience.space import plan_of
+from recollect.rollout.models.replicas import ModelPool
+from recollect.rollout.runners.execute import Lag
 from recollect.rollout.scheduler import Scheduler
-from recollect.rollout.schema import plan_of
-from recollect.rollout.sinks import Sink
-from recollect.rollout.state import BatchId, BatchState, copied
+from recollect.rollout.stats import Observer, QueueStats, RunDoors, RunnerStats, Stats
 from recollect.rollout.submission import Submission
 from recollect.rollout.threads import Threads
 
 if TYPE_CHECKING:
-    from recollect.rollout.journal import Journal
+    from recollect.rollout.journal.journal import Journal
 
 
 @dataclass(frozen=True, slots=True)

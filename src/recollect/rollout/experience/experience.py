@@ -11,8 +11,8 @@ from recollect.batch import BatchBase
 from recollect.errors import SchemaError
 from recollect.indexing import normalize, positions
 from recollect.replay import ReplayBuffer
-from recollect.rollout.schema import Array, Plan, experience_space, plan_of
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.space import Array, Plan, experience_space, plan_of
 
 __all__ = ["Experience", "Experiences", "RaggedColumn", "experience_buffer", "experience_space"]
 

@@ -13,8 +13,8 @@ import msgspec
 
 from recollect._core import crc32c, join_summed
 from recollect.errors import FormatError
-from recollect.rollout.schema import ALIGNMENT
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.space import ALIGNMENT
 from recollect.text import encoded
 
 MAGIC, VERSION = b"RCXP", 1

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from recollect.errors import BatchAborted
-from recollect.rollout.cutting import count_doors
-from recollect.rollout.desk import Desk, Ending
-from recollect.rollout.records import BatchRecord
-from recollect.rollout.state import BatchLifecycleState, move
+from recollect.rollout.batch.cut import count_doors
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchLifecycleState, move
+from recollect.rollout.context import Desk, Ending
 
 S = BatchLifecycleState
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from recollect.rollout.batch.records import BatchRecord, Cut, TaskRecord, Unit
+from recollect.rollout.batch.state import BatchLifecycleState, BatchState
 from recollect.rollout.config import Config
+from recollect.rollout.experience.pipeline import Delivery
 from recollect.rollout.metrics import counts, eval_metrics, eval_name, train_metrics
-from recollect.rollout.observe import RunDoors
-from recollect.rollout.pipeline import Delivery
-from recollect.rollout.records import BatchRecord, Cut, TaskRecord, Unit
-from recollect.rollout.state import BatchLifecycleState, BatchState
+from recollect.rollout.stats import RunDoors
 
 ERRORS_SHOWN = 8
 

@@ -6,11 +6,11 @@ import asyncio
 from typing import Any
 
 from recollect.errors import DeadlineError
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import raise_in
-from recollect.rollout.finalize import look
-from recollect.rollout.records import BatchRecord
-from recollect.rollout.state import BatchId, BatchLifecycleState, move
+from recollect.rollout.batch.end import raise_in
+from recollect.rollout.batch.finalize import look
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchId, BatchLifecycleState, move
+from recollect.rollout.context import Desk
 from recollect.rollout.submission import Submission, check_arguments, make_batch, no_room, plain_id
 from recollect.rollout.tasks import Task
 

@@ -8,11 +8,11 @@ from functools import partial
 from typing import Any
 
 from recollect.errors import ClosedError, PipelineError
-from recollect.rollout import cutting
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import aborted, end
-from recollect.rollout.records import BatchRecord, Joined, TaskRecord
-from recollect.rollout.state import BatchLifecycleState, move
+from recollect.rollout.batch import cut as cutting
+from recollect.rollout.batch.end import aborted, end
+from recollect.rollout.batch.records import BatchRecord, Joined, TaskRecord
+from recollect.rollout.batch.state import BatchLifecycleState, move
+from recollect.rollout.context import Desk
 
 S = BatchLifecycleState
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 
 from recollect.errors import BatchAborted
-from recollect.rollout.admission import leave
-from recollect.rollout.desk import Desk
-from recollect.rollout.ending import aborted, end, raise_in
-from recollect.rollout.passing import joined, pass_of
-from recollect.rollout.records import BatchRecord
-from recollect.rollout.state import BatchLifecycleState
+from recollect.rollout.batch.deliver import joined, pass_of
+from recollect.rollout.batch.end import aborted, end, raise_in
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.state import BatchLifecycleState
+from recollect.rollout.batch.submit import leave
+from recollect.rollout.context import Desk
 
 S = BatchLifecycleState
 

@@ -17,11 +17,11 @@ from typing import Any
 import msgspec
 
 from recollect.errors import SchemaError
-from recollect.rollout.experience import Experience
-from recollect.rollout.models.pool import Models
-from recollect.rollout.payload import encode
-from recollect.rollout.schema import Plan
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.experience import Experience
+from recollect.rollout.experience.payload import encode
+from recollect.rollout.experience.space import Plan
+from recollect.rollout.models.replicas import Models
 from recollect.rollout.tasks import GiveUp, Result, Work, Workflow, as_result
 from recollect.rollout.threads import Threads
 from recollect.text import safe, told
