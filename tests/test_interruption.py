@@ -159,7 +159,7 @@ def test_an_hdf5_buffer_is_read_on_after_an_interrupt_at_the_end_of_a_commit(
         assert loaded.get_at(np.arange(6))["x"].tolist() == list(range(6))
 
 
-class Kept(Case):
+class JournalBatch(Case):
     """A call of a buffer over memory with two episodes, in lanes or not; what a dump of it would hold."""
 
     def __init__(self, kind: str, verb: str, directory: Path) -> None:
@@ -229,7 +229,7 @@ KEPT = [
 def test_a_buffer_over_memory_goes_on_after_an_interrupt_anywhere(
     kind: str, verb: str, tmp_path: Path
 ) -> None:
-    assert Kept(kind, verb, tmp_path).run("signal", step=401 if verb == "dumps" else 5) > 0
+    assert JournalBatch(kind, verb, tmp_path).run("signal", step=401 if verb == "dumps" else 5) > 0
 
 
 class Added(Case):

@@ -99,7 +99,7 @@ def test_a_damaged_journal_opens_or_is_told(n: int, tmp_path: Path) -> None:
             await c.finalize_train_batch(0, timeout=20)
             while c.stats().attempts.good < 12:
                 await asyncio.sleep(0.001)
-            return str(c._desk.journal.layout)  # type: ignore[union-attr]
+            return str(c._context.journal.layout)  # type: ignore[union-attr]
 
     layout = run(fill())
     shutil.copy(file, work)

@@ -286,11 +286,11 @@ def journals(home: Path) -> list[Case]:
     async def load() -> None:
         journal = await Journal.open(str(path), config, "h")
         try:
-            desk = SimpleNamespace(
+            context = SimpleNamespace(
                 n_batches=0, config=config, scheduler=_Scheduler(), next_group=0, k=0, first_version=0, history={},
                 clock=_Clock(), carriers=[], batches={}, doors=SimpleNamespace(submitted=0),
             )  # fmt: skip
-            restore(desk, journal)
+            restore(context, journal)
         finally:
             await journal.close()
 

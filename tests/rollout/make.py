@@ -97,7 +97,7 @@ async def settle(c: Any, rounds: int = 12) -> None:
     for _ in range(4):
         for _ in range(rounds):
             await asyncio.sleep(0)
-        passing = [b.passing for b in c._desk.batches.values() if b.passing is not None]
+        passing = [b.passing for b in c._context.batches.values() if b.passing is not None]
         if not passing:
             return
         await asyncio.wait(passing, timeout=10)

@@ -13,7 +13,7 @@ import recollect.rollout as rr
 from recollect.errors import SchemaError
 from recollect.rollout.experience.space import plan_of
 from recollect.rollout.models.replicas import ModelPool
-from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.runners.base import RunnerContext
 from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.runners.process import ProcessPool
 
@@ -130,7 +130,7 @@ def test_a_copy_with_other_values_is_checked_like_a_new_one(changes: dict[str, A
 
 def test_runners_are_as_many_as_the_kind_allows_unless_told() -> None:
     around = [
-        Surroundings(
+        RunnerContext(
             None, rr.Config(runners=n), ModelPool([], [], [], float, 0.0), plan_of(), None, None, None
         )  # type: ignore[arg-type]
         for n in (None, 3)

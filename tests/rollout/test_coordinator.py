@@ -664,7 +664,7 @@ def test_a_fenced_attempts_next_model_call_raises() -> None:
 def test_the_dynamic_limit_follows_long_answers() -> None:
     async def main() -> None:
         async with coordinator(dynamic_timeout=2.0, dynamic_timeout_warmup=1, attempt_timeout_s=1000.0) as c:
-            scheduler = c._desk.scheduler
+            scheduler = c._context.scheduler
             scheduler._seconds.extend([10.0] * 100)
             await c.submit_batch(batch_id=0, tasks=[], batch_type="train")
             await c.finalize_train_batch(0)
@@ -726,10 +726,10 @@ def test_retries_go_to_another_runner() -> None:
         async with coordinator(max_retries=1, runners=2) as c:
             await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
             await settle(c)
-            [first] = [a.runner for a in c._desk.scheduler.attempts.values()]
+            [first] = [a.runner for a in c._context.scheduler.attempts.values()]
             c.gates.end((1, 0, 0), ValueError("x"))
             await settle(c)
-            [second] = [a.runner for a in c._desk.scheduler.attempts.values()]
+            [second] = [a.runner for a in c._context.scheduler.attempts.values()]
             assert first != second
 
     run(main())
@@ -965,8 +965,8 @@ def test_history_is_bounded_and_memory_returns() -> None:
             gc.collect()
             assert (
                 c.stats().staged_nbytes == 0
-                and not c._desk.scheduler.attempts
-                and not c._desk.scheduler.batches
+                and not c._context.scheduler.attempts
+                and not c._context.scheduler.batches
             )
 
     run(main())
@@ -1078,7 +1078,7 @@ def test_a_failed_start_undoes_everything() -> None:
 
 
 def test_a_trace_has_every_kind_of_slice(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.stats.SLICES_KEPT", 3)  # written in parts
+    monkeypatch.setattr("recollect.rollout.events.SLICES_KEPT", 3)  # written in parts
     path = tmp_path / "trace.json"
 
     async def asks(task: Any, models: Any) -> Any:

@@ -19,7 +19,7 @@ import recollect as rc
 import recollect.rollout as rr
 from recollect import _core
 from recollect.errors import ClosedError, DeadlineError, FormatError, MissingLeafError, SchemaError
-from recollect.rollout.decoding import decode_many
+from recollect.rollout.experience.payload import decode_many
 from recollect.rollout.experience.space import plan_of
 from recollect.testing import SinkContract
 

@@ -17,9 +17,9 @@ from recollect.errors import BatchAborted, BatchFailed, ModelError, WorkerDiedEr
 from recollect.rollout.models.base import from_wire, to_wire
 from recollect.rollout.models.openai import OpenAIModel
 from recollect.rollout.runners import messages
-from recollect.rollout.runners.child import FarModel, Session
-from recollect.rollout.runners.execute import Job, Outcome
-from recollect.rollout.runners.remote import FarRunner, RemotePool
+from recollect.rollout.runners.child import RemoteModel, RunnerSession
+from recollect.rollout.runners.remote import RemotePool, RemoteRunner
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 
 GATES: list[Gates] = []
 
@@ -41,13 +41,13 @@ async def asks(task: Any, models: Any) -> Any:
     return rr.Result(g.experience(reward=float(len(logprobs))), {"version": models.rollout.version})
 
 
-class NearRunner(FarRunner):
+class NearRunner(RemoteRunner):
     """A runner whose far side is here."""
 
-    def __init__(self, pool: Any, number: int) -> None:
-        super().__init__(pool, number)
+    def __init__(self, number: int, on_message: Any, on_death: Any) -> None:
+        super().__init__(number, on_message, on_death)
         self.loop = asyncio.get_running_loop()
-        self.session = Session(lambda data: self.loop.call_soon(self._arrived, data) and None)
+        self.session = RunnerSession(lambda data: self.loop.call_soon(self._arrived, data) and None)
         self.immortal = self.is_gone = False
         self.n_kills = 0
 
@@ -71,7 +71,7 @@ class NearRunner(FarRunner):
         self.is_gone = True
         for task, *_ in self.session.attempts.values():
             task.cancel()
-        self.loop.call_soon(self.pool.died, self, why)
+        self.loop.call_soon(self.died, why)
 
     async def closed(self) -> None:
         for task, *_ in self.session.attempts.values():
@@ -88,10 +88,10 @@ class NearPool(RemotePool):
     def __init__(self, around: Any) -> None:
         super().__init__(around, around.config.runners)
 
-    async def make_runner(self, number: int) -> FarRunner:
+    async def make_runner(self, number: int) -> RemoteRunner:
         if self.broken:
             raise self.broken[0]
-        return NearRunner(self, number)
+        return NearRunner(number, self.received, self.died)
 
 
 @pytest.fixture(autouse=True)
@@ -118,11 +118,11 @@ async def coordinator(models: Any = (), auxiliary: Any = None, **fields: Any) ->
 
 
 def runners(c: Any) -> list[Any]:
-    return list(c._desk.scheduler.pool.runners.values())
+    return list(c._context.scheduler.pool.runners.values())
 
 
 def attempt(c: Any) -> Any:
-    [found] = c._desk.scheduler.attempts.values()
+    [found] = c._context.scheduler.attempts.values()
     return found
 
 
@@ -312,7 +312,7 @@ def test_what_a_runner_says_of_another_attempt_is_dropped() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             payload = rr.encode([experience()], group_id=1, run_id=0)
-            stale = messages.Ran(attempt(c).id + 1, Outcome(0, True, 0.1, payload=payload, n=1), True)
+            stale = messages.Ran(attempt(c).id + 1, RunOutcome(0, True, 0.1, payload=payload, n=1), True)
             runner.received(messages.encode(stale))
             assert runner.attempt_id == attempt(c).id and c.stats().staged_nbytes == 0
             c.gates.end((1, 0, 0))
@@ -331,7 +331,7 @@ def test_a_malformed_payload_is_a_failed_attempt_and_counted() -> None:
             payload = rr.encode([experience()], group_id=1, run_id=0)[:-1]
             runner.received(
                 messages.encode(
-                    messages.Ran(attempt(c).id, Outcome(0, True, 0.1, payload=payload, n=1), True)
+                    messages.Ran(attempt(c).id, RunOutcome(0, True, 0.1, payload=payload, n=1), True)
                 )
             )
             with pytest.raises(BatchFailed, match="FormatError: payload"):
@@ -403,7 +403,7 @@ def test_replacing_backs_off_and_five_failures_in_a_row_are_told(monkeypatch: py
         call_later = loop.call_later
 
         async with coordinator() as c:
-            pool = c._desk.scheduler.pool
+            pool = c._context.scheduler.pool
 
             def recorded(delay: float, callback: Any, *args: Any) -> Any:
                 if getattr(callback, "__func__", None) is not RemotePool._begin:
@@ -445,7 +445,7 @@ def test_while_a_runner_is_left_failed_starts_are_nobodys_error() -> None:
     async def main() -> None:
         async with coordinator(runners=2) as c:
             await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
-            pool = c._desk.scheduler.pool
+            pool = c._context.scheduler.pool
             await submit(c, 2)
             await until(lambda: len(c.gates.waiting) == 2)
             waits = asyncio.create_task(c.finalize_train_batch(1, timeout=100))
@@ -539,7 +539,7 @@ def test_the_calls_of_an_attempt_that_is_over_are_cancelled() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             args = msgspec.msgpack.encode(([[{"role": "user", "content": "?"}]], {}))
-            runner.received(messages.encode(messages.Call(1, attempt(c).id, -1, "chat", args)))
+            runner.received(messages.encode(messages.ModelCall(1, attempt(c).id, -1, "chat", args)))
             await until(lambda: c.stats().models[0].calls == 1)
             assert "in chat at rollout[0]" in str(c.why_waiting(1))
             waits = asyncio.create_task(c.finalize_train_batch(1))
@@ -570,7 +570,9 @@ def test_a_runner_calls_nothing_but_a_models_own_methods_and_for_its_own_attempt
             runner.send = lambda data: sent.append(messages.decode_down(data))
             given = {"attempt_id": attempt(c).id, "method": "generate"} | fields
             args = msgspec.msgpack.encode((["?"] if given["method"] != "close" else [], {}))
-            runner.received(messages.encode(messages.Call(1, given["attempt_id"], -1, given["method"], args)))
+            runner.received(
+                messages.encode(messages.ModelCall(1, given["attempt_id"], -1, given["method"], args))
+            )
             await until(lambda: sent)
             assert said in sent[0].error and model.n_calls == 0 and not model.closed
             del runner.send
@@ -604,7 +606,9 @@ def test_a_model_with_a_handle_is_opened_at_the_runner_and_another_is_not() -> N
         async with coordinator(models, auxiliary, auxiliary_names=("judge", "other")) as c:
             pool = runners(c)[0].session.pool
             first, second = [replica.model for replica in pool.rollout.replicas]
-            assert isinstance(first, OpenAIModel) and first is not models[0] and isinstance(second, FarModel)
+            assert (
+                isinstance(first, OpenAIModel) and first is not models[0] and isinstance(second, RemoteModel)
+            )
             fields = (
                 "address",
                 "model",
@@ -617,7 +621,7 @@ def test_a_model_with_a_handle_is_opened_at_the_runner_and_another_is_not() -> N
             assert [getattr(first, name) for name in fields] == [getattr(models[0], name) for name in fields]
             judges, others = [[r.model for r in role.replicas] for role in pool.auxiliary]
             assert [type(model) for model in judges] == [OpenAIModel] * 2
-            assert [type(model) for model in others] == [FarModel] and others[0].role == 1
+            assert [type(model) for model in others] == [RemoteModel] and others[0].role == 1
             assert pool.by_name.keys() == {"judge", "other"}
 
     run(main())
@@ -650,20 +654,20 @@ def test_a_model_that_was_opened_at_a_runner_hears_of_newer_weights() -> None:
 # -- the far side alone
 
 
-def session_of(setup: messages.Setup) -> tuple[Session, list[Any]]:
+def session_of(setup: messages.Setup) -> tuple[RunnerSession, list[Any]]:
     sent: list[Any] = []
-    session = Session(lambda data: sent.append(messages.decode_up(data)))
+    session = RunnerSession(lambda data: sent.append(messages.decode_up(data)))
     session.receive(messages.encode(setup))
     return session, sent
 
 
-def job(workflow: str, **fields: Any) -> Job:
+def job(workflow: str, **fields: Any) -> AttemptSpec:
     given: dict[str, Any] = {
         "attempt_id": 1, "workflow": workflow, "data": msgspec.msgpack.encode(({}, {})), "repeat_times": 1,
         "task_id": 0, "batch_id": 1, "is_eval": False, "run_ids": (0,), "number": 1, "seeds": (0,), "group_id": 1,
         "version": 0,
     }  # fmt: skip
-    return Job(**given | fields)
+    return AttemptSpec(**given | fields)
 
 
 def setup() -> messages.Setup:
@@ -686,7 +690,7 @@ def test_a_sync_workflow_that_is_cancelled_is_refused_its_next_call() -> None:
     async def main() -> None:
         session, sent = session_of(setup())
         session.receive(messages.encode(messages.Start(job("recollect.testing.asks_sync"))))
-        await until(lambda: any(isinstance(message, messages.Call) for message in sent))
+        await until(lambda: any(isinstance(message, messages.ModelCall) for message in sent))
         session.receive(messages.encode(messages.Cancel(1)))
         await until(lambda: isinstance(sent[-1], messages.Ran))
         assert any(isinstance(message, messages.Uncall) for message in sent)
@@ -702,7 +706,7 @@ def test_a_sync_workflow_that_is_cancelled_is_refused_its_next_call() -> None:
 def test_an_answer_that_nobody_waits_for_is_dropped_and_an_error_is_raised() -> None:
     async def main() -> None:
         session, sent = session_of(setup())
-        model = FarModel(session, -1)
+        model = RemoteModel(session.call, -1)
         call = asyncio.ensure_future(model.logprobs(np.array([1, 2]), 1))
         await asyncio.sleep(0)
         for ident in (99, sent[-1].call_id, sent[-1].call_id):

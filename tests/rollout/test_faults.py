@@ -91,7 +91,7 @@ def test_what_a_full_queue_did_not_take_in_time_does_not_enter_it_later(how: str
             c.clock.advance(5.0)
             with pytest.raises(PipelineError, match="the sink"):
                 await waiting
-            overran = c._desk.pipeline._overran
+            overran = c._context.pipeline._overran
             await (c.abort_batch(2, reason="enough") if how == "abort" else c.shutdown())
             assert c.batch_state(2).state is S.ABORTED
             assert len(await queue.get(3)) == 3
@@ -177,7 +177,7 @@ def test_much_small_work_lets_others_have_their_turn() -> None:
     async def main() -> None:
         async with coordinator(runners=1) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(good) for _ in range(1000)], batch_type="train")
-            turns, attempts = 0, c._desk.scheduler.doors
+            turns, attempts = 0, c._context.scheduler.doors
             while attempts.good < 1000:
                 turns += 1
                 await asyncio.sleep(0)
@@ -254,7 +254,7 @@ def test_a_dead_runner_costs_no_retry() -> None:
         async with coordinator(max_retries=1) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(c.gates)], batch_type="train")
             await settle(c)
-            scheduler = c._desk.scheduler
+            scheduler = c._context.scheduler
             [lost] = scheduler.attempts.values()
             scheduler.runner_lost(lost.runner, lost.id, "killed")
             await settle(c)
@@ -278,7 +278,7 @@ def test_pauses_double_to_their_most_and_vary_by_a_fifth_with_the_seed() -> None
                 await settle(c)
                 c.gates.end((1, 0, 0), ValueError("no"))
                 await settle(c)
-                [unit] = c._desk.batches[1].backing_off
+                [unit] = c._context.batches[1].backing_off
                 found.append(unit.backs_off_until - c.clock.now)
                 c.clock.advance(found[-1])
             return found

@@ -379,7 +379,7 @@ def test_counters_come_back(tmp_path: Path) -> None:
         fields = {"max_staleness": 0, "submit_timeout_s": 0.0}
         model = rr.ScriptedModel(["x"], version=3)
         c = made(tmp_path, **fields)
-        c._desk.rollout_models = [model]
+        c._context.rollout_models = [model]
         async with c:
             await c.submit_batch(batch_id=0, tasks=[rr.Task(NAMED)], batch_type="train")
             await c.finalize_train_batch(0)
@@ -389,11 +389,11 @@ def test_counters_come_back(tmp_path: Path) -> None:
         model.version = 4
         for batch_id in (1, 2):  # what is aborted is taken out of the count, here and in the file
             c = made(tmp_path, **fields)
-            c._desk.rollout_models = [model]
+            c._context.rollout_models = [model]
             async with c:
-                assert c._desk.first_version == 3
+                assert c._context.first_version == 3
                 await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
-                assert c._desk.batches[batch_id].tasks[0].group_id >= 2**61
+                assert c._context.batches[batch_id].tasks[0].group_id >= 2**61
                 with pytest.raises(DeadlineError, match="needs version 5, got 4"):
                     await c.submit_batch(batch_id="next", tasks=[rr.Task(NAMED)], batch_type="train")
                 await c.abort_batch(batch_id, reason="again")
@@ -418,23 +418,25 @@ def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
                 min_wait_num=1,
             )
             await until(lambda: STARTED == [("t", 0)])
-            [before] = c._desk.scheduler.attempts.values()
-            names = {ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()}
+            [before] = c._context.scheduler.attempts.values()
+            names = {ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._context.batches.items()}
         STARTED.clear()
         async with made(tmp_path, **fields) as c:
             await until(lambda: STARTED == [("u", 0)])  # the priority came back: 2 before 5
             assert {
-                ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()
+                ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._context.batches.items()
             } == names
-            assert all(b.state.state is rr.BatchLifecycleState.RUNNING for b in c._desk.batches.values())
-            task = c._desk.batches["a"].tasks[0]
+            assert all(b.state.state is rr.BatchLifecycleState.RUNNING for b in c._context.batches.values())
+            task = c._context.batches["a"].tasks[0]
             assert (task.task_id, task.n_runs, task.timeout_s, task.max_retries) == ("t", 2, 77.0, 3)
             HOLD.discard("u")
             await c.abort_batch("b", reason="next")
             await until(lambda: ("t", 0) in STARTED)
-            [after] = c._desk.scheduler.attempts.values()
-            assert after.job.seeds == before.job.seeds and after.job.data == before.job.data
-            assert after.job.group_id == before.job.group_id and after.limit == 77.0
+            [after] = c._context.scheduler.attempts.values()
+            assert (
+                after.unit.task.key == before.unit.task.key and after.unit.task.data == before.unit.task.data
+            )
+            assert after.unit.task.group_id == before.unit.task.group_id and after.limit == 77.0
             check_doors(c)
 
     run(main())
@@ -592,7 +594,7 @@ def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> N
     async def main() -> None:
         async with made(tmp_path) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
-            c._desk.journal._put("insert into nowhere values (1)")
+            c._context.journal._put("insert into nowhere values (1)")
             with pytest.raises(sqlite3.OperationalError, match="nowhere"):
                 await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
             with pytest.raises(sqlite3.OperationalError, match="nowhere"):  # this one could be written

@@ -17,7 +17,7 @@ from tests.rollout.make import run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, WorkerDiedError
-from recollect.rollout.runners.child import LENGTH, Link
+from recollect.rollout.runners.child import LENGTH, MessageSocket
 from recollect.rollout.runners.process import ProcessRunner
 from recollect.testing import RunnerContract
 from recollect.testing.leftovers import leaves_nothing
@@ -53,7 +53,7 @@ class TestProcess(RunnerContract):
     def test_an_idle_runner_that_dies_is_seen_and_replaced(self, rig: Rig) -> None:
         async def work(rig: Rig) -> None:
             stream = rig.c.events()
-            runners = rig.c._desk.scheduler.pool.runners
+            runners = rig.c._context.scheduler.pool.runners
             while not any(runner.is_ready for runner in runners.values()):
                 await asyncio.sleep(0.01)
             victim = next(r for r in runners.values() if r.is_ready)
@@ -121,14 +121,15 @@ def test_what_is_in_the_socket_is_read_before_a_runner_is_buried(monkeypatch: py
 
     async def main() -> None:
         loop = asyncio.get_running_loop()
-        pool = SimpleNamespace(died=lambda runner, why: heard.append("died"))
-        runner = ProcessRunner(pool, 0)  # type: ignore[arg-type]
+        runner = ProcessRunner(0, print, lambda runner, why: heard.append("died"))
         monkeypatch.setattr(runner, "kill", lambda: None)
         runner.process = SimpleNamespace(pid=0, wait=lambda: 0)  # type: ignore[assignment]
         runner._pidfd, dies = os.pipe()
-        loop.add_reader(runner._pidfd, runner._died)
+        loop.add_reader(runner._pidfd, runner._exited)
         ours, theirs = socket.socketpair()
-        made: Any = await loop.create_connection(lambda: Link(heard.append, loop.create_future()), sock=ours)
+        made: Any = await loop.create_connection(
+            lambda: MessageSocket(heard.append, loop.create_future()), sock=ours
+        )
         runner.transport = made[0]
         await asyncio.sleep(0)
         os.write(dies, b"!")
@@ -161,7 +162,7 @@ def test_a_process_that_was_started_in_vain_is_ended(monkeypatch: pytest.MonkeyP
         loop = asyncio.get_running_loop()
         monkeypatch.setattr(loop, "create_connection", refused)
         with pytest.raises(asyncio.CancelledError):
-            await ProcessRunner(None, 0).start()  # type: ignore[arg-type]
+            await ProcessRunner(0, print, print).start()
         [process] = made
         assert process.returncode == -signal.SIGKILL
 
@@ -202,7 +203,7 @@ class TestRay(RunnerContract):
     def test_an_idle_actor_that_is_killed_is_seen_and_replaced(self, rig: Rig, ray_cluster: Any) -> None:
         async def work(rig: Rig) -> None:
             stream = rig.c.events()
-            runners = rig.c._desk.scheduler.pool.runners
+            runners = rig.c._context.scheduler.pool.runners
             while not any(runner.is_ready for runner in runners.values()):
                 await asyncio.sleep(0.01)
             ray_cluster.kill(next(r for r in runners.values() if r.is_ready).actor)

@@ -13,8 +13,8 @@ from tests.rollout.make import check_doors, coordinator, experience, run, settle
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, ClosedError, DeadlineError, PipelineError, WorkerDiedError
 from recollect.rollout.event_loop import Deadlines
-from recollect.rollout.runners.execute import Outcome
 from recollect.rollout.scheduler import LAST_RUNS
+from recollect.rollout.tasks import RunOutcome
 from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
@@ -194,7 +194,7 @@ def test_the_longest_running_comes_first() -> None:
             running = [reason for reason in c.why_waiting(1).reasons if "attempt 1 of 2" in reason]
             assert [reason.partition(":")[0] for reason in running] == ["task 1 run 0", "task 2 run 0"]
             [resting] = [reason for reason in c.why_waiting(1).reasons if "backing off" in reason]
-            [unit] = c._desk.batches[1].backing_off
+            [unit] = c._context.batches[1].backing_off
             left = unit.backs_off_until - c.clock.now
             assert resting == f"task 0 run 0: backing off for {left:.1f} s after attempt 1, OSError: lost it"
 
@@ -274,7 +274,7 @@ def test_what_was_cancelled_at_the_cut_is_no_work_any_more() -> None:
             with pytest.raises(PipelineError):
                 await c.finalize_train_batch(1, timeout=0)
             await settle(c)
-            assert not c._desk.batches[1].has_work() and not c._desk.batches[1].backing_off
+            assert not c._context.batches[1].has_work() and not c._context.batches[1].backing_off
             c.clock.advance(20.0)
             await settle(c)
             assert not c.gates.waiting and c.stats().queue.queued_runs == 0 and c.clock.n_timers == 0
@@ -307,7 +307,7 @@ def test_all_who_can_be_admitted_at_once_are() -> None:
 
 
 def limits(c: Any) -> dict[Any, float]:
-    return {a.unit.task.batch.id: a.limit for a in c._desk.scheduler.attempts.values()}
+    return {a.unit.task.batch.id: a.limit for a in c._context.scheduler.attempts.values()}
 
 
 def test_the_dynamic_limit_is_a_ratio_of_the_longest_runs_but_never_above_the_fixed_one() -> None:
@@ -319,7 +319,7 @@ def test_the_dynamic_limit_is_a_ratio_of_the_longest_runs_but_never_above_the_fi
             "runners": 8,
         }
         async with coordinator(repeats_per_attempt=2, **fields) as c:
-            seconds = c._desk.scheduler._seconds
+            seconds = c._context.scheduler._seconds
             assert seconds.maxlen == 1024 == LAST_RUNS
             for ident in ("e", 0):
                 kind = "eval" if ident == "e" else "train"
@@ -341,12 +341,12 @@ def test_the_dynamic_limit_is_a_ratio_of_the_longest_runs_but_never_above_the_fi
             await c.submit_batch(batch_id=2, tasks=given, batch_type="train")
             await c.submit_batch(batch_id="f", tasks=tasks(c, 1), batch_type="eval")
             await settle(c)
-            found = [(a.unit.task.task_id, a.limit) for a in c._desk.scheduler.attempts.values()]
+            found = [(a.unit.task.task_id, a.limit) for a in c._context.scheduler.attempts.values()]
             assert found == [(0, 40.0), (1, 20.0), (2, 15.0), (0, 100.0)]
             await c.abort_batch(2, reason="no")
             assert len(seconds) == 100
             seconds.extend([100.0] * 100)
-            c._desk.scheduler._limit = None
+            c._context.scheduler._limit = None
             await c.submit_batch(batch_id=3, tasks=tasks(c, 1), batch_type="train")
             await settle(c)
             assert limits(c)[3] == 100.0
@@ -358,7 +358,7 @@ def test_the_dynamic_limit_learns_from_batches_that_were_delivered_and_from_what
     async def main() -> None:
         fields = {"dynamic_timeout": 2.0, "dynamic_timeout_warmup": 0, "attempt_timeout_s": 100.0}
         async with coordinator(repeats_per_attempt=2, below_min="accept", **fields) as c:
-            seconds = c._desk.scheduler._seconds
+            seconds = c._context.scheduler._seconds
             for ident in (1, 2, 3):
                 await c.submit_batch(batch_id=ident, tasks=tasks(c, 1, repeat_times=2), batch_type="train")
                 await settle(c)
@@ -430,7 +430,7 @@ def test_a_sync_workflow_in_a_model_call_ends_at_its_limit_and_is_not_fenced(
         model = rr.ScriptedModel(["x"], failures={0: "hang"})
         async with coordinator([model], attempt_timeout_s=5.0, runners=1) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(asks), rr.Task(good)], batch_type="train")
-            [place] = c._desk.scheduler.pool.places.values()
+            [place] = c._context.scheduler.pool.places.values()
             while not model.n_calls or (knows and place.models.in_flight is None):
                 await asyncio.sleep(0)
             c.clock.advance(5.0)
@@ -470,17 +470,17 @@ def test_a_result_is_taken_once_and_only_of_a_run_of_its_attempt() -> None:
         async with coordinator(repeats_per_attempt=2) as c:
             await c.submit_batch(batch_id=1, tasks=tasks(c, 1, repeat_times=3), batch_type="train")
             await settle(c)
-            scheduler = c._desk.scheduler
+            scheduler = c._context.scheduler
             first, second = scheduler.attempts.values()
             assert (first.unit.run_ids, second.unit.run_ids) == ((0, 1), (2,))
             payload = rr.encode([experience()], group_id=1, run_id=0)
             for attempt, run_id in ((first, 0), (first, 0), (first, 2), (first, 7), (second, 0)):
-                scheduler.run_ended(attempt.id, Outcome(run_id, True, 0.1, payload=payload))
-            assert c.stats().staged_nbytes == len(payload) and c._desk.batches[1].late_count == 4
-            scheduler.run_ended(first.id, Outcome(1, False, 0.1, error="gave up", final=True))
-            scheduler.run_ended(first.id, Outcome(1, True, 0.1, payload=payload))
+                scheduler.run_ended(attempt.id, RunOutcome(run_id, True, 0.1, payload=payload))
+            assert c.stats().staged_nbytes == len(payload) and c._context.batches[1].late_count == 4
+            scheduler.run_ended(first.id, RunOutcome(1, False, 0.1, error="gave up", final=True))
+            scheduler.run_ended(first.id, RunOutcome(1, True, 0.1, payload=payload))
             assert c.stats().staged_nbytes == len(payload)
-            scheduler.run_ended(99, Outcome(1, True, 0.1, payload=payload))
+            scheduler.run_ended(99, RunOutcome(1, True, 0.1, payload=payload))
 
     run(main())
 
@@ -493,7 +493,7 @@ def test_a_lost_runner_puts_its_unit_in_front_with_what_is_left_of_it() -> None:
             await settle(c)
             await end(c, (1, 0, 0))
             await end(c, (1, 0, 1), outcome=rr.GiveUp("no use"))
-            scheduler, batch = c._desk.scheduler, c._desk.batches[1]
+            scheduler, batch = c._context.scheduler, c._context.batches[1]
             lost, _ = scheduler.attempts.values()
             scheduler.is_paused = True
             for run_id in range(3):
@@ -526,12 +526,12 @@ def test_a_runner_that_dies_after_the_limit_costs_the_retry_of_a_time_out() -> N
             c.gates.ignores_cancel = True
             await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
             await settle(c)
-            scheduler = c._desk.scheduler
+            scheduler = c._context.scheduler
             c.clock.advance(5.0)
             [late] = scheduler.attempts.values()
             scheduler.runner_lost(late.runner, late.id, "killed")
-            assert c._desk.batches[1].retry_count == 1 and c._desk.batches[1].requeue_count == 0
-            assert "killed after its limit" in c._desk.batches[1].retries[0].error
+            assert c._context.batches[1].retry_count == 1 and c._context.batches[1].requeue_count == 0
+            assert "killed after its limit" in c._context.batches[1].retries[0].error
             c.gates.ignores_cancel = False
             c.clock.advance(2.0)
             await settle(c)
@@ -545,11 +545,11 @@ def test_runners_that_cannot_be_started_any_more_are_told_to_who_waits() -> None
             await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
             waits = asyncio.create_task(c.finalize_train_batch(1, timeout=100))
             await settle(c)
-            c._desk.scheduler.runners_broken("no memory")
+            c._context.scheduler.runners_broken("no memory")
             with pytest.raises(WorkerDiedError, match="no memory"):
                 await waits
             assert "no runner can be started: no memory" in str(c.why_waiting(1))
-            c._desk.scheduler.runners_changed()
+            c._context.scheduler.runners_changed()
             assert "no runner" not in str(c.why_waiting(1))
 
     run(main())
@@ -881,7 +881,7 @@ def test_a_slow_listener_has_the_newest_and_is_told_once_how_many_it_missed() ->
                 0,
             )
             await stream.aclose()
-            assert not c._desk.hub.listeners
+            assert not c._context.hub.listeners
 
     run(main())
 
@@ -897,7 +897,7 @@ def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it(
             lambda _, about: heard.append(str(about["exception"]))
         )
         async with coordinator(runners=1) as c:
-            scheduler = c._desk.scheduler
+            scheduler = c._context.scheduler
             real = scheduler.attempt_ended
 
             def once(*args: Any) -> None:

@@ -22,7 +22,7 @@ from recollect.errors import (
     PipelineError,
 )
 from recollect.rollout.runners.local import LocalPool
-from recollect.rollout.stats import QueueStats, RunnerStats
+from recollect.rollout.stats import QueueStats, RunnerPoolStats
 from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
@@ -627,7 +627,7 @@ def test_what_fails_in_a_pass_beside_its_parts_is_a_pipeline_error_too(
     async def main() -> None:
         async with coordinator() as c:
             await c.submit_batch(batch_id="e", tasks=[], batch_type="eval")
-            monkeypatch.setattr("recollect.rollout.batch.cut.eval_result", broken)
+            monkeypatch.setattr("recollect.rollout.batch.deliver.eval_result", broken)
             with pytest.raises(PipelineError, match="odd") as caught:
                 await c.finalize_eval_batch("e")
             assert isinstance(caught.value.__cause__, ZeroDivisionError)
@@ -775,7 +775,7 @@ def test_a_prepare_that_was_cancelled_is_no_start_for_ever(monkeypatch: pytest.M
         starting.cancel()
         await asyncio.sleep(0)
         gate.set()
-        while not c._desk.is_open:
+        while not c._context.is_open:
             await asyncio.sleep(0)
         await c.prepare()
         assert c.batches() == []
@@ -991,12 +991,12 @@ def test_a_handle_is_awaited_without_holding_up_its_caller_and_closed_once() -> 
 
     assert run(other())["ok_task_count"] == 1
     assert h.model_version == 0 and h.batches() == [] and h.sync_weights(3) == 3 == h.model_version
-    for missing in ("no_such_call", "_desk", "_check"):
+    for missing in ("no_such_call", "_context", "_check"):
         with pytest.raises(AttributeError, match=f"^coordinator has no '{missing}'"):
             getattr(h, missing)
     h.close()
     h.close()
-    assert not h._thread.is_alive() and h._loop.is_closed() and not h._coordinator._desk.is_open
+    assert not h._thread.is_alive() and h._loop.is_closed() and not h._coordinator._context.is_open
 
 
 def test_a_handle_whose_prepare_fails_is_closed() -> None:
@@ -1040,14 +1040,14 @@ def test_a_handle_that_cannot_be_made_leaves_no_loop(recwarn: pytest.WarningsRec
 def test_stats_say_what_runs_and_what_waits() -> None:
     async def main() -> None:
         async with coordinator(runners=3, max_batches=1) as c:
-            assert c.stats().runners == RunnerStats("local", size=3, alive=3, free=3, fenced=0)
+            assert c.stats().runners == RunnerPoolStats("local", size=3, alive=3, free=3, fenced=0)
             await c.submit_batch(batch_id=1, tasks=tasks(c, 2, repeat_times=2), batch_type="train")
             waits = asyncio.create_task(
                 c.submit_batch(batch_id=2, tasks=tasks(c, 1, repeat_times=5), batch_type="train")
             )
             await settle(c)
             stats = c.stats()
-            assert stats.runners == RunnerStats("local", size=3, alive=3, free=0, fenced=0)
+            assert stats.runners == RunnerPoolStats("local", size=3, alive=3, free=0, fenced=0)
             assert stats.queue == QueueStats(waiting_batches=1, live_batches=2, queued_runs=1)
             assert (stats.runs.submitted, stats.runs.live) == (4, 4)  # of what was admitted
             await c.abort_batch(2, reason="enough")
@@ -1070,7 +1070,7 @@ def test_shutdowns_at_the_same_time_are_one() -> None:
             assert not any(task.done() for task in closing)  # all wait for the one attempt
             c.gates.let_go()
             await asyncio.gather(*closing)
-            assert not c._desk.is_open
+            assert not c._context.is_open
 
     run(main())
 

@@ -243,7 +243,7 @@ def test_an_exit_or_a_cancel_of_the_workflows_own_is_a_failure() -> None:
             given = [rr.Task(flow, repeat_times=2) for flow in (leaves, together)]
             await c.submit_batch(batch_id=1, tasks=given, batch_type="train")
             await settle(c)
-            for task in c._desk.batches[1].tasks:
+            for task in c._context.batches[1].tasks:
                 assert task.attempts == 4
                 assert "SystemExit: 3" in task.failed[0] and "CancelledError: own" in task.failed[1]
             check_doors(c)

@@ -76,9 +76,9 @@ class Turns(RuleBasedStateMachine):
         self.calls: list[asyncio.Task[Any]] = []
         self.seen: dict[int, S] = {}
         self.loop.run_until_complete(self.c.prepare())
-        self.desk = self.c._desk
+        self.context = self.c._context
         self.threads: Any = TurnThreads(self.loop)
-        self.desk.pipeline.threads = self.desk.threads = self.threads
+        self.context.pipeline.threads = self.context.threads = self.threads
         self.threads.close = lambda: None
 
     def turns(self, n: int) -> None:
@@ -100,19 +100,19 @@ class Turns(RuleBasedStateMachine):
 
     async def submits(self, ident: Any, kind: Any, n: int, repeats: int, least: int | None) -> None:
         tasks = [rr.Task(self.gates, repeat_times=repeats) for _ in range(n)]
-        before = {id(batch) for batch in self.desk.batches.values()}
+        before = {id(batch) for batch in self.context.batches.values()}
         try:
             await self.c.submit_batch(batch_id=ident, tasks=tasks, batch_type=kind, min_wait_num=least)
         except ValueError:
-            assert id(self.desk.batches.get(ident)) in before
+            assert id(self.context.batches.get(ident)) in before
         except (BatchAborted, DeadlineError, asyncio.CancelledError):
-            found = self.desk.batches.get(ident)
+            found = self.context.batches.get(ident)
             assert found is None or found.admitted or id(found) in before or any(
-                sub.batch is found for sub in self.desk.waiting
+                sub.batch is found for sub in self.context.waiting
             )  # fmt: skip
 
     async def finalizes(self, ident: Any, kind: str, timeout: float, below_min: str) -> None:
-        batch = self.desk.batches.get(ident)
+        batch = self.context.batches.get(ident)
         call = self.c.finalize_train_batch if kind == "train" else self.c.finalize_eval_batch
         try:
             result = await call(ident, timeout=timeout, below_min=below_min)
@@ -127,7 +127,7 @@ class Turns(RuleBasedStateMachine):
             assert batch is None or (batch.state.state is S.FINALIZED and batch.state.final_result == result)
 
     async def aborts(self, ident: Any, keep: bool) -> None:
-        batch = self.desk.batches.get(ident)
+        batch = self.context.batches.get(ident)
         try:
             await self.c.abort_batch(ident, reason="told to", keep_partial_results=keep)
         except PipelineError:
@@ -136,12 +136,12 @@ class Turns(RuleBasedStateMachine):
             pass
         else:
             if batch is not None:
-                assert self.desk.batches.get(ident) is not batch
+                assert self.context.batches.get(ident) is not batch
                 assert batch.state.state in ENDED or not batch.admitted
                 assert not batch.running
 
     async def processes(self, n: int) -> None:
-        group = self.desk.next_group = self.desk.next_group + 1
+        group = self.context.next_group = self.context.next_group + 1
         payloads = [rr.encode([experience()], group_id=group, run_id=i) for i in range(n)]
         with suppress(PipelineError, asyncio.CancelledError):
             await self.c.process_experiences(payloads)
@@ -215,11 +215,11 @@ class Turns(RuleBasedStateMachine):
         assert not self.troubles, self.troubles
         check_doors(self.c)
         assert len(self.sink.uids) == len(set(self.sink.uids))
-        for batch in self.desk.batches.values():
+        for batch in self.context.batches.values():
             assert batch.state.state in reachable(self.seen.get(batch.serial, S.PENDING))
             self.seen[batch.serial] = batch.state.state
             assert (batch.state.state is S.FINALIZING) == (batch.passing is not None)
-            assert batch.admitted or any(sub.batch is batch for sub in self.desk.waiting)
+            assert batch.admitted or any(sub.batch is batch for sub in self.context.waiting)
 
     def teardown(self) -> None:
         if not hasattr(self, "c"):
@@ -232,13 +232,13 @@ class Turns(RuleBasedStateMachine):
                 self.turns(60)
             assert not self.calls, self.calls
             self.all_is_counted_and_nothing_doubled()
-            for ident in list(self.desk.batches):
+            for ident in list(self.context.batches):
                 self.loop.run_until_complete(self.aborts(ident, False))
             for _ in range(3):
                 self.clock.advance(60.0)
                 self.turns(30)
             stats = self.c.stats()
-            if not self.desk.carriers:
+            if not self.context.carriers:
                 assert (stats.runs.live, stats.staged_nbytes, stats.queue.queued_runs) == (0, 0, 0), stats
             self.loop.run_until_complete(self.c.shutdown())
             self.turns(5)

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 _NAMES = {
     "recollect.rollout.config": "Config",
     "recollect.rollout.coordinator": "RolloutCoordinator",
-    "recollect.rollout.decoding": "decode",
     "recollect.rollout.events": "Event",
     "recollect.rollout.experience.experience": "Experience Experiences experience_buffer experience_space",
     "recollect.rollout.models.base": "Generation InferenceModel",
@@ -22,7 +21,7 @@ _NAMES = {
     "recollect.rollout.experience.operators": (
         "Dedupe DropUniformGroups GroupAdvantage LengthFilter RewardFilter ShapeReward StalenessFilter operator"
     ),
-    "recollect.rollout.experience.payload": "encode",
+    "recollect.rollout.experience.payload": "decode encode",
     "recollect.rollout.experience.sinks": "FileSink QueueSink ReplaySink",
     "recollect.rollout.batch.state": "BatchLifecycleState BatchState TaskStatus",
     "recollect.rollout.tasks": "GiveUp Result Task workflow",
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from recollect.rollout.batch.state import TaskStatus as TaskStatus
     from recollect.rollout.config import Config as Config
     from recollect.rollout.coordinator import RolloutCoordinator as RolloutCoordinator
-    from recollect.rollout.decoding import decode as decode
     from recollect.rollout.events import Event as Event
     from recollect.rollout.experience.experience import Experience as Experience
     from recollect.rollout.experience.experience import Experiences as Experiences
@@ -49,6 +47,7 @@ if TYPE_CHECKING:
     from recollect.rollout.experience.operators import ShapeReward as ShapeReward
     from recollect.rollout.experience.operators import StalenessFilter as StalenessFilter
     from recollect.rollout.experience.operators import operator as operator
+    from recollect.rollout.experience.payload import decode as decode
     from recollect.rollout.experience.payload import encode as encode
     from recollect.rollout.experience.sinks import FileSink as FileSink
     from recollect.rollout.experience.sinks import QueueSink as QueueSink

@@ -1,7 +1,7 @@
-"""The desk: all that the steps of a batch's life share, from submission through cut and pass to its end.
+"""The context: what the steps of a batch's life share, from its submission to its end.
 
-The steps are functions of a desk, one module each, in the order of the flow: `admission`, `finalize`, `passing`,
-`aborting`, `ending`; `lifecycle` opens and closes what a desk works with.
+The steps are functions of a context, one module each, in `batch/`; the coordinator opens and closes what a context
+works with.
 
 Concurrency: all of it belongs to the coordinator's event loop.
 """
@@ -11,37 +11,27 @@ from __future__ import annotations
 import asyncio
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.records import BatchRecord, EndedBatch, Submission
 from recollect.rollout.batch.state import BatchId, BatchState, copied
 from recollect.rollout.config import Config
-from recollect.rollout.event_loop import Clock
-from recollect.rollout.events import Hub
-from recollect.rollout.experience.pipeline import Pipeline
-from recollect.rollout.experience.sinks import Sink
 from recollect.rollout.experience.space import plan_of
-from recollect.rollout.models.replicas import ModelPool
-from recollect.rollout.runners.execute import Lag
-from recollect.rollout.scheduler import Scheduler
-from recollect.rollout.stats import Observer, QueueStats, RunDoors, RunnerStats, Stats
-from recollect.rollout.submission import Submission
-from recollect.rollout.threads import Threads
+from recollect.rollout.stats import QueueStats, RunDoors, RunnerPoolStats, Stats
 
 if TYPE_CHECKING:
+    from recollect.rollout.event_loop import Clock, Threads
+    from recollect.rollout.events import EventHub, Observer
+    from recollect.rollout.experience.pipeline import Pipeline
+    from recollect.rollout.experience.sinks import ExperienceSink
     from recollect.rollout.journal.journal import Journal
+    from recollect.rollout.models.replicas import ModelPool
+    from recollect.rollout.runners.execute import LoopLag
+    from recollect.rollout.scheduler import Scheduler
 
 
-@dataclass(frozen=True, slots=True)
-class Ending:
-    """The last state of a batch, and why it was aborted if it was."""
-
-    state: BatchState
-    reason: str | None = None
-
-
-class Desk:
+class RolloutContext:
     """What a coordinator knows; the second half exists while it is open."""
 
     def __init__(
@@ -54,7 +44,7 @@ class Desk:
         self.is_open = False
         self.batches: dict[BatchId, BatchRecord] = {}
         self.carriers: list[BatchRecord] = []  # tasks that outlived the cut of their batch
-        self.history: OrderedDict[BatchId, Ending] = OrderedDict()
+        self.history: OrderedDict[BatchId, EndedBatch] = OrderedDict()
         self.waiting: list[Submission] = []
         self.other_passes: dict[asyncio.Task[Any], bool] = {}  # of payloads; whether the commit has begun
         self.doors = RunDoors()
@@ -63,7 +53,7 @@ class Desk:
         self.first_version: int | None = None
         self.version = 0
         self.payloads_refused = self.stale_dropped = 0
-        self.sink: Sink | None = None
+        self.sink: ExperienceSink | None = None
         self.sink_is_ours = False
         self.journal: Journal | None = None
 
@@ -71,8 +61,8 @@ class Desk:
     thread: int
     clock: Clock
     threads: Threads
-    hub: Hub
-    lag: Lag
+    hub: EventHub
+    lag: LoopLag
     observer: Observer
     models: ModelPool
     scheduler: Scheduler
@@ -95,7 +85,9 @@ class Desk:
         return Stats(
             runs=replace(self.doors, live=live),
             attempts=replace(scheduler.doors, running=len(scheduler.attempts)),
-            runners=RunnerStats(self.config.runner, pool.size, pool.n_alive(), pool.n_free(), pool.n_fenced),
+            runners=RunnerPoolStats(
+                self.config.runner, pool.size, pool.n_alive(), pool.n_free(), pool.n_fenced
+            ),
             queue=QueueStats(len(self.waiting), len(self.batches), scheduler.n_queued),
             staged_nbytes=scheduler.staged_nbytes,
             models=self.models.stats(),

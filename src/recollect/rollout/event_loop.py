@@ -1,12 +1,17 @@
-"""Clocks: what the time is and when to be woken. Tests bring their own (`recollect.testing.FakeClock`)."""
+"""What asyncio leaves open: clocks, deadlines and limits on any clock, and threads for calls that block.
+
+Tests bring their own clock (`recollect.testing.FakeClock`).
+"""
 
 from __future__ import annotations
 
 import asyncio
 import heapq
 import math
+import threading
 from collections.abc import Callable
-from typing import Any, Protocol
+from queue import SimpleQueue
+from typing import Any, Protocol, Self
 
 
 class Timer(Protocol):
@@ -100,3 +105,99 @@ class Deadlines:
         if self._timer is not None:
             self._timer.cancel()
         self._heap.clear()
+
+
+class Limit:
+    """`async with Limit(clock, seconds)` raises TimeoutError inside once the time is over."""
+
+    def __init__(self, clock: Clock, seconds: float) -> None:
+        self.clock, self.seconds = clock, seconds
+        self.expired = False
+
+    async def __aenter__(self) -> Self:
+        task = asyncio.current_task()
+        if task is None:
+            raise RuntimeError("Limit: must be used in a task")
+        self.task, self._before = task, task.cancelling()
+        self._timer: Timer = self.clock.call_at(self.clock.time() + self.seconds, self._expire)
+        return self
+
+    def _expire(self) -> None:
+        self.expired = True
+        self.task.cancel()
+
+    async def __aexit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+        self._timer.cancel()
+        if self.expired and self.task.uncancel() <= self._before and kind is asyncio.CancelledError:
+            raise TimeoutError
+
+
+_ThreadCall = tuple[asyncio.Future[Any], Callable[[], Any]]
+
+
+class Threads:
+    """As many threads as there are calls at once; each call's outcome comes back as a future of the loop.
+
+    Concurrency: one event loop. Cancelling the future leaves the call running; its outcome is then dropped.
+    """
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, name: str) -> None:
+        self.loop, self.name = loop, name
+        self.idle: list[SimpleQueue[_ThreadCall | None]] = []
+        self.closed = False
+        self.n_started = 0
+
+    def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        """Start `function(*args)` in a thread at once."""
+        future: asyncio.Future[Any] = self.loop.create_future()
+        job = (future, lambda: function(*args))
+        if self.idle:
+            self.idle.pop().put(job)
+            return future
+        self.n_started += 1
+        inbox: SimpleQueue[_ThreadCall | None] = SimpleQueue()
+        inbox.put(job)
+        threading.Thread(
+            target=self._serve, args=(inbox,), name=f"{self.name}-{self.n_started}", daemon=True
+        ).start()
+        return future
+
+    def _serve(self, inbox: SimpleQueue[_ThreadCall | None]) -> None:
+        while (job := inbox.get()) is not None:
+            future, work = job
+            try:
+                value, error = work(), None
+            except BaseException as raised:
+                value, error = None, raised
+            try:
+                self.loop.call_soon_threadsafe(self._done, future, value, error, inbox)
+            except RuntimeError:  # the loop is closed; nobody waits
+                return
+            del job, future, work, value, error
+
+    def _done(
+        self,
+        future: asyncio.Future[Any],
+        value: Any,
+        error: BaseException | None,
+        inbox: SimpleQueue[_ThreadCall | None],
+    ) -> None:
+        if self.closed:
+            inbox.put(None)
+        else:
+            self.idle.append(inbox)
+        if future.done():  # cancelled: nobody wants it
+            return
+        if error is None:
+            future.set_result(value)
+        elif isinstance(error, StopIteration):
+            future.set_exception(RuntimeError(f"a call raised {error!r}"))
+        else:
+            future.set_exception(error)
+
+    def close(self) -> None:
+        """Let idle threads end now and busy ones when their call does."""
+        self.closed = True
+        for inbox in self.idle:
+            inbox.put(None)
+        self.idle.clear()

@@ -1,4 +1,4 @@
-"""A coordinator in a thread of its own, for scripts without an event loop and code written for an actor."""
+"""A coordinator for callers elsewhere: in a thread of its own, or as a named Ray actor."""
 
 from __future__ import annotations
 
@@ -7,16 +7,19 @@ import concurrent.futures
 import inspect
 import math
 import threading
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from time import monotonic
 from typing import Any, Self
 
 from recollect import interrupts
 from recollect._core import Condition
 from recollect.errors import ClosedError
+from recollect.rollout.config import Config
+from recollect.rollout.models.openai import OpenAIHandle, OpenAIModel
+from recollect.rollout.runners.ray import need_ray
 
 
-class Pending:
+class PendingCall:
     """A call under way in the coordinator's thread: `await` it in any loop, or ask for its `result`."""
 
     # A Ctrl-C inside of a Future can leave its lock taken, and then the coordinator's thread would wait for ever. So
@@ -48,19 +51,19 @@ class Pending:
             return self._future.result(0.0)
 
 
-class Method:
+class HandleMethod:
     """A method of the coordinator: called it blocks, by `.remote(...)` it can be awaited."""
 
-    def __init__(self, handle: LocalHandle, name: str) -> None:
-        self._handle, self._name = handle, name
+    def __init__(self, submit: Callable[[str, Any, Any], concurrent.futures.Future[Any]], name: str) -> None:
+        self._submit, self._name = submit, name
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.remote(*args, **kwargs).result()
 
-    def remote(self, *args: Any, **kwargs: Any) -> Pending:
+    def remote(self, *args: Any, **kwargs: Any) -> PendingCall:
         """Start the call and return at once."""
         with interrupts.deferred():
-            return Pending(self._handle._submit(self._name, args, kwargs))
+            return PendingCall(self._submit(self._name, args, kwargs))
 
 
 class LocalHandle:
@@ -74,7 +77,7 @@ class LocalHandle:
         self._coordinator = cls(config, models, auxiliary)
         self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()  # taken only while Ctrl-C is deferred
-        self._ending: Pending | None = None  # the shutdown, once `close` was called
+        self._ending: PendingCall | None = None  # the shutdown, once `close` was called
         self._is_closed = False  # and a call of `close` has told how it ended
         self._thread = threading.Thread(target=self._serve, name=f"{config.name}-coordinator", daemon=True)
         self._thread.start()
@@ -111,7 +114,7 @@ class LocalHandle:
             raise AttributeError(f"coordinator has no {name!r}")
         if isinstance(getattr(type(self._coordinator), name), property):
             return getattr(self._coordinator, name)
-        return Method(self, name)
+        return HandleMethod(self._submit, name)
 
     def close(self) -> None:
         """Shut down and end the thread; may be called twice.
@@ -130,18 +133,18 @@ class LocalHandle:
                     self._is_closed = True
                     self._thread.join(10.0)
 
-    def _end(self) -> Pending:
+    def _end(self) -> PendingCall:
         """Have the coordinator shut down, once, and its loop stop when that is done."""
         with self._lock:
             if self._ending is None:
                 shutdown = self._call("shutdown", (), {})
-                self._ending = Pending(shutdown)
+                self._ending = PendingCall(shutdown)
                 shutdown.add_done_callback(lambda _: self._loop.call_soon_threadsafe(self._loop.stop))
             return self._ending
 
     def __enter__(self) -> Self:
         try:
-            Method(self, "prepare")()
+            HandleMethod(self._submit, "prepare")()
         except BaseException:
             self.close()
             raise
@@ -149,3 +152,89 @@ class LocalHandle:
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+ASYNC = (
+    "prepare", "shutdown", "submit_batch", "finalize_train_batch", "finalize_eval_batch", "abort_batch",
+    "process_experiences", "sync_weights",
+)  # fmt: skip
+PLAIN = ("batches", "batch_state", "stats", "why_waiting")
+
+
+class CoordinatorActor:
+    """A coordinator behind Ray: each method is the coordinator's own, in the actor's loop."""
+
+    def __init__(self, cls: Any, config: Config, models: list[Any], auxiliary: list[list[Any]]) -> None:
+        self.config = config
+        opened = [_opened(spec) for spec in models]
+        self.inner = cls(config, opened, [[_opened(spec) for spec in specs] for specs in auxiliary])
+
+    async def difference(self, config: Config) -> str | None:
+        """The first field in which another config differs."""
+        for name in config.__struct_fields__:
+            if _plain(getattr(config, name)) != _plain(getattr(self.config, name)):
+                return name
+        return None
+
+    async def model_version(self) -> int:
+        """The lowest version that the rollout models serve."""
+        return int(self.inner.model_version)
+
+    async def get(self, n: int, timeout: float = 60.0, min_version: int | None = None) -> Any:
+        """Take n rows out of a queue sink, as samples of the space."""
+        x = await self.inner.sink.get(n, timeout, min_version)
+        return x.get_at(slice(None))
+
+
+def _delegate(name: str) -> Any:
+    async def method(self: CoordinatorActor, *args: Any, **kwargs: Any) -> Any:
+        found = getattr(self.inner, name)(*args, **kwargs)
+        return await found if name in ASYNC else found
+
+    method.__name__ = name
+    return method
+
+
+for _name in (*ASYNC, *PLAIN):
+    setattr(CoordinatorActor, _name, _delegate(_name))
+
+
+def _plain(value: Any) -> Any:
+    """A value that compares equal in two processes: functions by name, objects by type and contents."""
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if callable(value) or type(value).__module__.partition(".")[0] not in ("builtins", "recollect"):
+        return getattr(value, "__qualname__", repr(type(value)))
+    return value
+
+
+def _sent(model: Any) -> Any:
+    """A model as it goes to the actor: its handle, or the factory that makes it there."""
+    handle = getattr(model, "handle", None)
+    if handle is not None:
+        return handle
+    if callable(model):
+        return model
+    raise TypeError(
+        f"models: must have a handle or be factories called over there, got {type(model).__name__}; "
+        "pass a function that returns the model"
+    )
+
+
+def _opened(spec: Any) -> Any:
+    return OpenAIModel.from_handle(spec) if isinstance(spec, OpenAIHandle) else spec()
+
+
+def get_actor(cls: Any, config: Config, models: list[Any], auxiliary: list[Any] | None) -> Any:
+    """Return the actor `config.name` of this namespace, or make it; ValueError if it has another config."""
+    sent = [_sent(model) for model in models]
+    roles = [[_sent(model) for model in role] for role in auxiliary or ()]
+    ray = need_ray()
+    options = {"name": config.name, "get_if_exists": True, "max_concurrency": 1000, "num_cpus": 0}
+    actor = ray.remote(CoordinatorActor).options(**options).remote(cls, config, sent, roles)
+    field = ray.get(actor.difference.remote(config), timeout=60.0)
+    if field is not None:
+        raise ValueError(
+            f"config: the actor {config.name!r} is there with another {field}; use that or another name"
+        )
+    return actor

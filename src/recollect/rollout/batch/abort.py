@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+from typing import TYPE_CHECKING
 
 from recollect.errors import BatchAborted
-from recollect.rollout.batch.deliver import joined, pass_of
-from recollect.rollout.batch.end import aborted, end, raise_in
+from recollect.rollout.batch.deliver import join_pass, pass_of
+from recollect.rollout.batch.end import aborted, end, tell_finalizers
 from recollect.rollout.batch.records import BatchRecord
 from recollect.rollout.batch.state import BatchLifecycleState
-from recollect.rollout.batch.submit import leave
-from recollect.rollout.context import Desk
+
+if TYPE_CHECKING:
+    from recollect.rollout.context import RolloutContext
 
 S = BatchLifecycleState
 
 
-async def abort(desk: Desk, batch: BatchRecord, reason: str, keeping: bool) -> None:
+async def abort(context: RolloutContext, batch: BatchRecord, reason: str, keeping: bool) -> None:
     """Stop a batch; `keeping` delivers the good tasks finished by now first.
 
     What an abort decides it decides in the turn of its call. After that it only waits, so to cancel it, or to abort
@@ -23,32 +25,33 @@ async def abort(desk: Desk, batch: BatchRecord, reason: str, keeping: bool) -> N
     """
     running = list(batch.running)
     if not batch.admitted:
-        _abort_waiting(desk, batch, reason)
+        _abort_waiting(context, batch, reason)
     elif keeping and batch.tasks:
-        await _abort_keeping(desk, batch, reason)
+        await _abort_keeping(context, batch, reason)
     elif batch.passing is not None:
         await _abort_passing(batch, batch.passing, reason)
     else:
-        end(desk, batch, S.ABORTED, reason=reason)
-    await desk.scheduler.stopped(running)
+        end(context, batch, S.ABORTED, reason=reason)
+    await context.scheduler.stopped(running)
 
 
-async def unless_recorded(desk: Desk, batch: BatchRecord) -> None:
+async def abort_unless_recorded(context: RolloutContext, batch: BatchRecord) -> None:
     """Wait until the journal has an admitted batch; if it cannot take it, abort the batch and raise."""
-    if desk.journal is None:
+    if context.journal is None:
         return
     try:
-        await desk.journal.flush()
+        await context.journal.flush()
     except Exception as error:
-        if desk.batches.get(batch.id) is batch:
-            await abort(desk, batch, f"it could not be recorded ({error})", keeping=False)
+        if context.batches.get(batch.id) is batch:
+            await abort(context, batch, f"it could not be recorded ({error})", keeping=False)
         raise
 
 
-def _abort_waiting(desk: Desk, batch: BatchRecord, reason: str) -> None:
-    for sub in [sub for sub in desk.waiting if sub.batch is batch]:
-        leave(desk, sub, aborted(batch, reason))  # first: the end lets in those who wait
-    end(desk, batch, S.ABORTED, reason=reason)
+def _abort_waiting(context: RolloutContext, batch: BatchRecord, reason: str) -> None:
+    for sub in [sub for sub in context.waiting if sub.batch is batch]:
+        context.waiting.remove(sub)  # first: the end admits batches that wait
+        sub.answer(aborted(batch, reason))
+    end(context, batch, S.ABORTED, reason=reason)
 
 
 async def _abort_passing(batch: BatchRecord, passing: asyncio.Task[object], reason: str) -> None:
@@ -60,13 +63,13 @@ async def _abort_passing(batch: BatchRecord, passing: asyncio.Task[object], reas
     await asyncio.wait([passing])
 
 
-async def _abort_keeping(desk: Desk, batch: BatchRecord, reason: str) -> None:
+async def _abort_keeping(context: RolloutContext, batch: BatchRecord, reason: str) -> None:
     if batch.passing is None:
-        raise_in(batch, aborted(batch, reason))
-        outcome = pass_of(desk, batch, reason)
+        tell_finalizers(batch, aborted(batch, reason))
+        outcome = pass_of(context, batch, reason)
     else:
-        outcome = pass_of(desk, batch)
+        outcome = pass_of(context, batch)
     try:
-        await joined(outcome)
+        await join_pass(outcome)
     except BatchAborted:  # by another abort, which did not want to keep anything
         return

@@ -1,17 +1,15 @@
-"""The cut and what comes of it: which tasks count, what is carried on, results, and the doors of all runs."""
+"""The cut of a batch: which results count, what is cancelled, and what is carried into a later batch."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
-from recollect.rollout.batch.records import BatchRecord, Cut, TaskRecord, Unit
+from recollect.rollout.batch.records import BatchRecord, Cut, Joined, TaskRecord, Unit
 from recollect.rollout.batch.state import BatchLifecycleState, BatchState
 from recollect.rollout.config import Config
-from recollect.rollout.experience.pipeline import Delivery
-from recollect.rollout.metrics import counts, eval_metrics, eval_name, train_metrics
-from recollect.rollout.stats import RunDoors
 
-ERRORS_SHOWN = 8
+if TYPE_CHECKING:
+    from recollect.rollout.context import RolloutContext
 
 
 def kept_unfinished(batch: BatchRecord, config: Config, carries: bool) -> list[TaskRecord]:
@@ -81,71 +79,53 @@ def payloads_of(cut: Cut) -> list[bytes]:
     ]
 
 
-def eval_result(batch: BatchRecord, cut: Cut) -> dict[str, Any]:
-    """The result of an eval batch."""
-    result = _result(batch, cut, 0)
-    prefix = f"eval/{eval_name(batch.id)}"
-    result["metrics"] = eval_metrics(cut.tasks, batch.id) | counts(result, prefix) | _troubles(batch, prefix)
-    return result
+def cut_batch(context: RolloutContext, batch: BatchRecord, carries: bool) -> None:
+    """Fix which results count; stragglers are cancelled, or carried if they have started."""
+    scheduler = context.scheduler
+    for task in kept_unfinished(batch, context.config, carries):
+        scheduler.finish(task)
+    batch.cut = cut_of(batch, context.config, carries)
+    carrier = carrier_of(batch, context.config) if batch.cut.carried else None
+    scheduler.remove(batch)
+    if carrier is not None:
+        scheduler.n_queued -= carrier.n_queued  # add counts them again
+        context.carriers.append(carrier)
+    scheduler.drop_work(batch)
+    if carrier is not None:
+        scheduler.add(carrier)
+    joined_tasks: list[Joined] = []
+    if not batch.is_eval:
+        for other in list(context.carriers):
+            joined_tasks += _take_carried(context, batch, other)
+    context.observer.event_of("cut", batch.id, detail=f"{len(batch.cut.tasks)} tasks")
+    if context.journal is not None:
+        context.journal.record_cut(batch, carrier, joined_tasks)
 
 
-def train_result(batch: BatchRecord, cut: Cut, delivery: Delivery, version: int) -> dict[str, Any]:
-    """The result of a train batch."""
-    result = _result(batch, cut, delivery.n_out)
-    metrics = train_metrics(cut.tasks, version) | counts(result, "rollout") | _troubles(batch, "rollout")
-    if cut.carried_in:
-        metrics["rollout/carried_in_count"] = float(len(cut.carried_in))
-    result["metrics"] = metrics | delivery.metrics
-    return result
+def _take_carried(context: RolloutContext, batch: BatchRecord, carrier: BatchRecord) -> list[Joined]:
+    """Tasks of an earlier batch that have ended since join this one."""
+    joined = []
+    for task in [task for task in carrier.tasks if task.status is not None]:
+        carrier.tasks.remove(task)
+        carrier.next_task = len(carrier.tasks)
+        carrier.n_runs -= task.n_runs
+        nbytes = sum(len(outcome.payload or b"") for outcome in task.good.values())
+        context.scheduler.stage_bytes(carrier, -nbytes)
+        joined.append(_join(context, batch, task, nbytes))
+    if not carrier.tasks:
+        context.carriers.remove(carrier)
+        context.scheduler.remove(carrier)
+    return joined
 
 
-def _result(batch: BatchRecord, cut: Cut, n_experiences: int) -> dict[str, Any]:
-    state, by = batch.state, batch.counts
-    errors = [(task.task_id, task.error) for task in batch.tasks if task.failed]
-    return {
-        "batch_id": state.batch_id,
-        "batch_type": state.batch_type,
-        "finished_task_count": by["ok"] + by["partial"] + by["failed"],
-        "metrics": {},
-        "expected_task_count": state.expected_task_count,
-        "ok_task_count": by["ok"],
-        "partial_task_count": by["partial"],
-        "failed_task_count": by["failed"],
-        "cancelled_task_count": cut.cancelled,
-        "carried_task_count": cut.carried,
-        "experience_count": n_experiences,
-        "errors": dict(errors[:ERRORS_SHOWN]),
-    }
-
-
-def _troubles(batch: BatchRecord, prefix: str) -> dict[str, float]:
-    return {
-        f"{prefix}/retry_count": float(batch.retry_count),
-        f"{prefix}/timeout_count": float(batch.timeout_count),
-        f"{prefix}/requeue_count": float(batch.requeue_count),
-        f"{prefix}/late_count": float(batch.late_count),
-        f"{prefix}/bad_metric_count": float(batch.bad_metric_count),
-    }
-
-
-def count_doors(doors: RunDoors, batch: BatchRecord, delivered: bool) -> None:
-    """Count every run of a batch that ends by the door it leaves by."""
-    cut = batch.cut
-    used: set[TaskRecord] = set()
-    extra: list[TaskRecord] = []
-    if cut is not None:
-        extra = cut.carried_in
-        if delivered:
-            used = {*cut.tasks, *extra}
-    n_used = 0
-    for task in (*batch.tasks, *extra):
-        n_good, n_failed = len(task.good), len(task.failed)
-        doors.failed += n_failed
-        doors.cancelled += task.n_runs - n_good - n_failed
-        if task in used:
-            n_used += n_good
-        else:
-            doors.unused += n_good
-    n_out = n_used if batch.is_eval or batch.delivery is None else batch.delivery.runs_out
-    doors.delivered += n_out
-    doors.filtered += n_used - n_out
+def _join(context: RolloutContext, batch: BatchRecord, task: TaskRecord, nbytes: int) -> Joined:
+    carrier, position = task.batch, task.position
+    if batch.cut is None or not task.is_good(context.config.partial_results, context.config.min_group_size):
+        context.doors.failed += len(task.failed)
+        context.doors.unused += len(task.good)
+        return Joined(task, carrier, position, is_used=False)
+    task.position = batch.state.expected_task_count + len(batch.cut.carried_in)  # which no other has
+    batch.cut.carried_in.append(task)
+    batch.n_runs += task.n_runs
+    context.scheduler.stage_bytes(batch, nbytes)
+    return Joined(task, carrier, position, is_used=True)

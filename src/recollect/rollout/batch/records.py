@@ -10,12 +10,13 @@ import math
 import re
 from collections import deque
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from recollect.rollout.batch.state import BatchId, BatchState, TaskStatus
 from recollect.rollout.event_loop import Timer
-from recollect.rollout.runners.execute import Job, Outcome
-from recollect.rollout.tasks import Task, Workflow, run_seed
+
+if TYPE_CHECKING:
+    from recollect.rollout.tasks import RunOutcome, Task, Workflow
 
 MOST_RUNS = 1 << 22
 """Runs that a batch of a journal may have: each takes memory when it is read."""
@@ -25,7 +26,7 @@ class TaskRecord:
     """One task of a live batch: its runs that are good, those that failed, and the units still open."""
 
     __slots__ = (
-        "attempts", "batch", "data", "failed", "good", "group_id", "key", "max_retries", "n_runs", "open_units",
+        "attempts", "batch", "data", "failed", "good", "group_id", "key", "max_retries", "n_runs",
         "position", "started", "status", "task_id", "timeout_s", "workflow",
     )  # fmt: skip
 
@@ -43,9 +44,8 @@ class TaskRecord:
         self.task_id: BatchId = position if task.task_id is None else task.task_id
         self.n_runs, self.timeout_s, self.max_retries = task.repeat_times, task.timeout_s, task.max_retries
         self.group_id, self.key = group_id, key
-        self.good: dict[int, Outcome] = {}
+        self.good: dict[int, RunOutcome] = {}
         self.failed: dict[int, str] = {}
-        self.open_units = 0
         self.attempts = 0
         self.started = False
         self.status: TaskStatus | None = None
@@ -98,28 +98,28 @@ class Unit:
         self.timer: Timer | None = None
         self.error = ""
 
-    def job(self, attempt_id: int, number: int, version: int) -> Job:
-        task = self.task
-        state = task.batch.state
-        seeds = tuple([run_seed(task.key, run_id) for run_id in self.run_ids])
-        return Job(
-            attempt_id, task.workflow.name, task.data, task.n_runs, task.task_id, state.batch_id,
-            state.batch_type == "eval", self.run_ids, number, seeds, task.group_id, version,
-        )  # fmt: skip
-
 
 class Attempt:
     """One try of a unit on a runner. It is live until it ends, is told to stop, or its runner dies."""
 
     __slots__ = (
-        "dynamic", "good", "id", "is_live", "job", "limit", "number", "runner", "started_at",
-        "stopped", "stopped_at", "timed_out", "timer", "unit",
+        "dynamic",
+        "good",
+        "id",
+        "is_live",
+        "limit",
+        "number",
+        "runner",
+        "started_at",
+        "stopped",
+        "stopped_at",
+        "timed_out",
+        "timer",
+        "unit",
     )  # fmt: skip
 
-    def __init__(
-        self, ident: int, unit: Unit, number: int, job: Job, limit: float, dynamic: bool, now: float
-    ) -> None:
-        self.id, self.unit, self.number, self.job = ident, unit, number, job
+    def __init__(self, ident: int, unit: Unit, number: int, limit: float, dynamic: bool, now: float) -> None:
+        self.id, self.unit, self.number = ident, unit, number
         self.limit, self.dynamic, self.started_at = limit, dynamic, now
         self.runner = -1
         self.is_live = True
@@ -219,3 +219,27 @@ def step_of(batch_id: BatchId, priority: int | None) -> tuple[float]:
         return (float(batch_id),)
     found = re.match(r"-?\d+", batch_id)
     return (float(int(found[0])) if found else math.inf,)
+
+
+@dataclass(eq=False, slots=True)
+class Submission:
+    """A batch that waits to be admitted."""
+
+    batch: BatchRecord
+    future: asyncio.Future[None]
+    timer: Timer | None = None
+
+    def answer(self, error: Exception | None = None) -> None:
+        """Tell the caller how the wait ended, unless the call was cancelled."""
+        if self.timer is not None:
+            self.timer.cancel()
+        if not self.future.done():
+            self.future.set_result(None) if error is None else self.future.set_exception(error)
+
+
+@dataclass(frozen=True, slots=True)
+class EndedBatch:
+    """The last state of a batch, and why it was aborted if it was."""
+
+    state: BatchState
+    reason: str | None = None

@@ -9,6 +9,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from recollect.text import is_safe
+
 BatchId = int | str
 BatchType = Literal["train", "eval"]
 
@@ -95,3 +97,27 @@ def copied(state: BatchState) -> BatchState:
 
 def _copied_status(status: TaskStatus) -> TaskStatus:
     return msgspec.structs.replace(status, metrics=dict(status.metrics))
+
+
+def check_id(batch_id: Any) -> None:
+    """TypeError unless it is an int or str (a bool is neither); ValueError for the empty str."""
+    if isinstance(batch_id, bool) or not isinstance(batch_id, int | str):
+        raise TypeError(f"batch_id: must be an int or str, got {type(batch_id).__name__}")
+    if batch_id == "":
+        raise ValueError("batch_id: must not be empty, got ''")
+    check_holdable(batch_id, "batch_id")
+
+
+def plain_id(ident: BatchId) -> BatchId:
+    """The same as an int or a str itself, not of a class derived from them: no message and no record holds such."""
+    return int(ident) if isinstance(ident, int) else str.__str__(ident)
+
+
+def check_holdable(ident: BatchId, name: str) -> None:
+    """An id comes back as it was given, so what no message holds is refused rather than changed."""
+    if isinstance(ident, int) and not -(2**63) <= ident < 2**64:
+        raise ValueError(f"{name}: must be an int of 64 bits, got {ident}; take a smaller one")
+    if isinstance(ident, str) and not is_safe(ident):
+        raise ValueError(
+            f"{name}: must be text that UTF-8 can hold, got {ident!r}; do not cut inside a character"
+        )

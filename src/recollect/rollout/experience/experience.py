@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
 import numpy as np
 
@@ -12,7 +12,8 @@ from recollect.errors import SchemaError
 from recollect.indexing import normalize, positions
 from recollect.replay import ReplayBuffer
 from recollect.rollout.batch.state import BatchId
-from recollect.rollout.experience.space import Array, Plan, experience_space, plan_of
+from recollect.rollout.experience.ragged import RaggedColumn, join_columns
+from recollect.rollout.experience.space import Array, ExperiencePlan, experience_space, plan_of
 
 __all__ = ["Experience", "Experiences", "RaggedColumn", "experience_buffer", "experience_space"]
 
@@ -57,24 +58,6 @@ def _rebuild(leaves: dict[str, Any], metrics: dict[str, float], info: dict[str, 
     return Experience(metrics=metrics, info=info, **leaves)
 
 
-class RaggedColumn(NamedTuple):
-    """A column of sequences: row i is `values[offsets[i]:offsets[i + 1]]`."""
-
-    values: Array
-    offsets: Array
-
-    def lengths(self) -> Array:
-        """How long each row is."""
-        return np.diff(self.offsets)
-
-    def take(self, index: Array) -> RaggedColumn:
-        """The same rows in another order, copied together."""
-        lengths = self.lengths()[index]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        starts = np.repeat(self.offsets[:-1][index] - offsets[:-1], lengths)
-        return RaggedColumn(self.values[starts + np.arange(offsets[-1])], offsets)
-
-
 class Experiences(BatchBase):
     """A read-only batch of experience in columns: `x.reward` (N,), ragged `x.tokens`, and views by mask.
 
@@ -89,7 +72,7 @@ class Experiences(BatchBase):
 
     def __init__(
         self,
-        plan: Plan,
+        plan: ExperiencePlan,
         rows: Array,
         ragged: Mapping[str, RaggedColumn],
         metrics: Sequence[Mapping[str, float]] | None = None,
@@ -134,7 +117,7 @@ class Experiences(BatchBase):
     # -- columns
 
     def __getattr__(self, name: str) -> Any:
-        plan: Plan | None = self.__dict__.get("plan")
+        plan: ExperiencePlan | None = self.__dict__.get("plan")
         if plan is None:
             raise AttributeError(name)
         if name in self.ragged:
@@ -184,11 +167,7 @@ class Experiences(BatchBase):
         """Return a ragged column as (N, L), filled up to the longest row."""
         if name not in self.ragged:
             raise KeyError(f"{name}: must be a Sequence leaf, {sorted(self.ragged)}")
-        values, offsets = self.ragged[name]
-        lengths = np.diff(offsets)
-        out = np.full((len(lengths), int(lengths.max(initial=0)), *values.shape[1:]), fill, values.dtype)
-        out[np.arange(out.shape[1]) < lengths[:, None]] = values[offsets[0] : offsets[-1]]
-        return out
+        return self.ragged[name].padded(fill)
 
     def task_of(self, group_id: int) -> tuple[BatchId | None, BatchId | None]:
         """Return the batch id and task id that a group was made for."""
@@ -230,20 +209,13 @@ class Experiences(BatchBase):
         return Experiences(self.plan, rows, ragged, self.row_metrics, self.info, self.tasks)
 
     @classmethod
-    def concat(cls, parts: Sequence[Experiences], plan: Plan | None = None) -> Self:
+    def concat(cls, parts: Sequence[Experiences], plan: ExperiencePlan | None = None) -> Self:
         """Return all rows of `parts` one after another."""
         plan = plan or (parts[0].plan if parts else plan_of())
         rows = np.concatenate([x.rows for x in parts]) if parts else np.zeros(0, plan.row_dtype)
         ragged = {}
         for leaf in plan.ragged:
-            columns = [x.ragged[leaf.name] for x in parts]
-            lengths = [column.lengths() for column in columns]
-            offsets = np.zeros(len(rows) + 1, np.int64)
-            values = np.zeros((0, *leaf.shape), leaf.dtype)
-            if columns:
-                np.cumsum(np.concatenate(lengths), out=offsets[1:])
-                values = np.concatenate([c.values[c.offsets[0] : c.offsets[-1]] for c in columns])
-            ragged[leaf.name] = RaggedColumn(values, offsets)
+            ragged[leaf.name] = join_columns([x.ragged[leaf.name] for x in parts], leaf.dtype, leaf.shape)
         tasks = {group: task for x in parts for group, task in x.tasks.items()}
         metrics = [m for x in parts for m in x.row_metrics]
         return cls(plan, rows, ragged, metrics, [i for x in parts for i in x.info], tasks)

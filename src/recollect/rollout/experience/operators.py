@@ -22,7 +22,7 @@ from recollect.rollout.experience.space import Array
 from recollect.text import nearest
 
 Operator = Callable[[Experiences], Any]
-Outcome = tuple[Experiences, dict[str, float]]
+WithCounts = tuple[Experiences, dict[str, float]]
 
 _registered: dict[str, Callable[..., Operator]] = {}
 
@@ -133,7 +133,7 @@ class ShapeReward:
         if self.missing not in ("raise", "zero"):
             raise ValueError(f"missing: must be 'raise' or 'zero', got {self.missing!r}")
 
-    def __call__(self, x: Experiences) -> Outcome:
+    def __call__(self, x: Experiences) -> WithCounts:
         if self.fn is not None:
             reward = np.asarray(self.fn(x), np.float64)
             counts: dict[str, float] = {}
@@ -177,7 +177,7 @@ class GroupAdvantage:
         _number(self.eps, "eps", 0)
         _number(self.min_size, "min_size", 1)
 
-    def __call__(self, x: Experiences) -> Outcome:
+    def __call__(self, x: Experiences) -> WithCounts:
         x, counts = with_reward(x)
         if not len(x):
             return x, counts
@@ -211,7 +211,7 @@ class DropUniformGroups:
     def __post_init__(self) -> None:
         _number(self.tol, "tol", 0)
 
-    def __call__(self, x: Experiences) -> Outcome:
+    def __call__(self, x: Experiences) -> WithCounts:
         x, counts = with_reward(x)
         if not len(x):
             return x, counts
@@ -254,7 +254,7 @@ class RewardFilter:
     low: float | None = None
     high: float | None = None
 
-    def __call__(self, x: Experiences) -> Outcome:
+    def __call__(self, x: Experiences) -> WithCounts:
         x, counts = with_reward(x)
         low = -np.inf if self.low is None else self.low
         high = np.inf if self.high is None else self.high

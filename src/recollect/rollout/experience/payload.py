@@ -1,4 +1,7 @@
-"""Encoding: the experience of a run as bytes, checked leaf by leaf before any of it is copied."""
+"""Payloads: the experience of a run as bytes, and back.
+
+Encoding checks leaf by leaf before any of it is copied; decoding returns views of the bytes.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +11,19 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from recollect.errors import MissingLeafError, SchemaError, class_name
+from recollect.errors import FormatError, MissingLeafError, SchemaError, class_name
 from recollect.rollout.batch.state import BatchId
-from recollect.rollout.experience.experience import Experience
-from recollect.rollout.experience.frame import Head, body_of, framed
-from recollect.rollout.experience.space import PER_RESPONSE, Array, Plan, Ragged, plan_of
+from recollect.rollout.experience.experience import Experience, Experiences
+from recollect.rollout.experience.frame import Head, aligned, body_of, framed, opened
+from recollect.rollout.experience.ragged import RaggedColumn, offsets_of
+from recollect.rollout.experience.space import (
+    PER_RESPONSE,
+    Array,
+    ExperiencePlan,
+    Ragged,
+    known_plan,
+    plan_of,
+)
 from recollect.spaces.convert import to_batch
 from recollect.text import encoded
 
@@ -37,7 +48,7 @@ def encode(
 
     A value that is off the space raises SchemaError naming its leaf.
     """
-    plan = space if isinstance(space, Plan) else plan_of(space)
+    plan = space if isinstance(space, ExperiencePlan) else plan_of(space)
     rows = [experiences] if isinstance(experiences, Experience) else list(experiences)
     for row in rows:
         if type(row) is not Experience and not isinstance(row, Experience):
@@ -67,7 +78,7 @@ def encode(
 
 
 def _gathered(
-    plan: Plan, rows: list[Experience], base: dict[str, Any], stamps: dict[str, int]
+    plan: ExperiencePlan, rows: list[Experience], base: dict[str, Any], stamps: dict[str, int]
 ) -> tuple[list[Any], int, list[int]]:
     """The parts of a body, its bytes, and the elements of each ragged leaf; values are converted where they must be."""
     for name in {name for row in rows for name in row.leaves} - plan.names:
@@ -93,7 +104,7 @@ def _checked_info(info: dict[str, Any]) -> dict[str, Any]:
     return info
 
 
-def _sequences(plan: Plan, rows: list[Experience]) -> tuple[Array, list[int], list[list[Array]]]:
+def _sequences(plan: ExperiencePlan, rows: list[Experience]) -> tuple[Array, list[int], list[list[Array]]]:
     """Return the lengths `[ragged leaves * rows]`, their sums by leaf, and each leaf's values, row after row."""
     responses = [_response_length(row) for row in rows] if plan.is_token else []
     lengths: list[int] = []
@@ -154,7 +165,9 @@ def _response_length(row: Experience) -> int:
     return n - int(prompt)
 
 
-def _fixed(plan: Plan, rows: list[Experience], stamps: dict[str, int], base: dict[str, Any]) -> bytes:
+def _fixed(
+    plan: ExperiencePlan, rows: list[Experience], stamps: dict[str, int], base: dict[str, Any]
+) -> bytes:
     """The packed rows, each value checked by the layout."""
     out = np.zeros(len(rows), plan.row_dtype)
     ragged = {leaf.name for leaf in plan.ragged}
@@ -170,3 +183,130 @@ def _fixed(plan: Plan, rows: list[Experience], stamps: dict[str, int], base: dic
 def _plain(value: Any) -> Any:
     """Rewards come as numpy scalars of any width; as Python numbers they are checked by value."""
     return value.item() if isinstance(value, np.generic) else value
+
+
+def decode(payload: bytes | memoryview, *, space: Any = None) -> Experiences:
+    """Return the experience in a payload, as views of it; FormatError if it is not whole.
+
+    Without `space` the layout must be one that this process has made or met.
+    """
+    plan = space if space is None or isinstance(space, ExperiencePlan) else plan_of(space)
+    head, body = opened(payload)
+    plan = _plan_for(head, plan)
+    sizes = _block_sizes(head, plan, len(body))
+    rows = np.frombuffer(body, plan.row_dtype, head.n)
+    ragged = _columns(head, plan, body, sizes, rows)
+    tasks = {}
+    if head.n:
+        tasks = dict.fromkeys(rows["group_id"].tolist(), (head.batch_id, head.task_id))
+    return Experiences(plan, rows, ragged, head.metrics or None, head.info or None, tasks)
+
+
+def _plan_for(head: Head, plan: ExperiencePlan | None) -> ExperiencePlan:
+    found = plan if plan is not None else known_plan(head.layout)
+    if found is None or found.layout.hash != head.layout:
+        raise FormatError(
+            f"payload: layout must be that of the space, got {head.layout}; give the same space"
+        )
+    return found
+
+
+def _block_sizes(head: Head, plan: ExperiencePlan, nbytes: int) -> list[int]:
+    """The bytes of rows, lengths and ragged blocks; they must fill the body exactly."""
+    if len(head.blocks) != len(plan.ragged) or min(head.blocks, default=0) < 0:
+        raise FormatError(f"payload: must have {len(plan.ragged)} blocks, got {len(head.blocks)}")
+    sizes = [head.n * plan.row_dtype.itemsize, head.n * len(plan.ragged) * 4]
+    sizes += [count * leaf.nbytes for count, leaf in zip(head.blocks, plan.ragged)]
+    if sum(map(aligned, sizes)) != nbytes:
+        raise FormatError(f"payload: blocks must fill its {nbytes} bytes, got sizes {sizes}")
+    return sizes
+
+
+def _columns(
+    head: Head, plan: ExperiencePlan, body: memoryview, sizes: list[int], rows: Array
+) -> dict[str, RaggedColumn]:
+    n, at = head.n, aligned(sizes[0])
+    lengths = np.frombuffer(body, np.int32, n * len(plan.ragged), at).reshape(len(plan.ragged), n)
+    offsets = np.zeros((len(plan.ragged), n + 1), np.int64)
+    np.add.accumulate(lengths, axis=1, out=offsets[:, 1:], dtype=np.int64)
+    _check_lengths(head, plan, lengths, offsets, rows)
+    at += aligned(sizes[1])
+    columns = {}
+    for i, (leaf, count) in enumerate(zip(plan.ragged, head.blocks)):
+        values = np.frombuffer(body, leaf.dtype, count * leaf.n_elements, at)
+        columns[leaf.name] = RaggedColumn(
+            values.reshape(-1, *leaf.shape) if leaf.shape else values, offsets[i]
+        )
+        at += aligned(sizes[2 + i])
+    return columns
+
+
+def _check_lengths(head: Head, plan: ExperiencePlan, lengths: Array, offsets: Array, rows: Array) -> None:
+    """Lengths fit the space and add up; read as unsigned, a negative one is too great."""
+    if not head.n:
+        if any(head.blocks):
+            raise FormatError("payload: blocks must be empty without rows")
+        return
+    if (lengths.view(np.uint32) > plan.most).any():
+        raise FormatError("payload: lengths must be at least 0 and fit the space")
+    if offsets[:, -1].tolist() != head.blocks:
+        raise FormatError("payload: lengths must add up to their blocks")
+    if plan.is_token:
+        tokens, prompts = lengths[plan.tokens_at], rows["prompt_length"]
+        if (prompts.view(np.uint32) > tokens.view(np.uint32)).any():
+            raise FormatError("payload: prompt_length must be from 0 to the number of tokens")
+        if (lengths[plan.responses_at] != tokens - prompts).any():
+            raise FormatError("payload: leaves of the response must have one element per response token")
+
+
+# -- many at once
+
+
+def decode_many(payloads: Sequence[bytes], plan: ExperiencePlan) -> Experiences:
+    """Return the experience of many payloads as one batch; FormatError if any is not whole.
+
+    The blocks of all of them are joined and looked at once: for small payloads most of the time is in their number.
+    """
+    rows: list[memoryview] = []
+    lengths: list[list[memoryview]] = [[] for _ in plan.ragged]
+    values: list[list[memoryview]] = [[] for _ in plan.ragged]
+    metrics: list[dict[str, float]] = []
+    info: list[dict[str, Any]] = []
+    tasks: dict[int, tuple[BatchId | None, BatchId | None]] = {}
+    row_nbytes = plan.row_dtype.itemsize
+    for payload in payloads:
+        head, body = opened(payload)
+        _plan_for(head, plan)
+        n, at = head.n, aligned(head.n * row_nbytes)
+        rows.append(body[: n * row_nbytes])
+        for leaf in lengths:
+            leaf.append(body[at : at + 4 * n])
+            at += 4 * n
+        at = aligned(n * row_nbytes) + aligned(4 * n * len(lengths))
+        for part, count, ragged in zip(values, head.blocks, plan.ragged):
+            part.append(body[at : at + count * ragged.nbytes])
+            at += aligned(count * ragged.nbytes)
+        metrics += head.metrics or [{}] * n
+        info += head.info or [{}] * n
+        tasks[head.group_id] = (head.batch_id, head.task_id)
+    return _joined(plan, rows, lengths, values, metrics, info, tasks)
+
+
+def _joined(
+    plan: ExperiencePlan,
+    rows: list[memoryview],
+    lengths: list[list[memoryview]],
+    values: list[list[memoryview]],
+    metrics: Any,
+    info: Any,
+    tasks: Any,
+) -> Experiences:
+    packed = np.frombuffer(b"".join(rows), plan.row_dtype)
+    ragged = {}
+    for leaf, sizes, parts in zip(plan.ragged, lengths, values):
+        offsets = offsets_of(np.frombuffer(b"".join(sizes), np.int32))
+        column = np.frombuffer(b"".join(parts), leaf.dtype).reshape(-1, *leaf.shape)
+        if int(offsets[-1]) != len(column):
+            raise FormatError(f"payload: lengths of {leaf.name} must add up to its block")
+        ragged[leaf.name] = RaggedColumn(column, offsets)
+    return Experiences(plan, packed, ragged, metrics, info, tasks)

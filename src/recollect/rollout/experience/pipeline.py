@@ -16,14 +16,12 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import PipelineError, class_name
-from recollect.rollout.decoding import decode_many
-from recollect.rollout.event_loop import Clock
+from recollect.rollout.event_loop import Clock, Limit, Threads
 from recollect.rollout.experience.experience import Experiences
 from recollect.rollout.experience.operators import Operator, StalenessFilter, make_operator
-from recollect.rollout.experience.sinks import QueueSink, ReplaySink, Sink
-from recollect.rollout.experience.space import Plan
-from recollect.rollout.limits import Limit
-from recollect.rollout.threads import Threads
+from recollect.rollout.experience.payload import decode_many
+from recollect.rollout.experience.sinks import ExperienceSink, QueueSink, ReplaySink
+from recollect.rollout.experience.space import ExperiencePlan
 
 
 @dataclass
@@ -43,7 +41,9 @@ class Pipeline:
     Concurrency: one pass at a time, started in the coordinator's loop. `stage` says what it is doing now.
     """
 
-    def __init__(self, config: Any, plan: Plan, sink: Sink, threads: Threads, clock: Clock) -> None:
+    def __init__(
+        self, config: Any, plan: ExperiencePlan, sink: ExperienceSink, threads: Threads, clock: Clock
+    ) -> None:
         self.config, self.plan, self.sink, self.threads, self.clock = config, plan, sink, threads, clock
         self.operators = [make_operator(spec) for spec in config.operators]
         self.lock = asyncio.Lock()

@@ -27,7 +27,7 @@ from recollect.interrupts import deferred
 from recollect.replay import ReplayBuffer
 from recollect.rollout.event_loop import checked_seconds
 from recollect.rollout.experience.experience import Experiences, experience_buffer
-from recollect.rollout.experience.space import Plan
+from recollect.rollout.experience.space import ExperiencePlan
 from recollect.text import nearest
 
 REMEMBERED = 4096
@@ -36,7 +36,7 @@ _TURN_S = 10.0  # for another sink that writes to the same directory
 _TEMPORARY = re.compile(r"\.[A-Za-z0-9._-]*\.(parquet|jsonl)\.[0-9a-f]{16}\.tmp")  # of `replace_file`
 
 
-class Sink(Protocol):
+class ExperienceSink(Protocol):
     """The seam; `recollect.testing.SinkContract` is its suite. Calls come from one thread at a time."""
 
     def write(self, x: Experiences, commit_id: str) -> None: ...
@@ -346,7 +346,7 @@ def check_sink(spec: Any) -> None:
         raise SchemaError(f"sink: must be a ReplayBuffer, a sink, a path or 'queue', got {class_name(spec)}")
 
 
-def make_sink(spec: Any, plan: Plan) -> tuple[Sink, bool]:
+def make_sink(spec: Any, plan: ExperiencePlan) -> tuple[ExperienceSink, bool]:
     """Return the sink that a config names, and whether it was made here."""
     if isinstance(spec, ReplayBuffer):
         return ReplaySink(spec), False
@@ -361,11 +361,11 @@ def make_sink(spec: Any, plan: Plan) -> tuple[Sink, bool]:
         if spec["kind"] == "file":
             return FileSink(**options), True
         return ReplaySink(_own_buffer(plan, options), owned=True), True
-    sink: Sink = spec
+    sink: ExperienceSink = spec
     return sink, False
 
 
-def _own_buffer(plan: Plan, options: dict[str, Any]) -> ReplayBuffer:
+def _own_buffer(plan: ExperiencePlan, options: dict[str, Any]) -> ReplayBuffer:
     path = options.pop("path", None)
     if path is not None and options.get("storage") == "memmap":
         if ReplayBuffer.is_loadable_from(path):

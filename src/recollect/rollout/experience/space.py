@@ -96,7 +96,7 @@ class Ragged:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class Plan:
+class ExperiencePlan:
     """A space of experience, compiled: the packed rows of its fixed leaves, and its ragged leaves."""
 
     space: spaces.Dict
@@ -122,10 +122,10 @@ DEFAULTS = {
     "group_id": 0, "run_id": 0, "step": 0, "model_version": 0, "version_drift": 0,
 }  # fmt: skip
 
-_known: dict[str, Plan] = {}  # by the layout's hash: payloads name it
+_known: dict[str, ExperiencePlan] = {}  # by the layout's hash: payloads name it
 
 
-def plan_of(space: Any = None, max_lengths: Mapping[str, int] | None = None) -> Plan:
+def plan_of(space: Any = None, max_lengths: Mapping[str, int] | None = None) -> ExperiencePlan:
     """Return the plan of a space (None: the default one); TypeError if it cannot hold experience."""
     if space is None and max_lengths is None:
         return _default_plan()
@@ -150,18 +150,18 @@ def _default_space() -> ExperienceSpace:
 
 
 @lru_cache(maxsize=1)
-def _default_plan() -> Plan:
+def _default_plan() -> ExperiencePlan:
     return plan_of(_default_space())
 
 
-def known_plan(layout_hash: str) -> Plan | None:
+def known_plan(layout_hash: str) -> ExperiencePlan | None:
     """The plan of a layout that this process has met."""
     if layout_hash not in _known:
         plan_of()
     return _known.get(layout_hash)
 
 
-def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> Plan:
+def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> ExperiencePlan:
     ragged = []
     for name, most in lengths.items():
         element = space.spaces[name].feature_space  # type: ignore[attr-defined]
@@ -183,7 +183,7 @@ def _compile(space: spaces.Dict, layout: Layout, lengths: Mapping[str, int]) -> 
     )
     defaults = {name: value for name, value in DEFAULTS.items() if name in rest}
     names = [leaf.name for leaf in ragged]
-    return Plan(
+    return ExperiencePlan(
         space=space,
         layout=layout,
         fixed=fixed,

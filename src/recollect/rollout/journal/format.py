@@ -9,10 +9,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
-from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Cut, TaskRecord
+from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Cut, EndedBatch, TaskRecord
 from recollect.rollout.batch.state import BatchId, BatchLifecycleState, BatchState, TaskStatus
-from recollect.rollout.context import Ending
-from recollect.rollout.runners.execute import Outcome
+from recollect.rollout.tasks import RunOutcome
 from recollect.text import encoded
 
 Count = Annotated[int, Meta(ge=0, le=1 << 62)]
@@ -80,21 +79,21 @@ class SavedMeta(msgspec.Struct):
 
 
 @dataclass
-class Kept:
+class JournalBatch:
     """A live batch of the journal."""
 
     serial: int
     batch: SavedBatch
     cut: SavedCut | None
-    runs: list[tuple[int, Outcome]]
+    runs: list[tuple[int, RunOutcome]]
 
 
 @dataclass
-class Restored:
+class JournalContents:
     """What a journal held when it was opened."""
 
-    batches: list[Kept] = field(default_factory=list)
-    history: OrderedDict[BatchId, Ending] = field(default_factory=OrderedDict)
+    batches: list[JournalBatch] = field(default_factory=list)
+    history: OrderedDict[BatchId, EndedBatch] = field(default_factory=OrderedDict)
     next_group: int = 0
     k: int = 0
     first_version: int | None = None
@@ -103,7 +102,7 @@ class Restored:
 _encode = msgspec.msgpack.Encoder().encode
 decode_batch = msgspec.msgpack.Decoder(SavedBatch).decode
 decode_cut = msgspec.msgpack.Decoder(SavedCut).decode
-decode_outcome = msgspec.msgpack.Decoder(Outcome).decode
+decode_outcome = msgspec.msgpack.Decoder(RunOutcome).decode
 _decode_ending = msgspec.msgpack.Decoder(SavedEnding).decode
 
 
@@ -147,11 +146,11 @@ def saved_ending(state: BatchState, reason: str | None) -> bytes:
     return encode(saved)
 
 
-def read_ending(data: bytes) -> Ending:
+def read_ending(data: bytes) -> EndedBatch:
     """The ending that was saved."""
     saved = _decode_ending(data)
     state = BatchState(
         saved.batch_id, saved.batch_type, saved.expected, dict(saved.statuses), saved.min_wait_num,
         BatchLifecycleState(saved.state), saved.result,
     )  # fmt: skip
-    return Ending(state, saved.reason)
+    return EndedBatch(state, saved.reason)

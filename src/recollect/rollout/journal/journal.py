@@ -22,8 +22,8 @@ import msgspec
 from recollect.errors import FormatError, LaneBusyError
 from recollect.rollout.batch.records import BatchRecord, Joined, TaskRecord
 from recollect.rollout.journal.format import (
-    Kept,
-    Restored,
+    JournalBatch,
+    JournalContents,
     SavedMeta,
     decode_batch,
     decode_cut,
@@ -34,7 +34,7 @@ from recollect.rollout.journal.format import (
     saved_cut,
     saved_ending,
 )
-from recollect.rollout.runners.execute import Outcome
+from recollect.rollout.tasks import RunOutcome
 
 FORMAT = 1
 GROUP_S = 0.010
@@ -61,28 +61,32 @@ class Journal:
     def __init__(self, path: str, config: Any, layout: str, loop: asyncio.AbstractEventLoop) -> None:
         self.path, self.layout, self.loop = path, layout, loop
         self.history, self.power_safe = config.history, config.power_safe
-        self.restored = Restored()
+        self.restored = JournalContents()
         self._changes: SimpleQueue[list[Change] | asyncio.Future[None] | None] = SimpleQueue()
         self._serials: dict[BatchRecord, int] = {}
         self._next_serial = 1
         self._unwritten: list[list[Change]] = []  # what failed, in order; only the thread touches it
         self._thread = threading.Thread(target=self._serve, name="journal", daemon=True)
-        self._opened: asyncio.Future[Restored] = loop.create_future()
+        self._opened: asyncio.Future[JournalContents] = loop.create_future()
         self._ended: asyncio.Future[None] = loop.create_future()
 
     @classmethod
     async def open(cls, path: str, config: Any, layout: str) -> Journal:
         """Open or make a journal; LaneBusyError if it is held, FormatError if it is another's."""
         journal = cls(path, config, layout, asyncio.get_running_loop())
-        journal._thread.start()
-        journal.restored = await journal._opened
-        journal._next_serial = 1 + max([kept.serial for kept in journal.restored.batches], default=0)
-        journal._next_serial = max(journal._next_serial, journal._first_free)
+        await journal.start()
         return journal
+
+    async def start(self) -> None:
+        """Start the thread and read what the database holds."""
+        self._thread.start()
+        self.restored = await self._opened
+        self._next_serial = 1 + max([kept.serial for kept in self.restored.batches], default=0)
+        self._next_serial = max(self._next_serial, self._first_free)
 
     # -- what happened, from the loop
 
-    def submitted(self, batch: BatchRecord, next_group: int, k: int, first_version: int) -> None:
+    def record_batch(self, batch: BatchRecord, next_group: int, k: int, first_version: int) -> None:
         """Record a batch that was admitted."""
         serial = self._serials[batch] = self._next_serial
         self._next_serial += 1
@@ -90,11 +94,11 @@ class Journal:
         for key, value in (("next_group", next_group), ("k", k), ("first_version", first_version)):
             self._put("insert or replace into meta values (?, ?)", key, value)
 
-    def revived(self, batch: BatchRecord, serial: int) -> None:
+    def resume_batch(self, batch: BatchRecord, serial: int) -> None:
         """Go on recording a batch that came out of this journal."""
         self._serials[batch] = serial
 
-    def run(self, task: TaskRecord, outcome: Outcome) -> None:
+    def record_run(self, task: TaskRecord, outcome: RunOutcome) -> None:
         """Record a finished run."""
         serial = self._serials.get(task.batch)
         if serial is not None:
@@ -106,7 +110,7 @@ class Journal:
                 encode(outcome),
             )
 
-    def cut(self, batch: BatchRecord, carrier: BatchRecord | None, joined: list[Joined]) -> None:
+    def record_cut(self, batch: BatchRecord, carrier: BatchRecord | None, joined: list[Joined]) -> None:
         """Record which results count, what is carried on, and what of earlier carriers joins: all or nothing."""
         cut, serial = batch.cut, self._serials.get(batch)
         if cut is None or serial is None:
@@ -144,7 +148,7 @@ class Journal:
             return "update batches set about = ? where serial = ?", (about, self._serials.get(carrier))
         return "delete from batches where serial = ?", (self._serials.pop(carrier, None),)
 
-    def ended(self, batch: BatchRecord, reason: str | None, k: int) -> None:
+    def record_end(self, batch: BatchRecord, reason: str | None, k: int) -> None:
         """Record how a batch ended and let go of its payloads."""
         serial = self._serials.pop(batch, None)
         if serial is None:
@@ -287,7 +291,7 @@ class Journal:
             raise FormatError(f"{self.path}: must be a journal, got {error}") from None
         return database
 
-    def _read(self, database: sqlite3.Connection) -> Restored:
+    def _read(self, database: sqlite3.Connection) -> JournalContents:
         meta = dict(database.execute("select key, value from meta"))
         if meta.get("format", FORMAT) != FORMAT:
             raise FormatError(f"{self.path}: format must be {FORMAT}, got {meta['format']}; update recollect")
@@ -298,7 +302,7 @@ class Journal:
                 "insert or replace into meta values (?, ?)", [("format", FORMAT), ("layout", self.layout)]
             )
         counters = msgspec.convert(meta, SavedMeta)
-        restored = Restored(
+        restored = JournalContents(
             next_group=counters.next_group, k=counters.k, first_version=counters.first_version
         )
         self._first_free = 1
@@ -312,7 +316,7 @@ class Journal:
                 "select position, outcome from runs where serial = ? order by position, run", (serial,)
             ).fetchall()
             restored.batches.append(
-                Kept(
+                JournalBatch(
                     serial,
                     decode_batch(about),
                     None if cut is None else decode_cut(cut),

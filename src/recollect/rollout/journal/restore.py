@@ -9,44 +9,44 @@ from recollect.files.record import brief, damage_in
 from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Cut, TaskRecord, Unit
 from recollect.rollout.batch.state import BatchLifecycleState, BatchState, move
 from recollect.rollout.config import Config
-from recollect.rollout.context import Desk
-from recollect.rollout.journal.format import Kept, SavedTask
+from recollect.rollout.context import RolloutContext
+from recollect.rollout.journal.format import JournalBatch, SavedTask
 from recollect.rollout.journal.journal import Journal
 from recollect.rollout.scheduler import Scheduler
 from recollect.rollout.tasks import Task, Workflow, find_workflow, is_registered, task_key
 
 
-def restore(desk: Desk, journal: Journal) -> None:
+def restore(context: RolloutContext, journal: Journal) -> None:
     """Bring back what the journal holds: live batches with their finished runs, history, and counters."""
     kept = journal.restored
     for one in kept.batches:  # before anything is changed
         _check(one, journal.path)
         for task in one.batch.tasks:
-            _find(task.workflow, desk.config)  # it may be unknown here
+            _find(task.workflow, context.config)  # it may be unknown here
     with damage_in(journal.path):
         revived = [
-            revive(one, desk.n_batches + 1 + n, desk.config, desk.scheduler, journal)
+            revive(one, context.n_batches + 1 + n, context.config, context.scheduler, journal)
             for n, one in enumerate(kept.batches)
         ]
-    desk.n_batches += len(revived)
-    desk.next_group = max(desk.next_group, kept.next_group)
-    desk.k = max(desk.k, kept.k)
+    context.n_batches += len(revived)
+    context.next_group = max(context.next_group, kept.next_group)
+    context.k = max(context.k, kept.k)
     if kept.first_version is not None:
-        desk.first_version = kept.first_version
+        context.first_version = kept.first_version
     for batch_id, ending in kept.history.items():
-        desk.history.setdefault(batch_id, ending)
+        context.history.setdefault(batch_id, ending)
     for one, batch in zip(kept.batches, revived):
-        batch.submitted_at = desk.clock.time()
+        batch.submitted_at = context.clock.time()
         if one.batch.is_carrier:
-            desk.carriers.append(batch)
+            context.carriers.append(batch)
         else:
-            desk.batches[batch.id] = batch
-        desk.doors.submitted += batch.n_runs
+            context.batches[batch.id] = batch
+        context.doors.submitted += batch.n_runs
         if batch.cut is None and batch.tasks:
-            desk.scheduler.add(batch)
+            context.scheduler.add(batch)
 
 
-def _check(kept: Kept, path: str) -> None:
+def _check(kept: JournalBatch, path: str) -> None:
     """Raise FormatError for a batch whose parts do not belong together."""
     tasks = kept.batch.tasks
     n_runs = {
@@ -64,7 +64,9 @@ def _check(kept: Kept, path: str) -> None:
         )
 
 
-def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journal: Journal) -> BatchRecord:
+def revive(
+    kept: JournalBatch, serial: int, config: Config, scheduler: Scheduler, journal: Journal
+) -> BatchRecord:
     """Return the record of a batch that a journal kept; its work is not started yet."""
     saved = kept.batch
     n_tasks = len(saved.tasks) if saved.expected < 0 else saved.expected
@@ -100,7 +102,7 @@ def revive(kept: Kept, serial: int, config: Config, scheduler: Scheduler, journa
         batch.write_tried = True  # by a process that is gone, perhaps: the sink is asked
         batch.retries.clear()
         batch.n_queued = 0
-    journal.revived(batch, kept.serial)
+    journal.resume_batch(batch, kept.serial)
     return batch
 
 

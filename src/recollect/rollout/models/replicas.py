@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError as FutureCancelled
-from dataclasses import dataclass
 from typing import Any
 
 from recollect.errors import ClosedError
 from recollect.rollout.models.base import Generation, prompt_words
+from recollect.rollout.stats import ModelStats
 
 FAILURES_TO_REST = 5
 
@@ -24,18 +24,6 @@ class Replica:
         self.label = getattr(model, "address", None) or label
         self.attempts = self.calls = self.failed = self.failed_in_row = self.served = 0
         self.rests_until = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStats:
-    """What one model did: calls served, failed and under way, and attempts that hold it."""
-
-    name: str
-    served: int
-    failed: int
-    calls: int
-    attempts: int
-    resting: bool
 
 
 class Role:
@@ -114,18 +102,26 @@ class Models:
         self.tell = tell
 
     def use(self, index: int) -> None:
-        """Hold the rollout replica that somebody else chose."""
+        """Hold the rollout replica that the coordinator chose."""
         self._replica = self._pool.rollout.replicas[index]
 
-    @property
-    def rollout(self) -> Any:
-        """The rollout model of this attempt."""
+    def choose(self) -> int:
+        """Choose the rollout replica of this attempt now; return its index, -1 if there is no rollout model."""
+        replicas = self._pool.rollout.replicas
+        return replicas.index(self._chosen()) if replicas else -1
+
+    def _chosen(self) -> Replica:
         if self._replica is None:
             if not self._pool.rollout.replicas:
                 raise ValueError("models.rollout: there is no rollout model; give the coordinator one")
             self._replica = self._pool.rollout.for_attempt()
             self._replica.attempts += 1
-        return self._bound(self._pool.rollout, self._replica, self.versions)
+        return self._replica
+
+    @property
+    def rollout(self) -> Any:
+        """The rollout model of this attempt."""
+        return self._bound(self._pool.rollout, self._chosen(), self.versions)
 
     @property
     def auxiliary(self) -> Any:

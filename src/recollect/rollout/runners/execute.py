@@ -17,54 +17,18 @@ from typing import Any
 import msgspec
 
 from recollect.errors import SchemaError
-from recollect.rollout.batch.state import BatchId
+from recollect.rollout.event_loop import Threads
 from recollect.rollout.experience.experience import Experience
 from recollect.rollout.experience.payload import encode
-from recollect.rollout.experience.space import Plan
+from recollect.rollout.experience.space import ExperiencePlan
 from recollect.rollout.models.replicas import Models
-from recollect.rollout.tasks import GiveUp, Result, Work, Workflow, as_result
-from recollect.rollout.threads import Threads
+from recollect.rollout.tasks import AttemptSpec, GiveUp, Result, RunOutcome, Work, Workflow, as_result
 from recollect.text import safe, told
 
 TRACEBACK_CHARS = 8_000
 
 
-class Job(msgspec.Struct, array_like=True):
-    """An attempt as it is sent to a runner."""
-
-    attempt_id: int
-    workflow: str
-    data: bytes  # msgpack of (data, args)
-    repeat_times: int
-    task_id: BatchId
-    batch_id: BatchId
-    is_eval: bool
-    run_ids: tuple[int, ...]
-    number: int
-    seeds: tuple[int, ...]
-    group_id: int
-    version: int
-    rollout: int = -1  # the rollout replica chosen for it
-
-
-class Outcome(msgspec.Struct, array_like=True):
-    """How a run ended."""
-
-    run_id: int
-    ok: bool
-    seconds: float
-    metrics: dict[str, float] = {}
-    bad_metrics: int = 0
-    payload: bytes | None = None
-    n: int = 0
-    reward: float | None = None
-    response_length: int | None = None
-    version: int = 0
-    error: str = ""
-    final: bool = False  # another attempt would not help
-
-
-class Lag:
+class LoopLag:
     """The longest time that a step of a workflow kept the loop, and which workflow that was."""
 
     __slots__ = ("name", "seconds")
@@ -73,28 +37,34 @@ class Lag:
         self.seconds, self.name = 0.0, ""
 
 
-Report = Callable[[Outcome], None]
+Report = Callable[[RunOutcome], None]
 _decode_data = msgspec.msgpack.Decoder().decode
 EMPTY_DATA = msgspec.msgpack.encode(({}, {}))
 
 
 async def execute(
-    job: Job, flow: Workflow, models: Models, plan: Plan, threads: Threads, lag: Lag, report: Report
+    spec: AttemptSpec,
+    flow: Workflow,
+    models: Models,
+    plan: ExperiencePlan,
+    threads: Threads,
+    lag: LoopLag,
+    report: Report,
 ) -> None:
     """Run all runs of the attempt, one after another, or at once if the workflow is grouped."""
     if flow.grouped:
-        await _execute_group(job, flow, models, plan, threads, lag, report)
+        await _execute_group(spec, flow, models, plan, threads, lag, report)
         return
-    for run_id, seed in zip(job.run_ids, job.seeds):
+    for run_id, seed in zip(spec.run_ids, spec.seeds):
         start = time.perf_counter()
         models.versions.clear()
-        work = _work(job, run_id, (run_id,), seed, (seed,))
+        work = _work(spec, run_id, (run_id,), seed, (seed,))
         try:
             if flow.is_async:
                 returned = await _timed(flow.function(work, models), lag, flow.name)
             else:
                 returned = await _call(flow, work, models, threads, lag)
-            outcome = _outcome(job, run_id, returned, models, plan)
+            outcome = _outcome(spec, run_id, returned, models, plan)
         except Exception as error:
             outcome = failure(run_id, error)
         except SystemExit as error:
@@ -109,46 +79,54 @@ async def execute(
 
 
 async def _execute_group(
-    job: Job, flow: Workflow, models: Models, plan: Plan, threads: Threads, lag: Lag, report: Report
+    spec: AttemptSpec,
+    flow: Workflow,
+    models: Models,
+    plan: ExperiencePlan,
+    threads: Threads,
+    lag: LoopLag,
+    report: Report,
 ) -> None:
     start = time.perf_counter()
-    work = _work(job, job.run_ids[0], job.run_ids, job.seeds[0], job.seeds)
+    work = _work(spec, spec.run_ids[0], spec.run_ids, spec.seeds[0], spec.seeds)
     try:
         returned = await _call(flow, work, models, threads, lag)
-        if not isinstance(returned, list | tuple) or len(returned) != len(job.run_ids):
+        if not isinstance(returned, list | tuple) or len(returned) != len(spec.run_ids):
             raise TypeError(
-                f"workflow {flow.name}: must return one result per run, {len(job.run_ids)}, got "
+                f"workflow {flow.name}: must return one result per run, {len(spec.run_ids)}, got "
                 f"{len(returned) if isinstance(returned, list | tuple) else type(returned).__name__}"
             )
         outcomes = []
-        for run_id, one in zip(job.run_ids, returned):
+        for run_id, one in zip(spec.run_ids, returned):
             try:
-                outcomes.append(_outcome(job, run_id, one, models, plan))
+                outcomes.append(_outcome(spec, run_id, one, models, plan))
             except Exception as error:
                 outcomes.append(failure(run_id, error))
     except (Exception, SystemExit) as error:
-        outcomes = [failure(run_id, error) for run_id in job.run_ids]
+        outcomes = [failure(run_id, error) for run_id in spec.run_ids]
     except asyncio.CancelledError as error:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        outcomes = [failure(run_id, error) for run_id in job.run_ids]
-    seconds = (time.perf_counter() - start) / len(job.run_ids)
+        outcomes = [failure(run_id, error) for run_id in spec.run_ids]
+    seconds = (time.perf_counter() - start) / len(spec.run_ids)
     for outcome in outcomes:
         outcome.seconds = seconds
         report(outcome)
 
 
-def _work(job: Job, run_id: int, run_ids: tuple[int, ...], seed: int, seeds: tuple[int, ...]) -> Work:
-    data, args = ({}, {}) if job.data == EMPTY_DATA else _decode_data(job.data)
+def _work(
+    spec: AttemptSpec, run_id: int, run_ids: tuple[int, ...], seed: int, seeds: tuple[int, ...]
+) -> Work:
+    data, args = ({}, {}) if spec.data == EMPTY_DATA else _decode_data(spec.data)
     return Work(
-        workflow=job.workflow, data=data, args=args, repeat_times=job.repeat_times, task_id=job.task_id,
-        batch_id=job.batch_id, is_eval=job.is_eval, run_id=run_id, run_ids=run_ids, attempt=job.number, seed=seed,
+        workflow=spec.workflow, data=data, args=args, repeat_times=spec.repeat_times, task_id=spec.task_id,
+        batch_id=spec.batch_id, is_eval=spec.is_eval, run_id=run_id, run_ids=run_ids, attempt=spec.number, seed=seed,
         seeds=seeds,
     )  # fmt: skip
 
 
-async def _call(flow: Workflow, work: Work, models: Models, threads: Threads, lag: Lag) -> Any:
+async def _call(flow: Workflow, work: Work, models: Models, threads: Threads, lag: LoopLag) -> Any:
     if flow.is_async:
         return await _timed(flow.function(work, models), lag, flow.name)
     models.loop = asyncio.get_running_loop()
@@ -156,7 +134,7 @@ async def _call(flow: Workflow, work: Work, models: Models, threads: Threads, la
 
 
 @types.coroutine
-def _timed(coroutine: Any, lag: Lag, name: str) -> Generator[Any, Any, Any]:
+def _timed(coroutine: Any, lag: LoopLag, name: str) -> Generator[Any, Any, Any]:
     """Drive a coroutine step by step, in a context of its own; one that blocks the loop is known by name."""
     clock, run = time.perf_counter, copy_context().run
     send, throw = coroutine.send, coroutine.throw
@@ -182,22 +160,24 @@ def _timed(coroutine: Any, lag: Lag, name: str) -> Generator[Any, Any, Any]:
             error = raised
 
 
-def failure(run_id: int, error: BaseException) -> Outcome:
+def failure(run_id: int, error: BaseException) -> RunOutcome:
     """Return the outcome of a run that raised; GiveUp and a value off its space are final."""
     text = told(error)
     if len(text) > TRACEBACK_CHARS:
         text = text[:2_000] + "\n...\n" + text[-TRACEBACK_CHARS + 2_000 :]
-    return Outcome(run_id, False, 0.0, error=text, final=isinstance(error, GiveUp | SchemaError))
+    return RunOutcome(run_id, False, 0.0, error=text, final=isinstance(error, GiveUp | SchemaError))
 
 
-def _outcome(job: Job, run_id: int, returned: Any, models: Models, plan: Plan) -> Outcome:
+def _outcome(
+    spec: AttemptSpec, run_id: int, returned: Any, models: Models, plan: ExperiencePlan
+) -> RunOutcome:
     result = as_result(returned)
     rows: list[Experience] = result.experiences
     metrics, bad = _metrics(result, rows)
-    if job.is_eval:
+    if spec.is_eval:
         if not rows and not result.metrics and bad == 0:
             raise ValueError("workflow: must return metrics or experience in eval, got nothing")
-        outcome = Outcome(run_id, True, 0.0, metrics, bad)
+        outcome = RunOutcome(run_id, True, 0.0, metrics, bad)
         if rows:
             _about(outcome, rows)
         return outcome
@@ -206,18 +186,18 @@ def _outcome(job: Job, run_id: int, returned: Any, models: Models, plan: Plan) -
             "workflow: must return experience in train, got nothing; raise rr.GiveUp to fail the run"
         )
     versions = models.versions
-    oldest = min(versions) if versions else job.version
+    oldest = min(versions) if versions else spec.version
     payload = encode(
-        rows, space=plan, batch_id=job.batch_id, task_id=job.task_id, group_id=job.group_id, run_id=run_id,
-        attempt=job.number, model_version=oldest, version_drift=(max(versions) - oldest) if versions else 0,
+        rows, space=plan, batch_id=spec.batch_id, task_id=spec.task_id, group_id=spec.group_id, run_id=run_id,
+        attempt=spec.number, model_version=oldest, version_drift=(max(versions) - oldest) if versions else 0,
     )  # fmt: skip
-    outcome = Outcome(run_id, True, 0.0, metrics, bad, payload, len(rows))
+    outcome = RunOutcome(run_id, True, 0.0, metrics, bad, payload, len(rows))
     outcome.version = min(int(row.leaves.get("model_version", oldest)) for row in rows)
     _about(outcome, rows)
     return outcome
 
 
-def _about(outcome: Outcome, rows: list[Experience]) -> None:
+def _about(outcome: RunOutcome, rows: list[Experience]) -> None:
     """The run's last reward and the length of its responses, where it has them."""
     reward = rows[-1].leaves.get("reward")
     if reward is not None and math.isfinite(float(reward)):

@@ -8,15 +8,15 @@ import msgspec
 
 from recollect.rollout.models.base import WireGeneration
 from recollect.rollout.models.openai import OpenAIHandle
-from recollect.rollout.runners.execute import Job, Outcome
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 from recollect.text import encoded
 
 
-class Message(msgspec.Struct, array_like=True, tag=True):
+class RunnerMessage(msgspec.Struct, array_like=True, tag=True):
     """One message."""
 
 
-class Setup(Message):
+class Setup(RunnerMessage):
     """The first message to a runner. A model without a handle is None: calls to it travel back."""
 
     layout: dict[str, Any]
@@ -27,25 +27,25 @@ class Setup(Message):
     rest_s: float
 
 
-class Start(Message):
+class Start(RunnerMessage):
     """Begin an attempt."""
 
-    job: Job
+    spec: AttemptSpec
 
 
-class Cancel(Message):
+class Cancel(RunnerMessage):
     """Stop an attempt."""
 
     attempt_id: int
 
 
-class Synced(Message):
+class Synced(RunnerMessage):
     """What the rollout models serve from now on."""
 
     versions: list[int]
 
 
-class Answer(Message):
+class Answer(RunnerMessage):
     """What a model said."""
 
     call_id: int
@@ -54,26 +54,26 @@ class Answer(Message):
     error: str | None = None
 
 
-class Ready(Message):
+class Ready(RunnerMessage):
     """The runner takes attempts now."""
 
 
-class Broken(Message):
+class Broken(RunnerMessage):
     """The runner cannot start."""
 
     why: str
 
 
-class Ran(Message):
+class Ran(RunnerMessage):
     """A run ended; `last` says that its attempt did too."""
 
     attempt_id: int
-    outcome: Outcome | None
+    outcome: RunOutcome | None
     last: bool = False
     error: str = ""
 
 
-class Call(Message):
+class ModelCall(RunnerMessage, tag="Call"):
     """A model call that travels back; `role` -1 is the rollout model of the attempt."""
 
     call_id: int
@@ -83,19 +83,19 @@ class Call(Message):
     args: bytes
 
 
-class Uncall(Message):
+class Uncall(RunnerMessage):
     """Nobody waits for that call any more."""
 
     call_id: int
 
 
 Down = Setup | Start | Cancel | Synced | Answer
-Up = Ready | Broken | Ran | Call | Uncall
+Up = Ready | Broken | Ran | ModelCall | Uncall
 _encode = msgspec.msgpack.Encoder().encode
 decode_down = msgspec.msgpack.Decoder(Down).decode
 decode_up = msgspec.msgpack.Decoder(Up).decode
 
 
-def encode(message: Message) -> bytes:
+def encode(message: RunnerMessage) -> bytes:
     """Return a message as bytes, whatever its texts are."""
     return encoded(_encode, message)

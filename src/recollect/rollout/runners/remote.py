@@ -8,18 +8,19 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from recollect.errors import FormatError, WorkerDiedError
-from recollect.rollout.decoding import decode
+from recollect.rollout.experience.payload import decode
 from recollect.rollout.models.base import to_wire
 from recollect.rollout.models.replicas import Bound, Models
 from recollect.rollout.runners import messages
-from recollect.rollout.runners.base import Surroundings
-from recollect.rollout.runners.execute import Job, Outcome
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 from recollect.text import told_briefly
 
 FAILED_STARTS = 5
@@ -27,11 +28,20 @@ START_S = 60.0
 PAUSE_S, PAUSE_MAX_S = 0.1, 30.0
 
 
-class FarRunner(ABC):
-    """One runner elsewhere."""
+class RemoteRunner(ABC):
+    """One runner elsewhere: the attempt that it has, and the model calls of that attempt.
 
-    def __init__(self, pool: RemotePool, number: int) -> None:
-        self.pool, self.number = pool, number
+    `on_message` and `on_death` get the runner, and the bytes it sent or the reason of its end.
+    """
+
+    def __init__(
+        self,
+        number: int,
+        on_message: Callable[[RemoteRunner, bytes], None],
+        on_death: Callable[[RemoteRunner, str], None],
+    ) -> None:
+        self.number = number
+        self._on_message, self._on_death = on_message, on_death
         self.is_ready = self.is_dead = self.is_killed = False
         self.attempt_id: int | None = None
         self.models: Models | None = None
@@ -50,34 +60,24 @@ class FarRunner(ABC):
         """Let go of everything, once it is dead."""
 
     def received(self, data: bytes) -> None:
-        """Act on one message."""
-        try:
-            message = messages.decode_up(data)
-        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
-            self.pool.n_refused += 1
-            self.kill_for(f"it sent a malformed message ({error})")
-            return
-        if isinstance(message, messages.Ran):
-            self.pool.ran(self, message)
-        elif isinstance(message, messages.Call):
-            self.calls[message.call_id] = asyncio.get_running_loop().create_task(self._call(message))
-        elif isinstance(message, messages.Uncall):
-            call = self.calls.pop(message.call_id, None)
-            if call is not None:
-                call.cancel()
-        elif isinstance(message, messages.Ready):
-            self.is_ready = True
-            self.pool.ready(self)
-        else:
-            self.pool.cause = message.why
-            self.kill()
+        """Pass on a message that the runner sent."""
+        self._on_message(self, data)
 
-    def kill_for(self, why: str) -> None:
-        self.pool.cause = why
-        self.kill()
+    def died(self, why: str) -> None:
+        """Pass on that the runner is dead."""
+        self._on_death(self, why)
 
-    async def _call(self, call: messages.Call) -> None:
+    def begin_call(self, call: messages.ModelCall) -> None:
         """Ask a model on behalf of the attempt."""
+        self.calls[call.call_id] = asyncio.get_running_loop().create_task(self._call(call))
+
+    def cancel_call(self, call_id: int) -> None:
+        """Cancel a model call that the attempt no longer waits for."""
+        call = self.calls.pop(call_id, None)
+        if call is not None:
+            call.cancel()
+
+    async def _call(self, call: messages.ModelCall) -> None:
         answer = messages.Answer(call.call_id)
         try:
             args, kwargs = msgspec.msgpack.decode(call.args)
@@ -116,10 +116,10 @@ class RemotePool(ABC):
     Ownership: owns the runners and ends them in `close()`. Concurrency: one event loop.
     """
 
-    def __init__(self, around: Surroundings, size: int) -> None:
-        self.around, self.size = around, size
-        self.runners: dict[int, FarRunner] = {}
-        self.by_attempt: dict[int, FarRunner] = {}
+    def __init__(self, context: RunnerContext, size: int) -> None:
+        self.context, self.size = context, size
+        self.runners: dict[int, RemoteRunner] = {}
+        self.by_attempt: dict[int, RemoteRunner] = {}
         self.n_fenced = self.n_refused = 0
         self.n_failed_starts = 0
         self.cause = ""
@@ -127,12 +127,12 @@ class RemotePool(ABC):
         self._timers: set[Any] = set()
         self._starting: set[asyncio.Task[None]] = set()
         self._first: asyncio.Future[None] | None = None
-        plan, config = around.plan, around.config
-        rollout = [getattr(r.model, "handle", None) for r in around.models.rollout.replicas]
+        plan, config = context.plan, context.config
+        rollout = [getattr(r.model, "handle", None) for r in context.models.rollout.replicas]
         auxiliary = [
-            [getattr(r.model, "handle", None) for r in role.replicas] for role in around.models.auxiliary
+            [getattr(r.model, "handle", None) for r in role.replicas] for role in context.models.auxiliary
         ]
-        names = [role.name for role in around.models.auxiliary]
+        names = [role.name for role in context.models.auxiliary]
         self._setup = messages.encode(
             messages.Setup(
                 plan.layout.to_json(),
@@ -145,7 +145,7 @@ class RemotePool(ABC):
         )
 
     @abstractmethod
-    async def make_runner(self, number: int) -> FarRunner:
+    async def make_runner(self, number: int) -> RemoteRunner:
         """Start a runner; it says Ready by itself once it was sent its setup."""
 
     # -- life
@@ -177,17 +177,43 @@ class RemotePool(ABC):
         loop = asyncio.get_running_loop()
         loop.call_later(START_S, self._check_start, runner)
 
-    def _check_start(self, runner: FarRunner) -> None:
+    def _check_start(self, runner: RemoteRunner) -> None:
         if not runner.is_ready and not runner.is_dead and not self.is_closed:
-            runner.kill_for(f"it was not ready within {START_S:g} s")
+            self._kill_for(runner, f"it was not ready within {START_S:g} s")
 
-    def ready(self, runner: FarRunner) -> None:
+    # -- what the runners send
+
+    def received(self, runner: RemoteRunner, data: bytes) -> None:
+        """Act on one message of a runner."""
+        try:
+            message = messages.decode_up(data)
+        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
+            self.n_refused += 1
+            self._kill_for(runner, f"it sent a malformed message ({error})")
+            return
+        if isinstance(message, messages.Ran):
+            self._ran(runner, message)
+        elif isinstance(message, messages.ModelCall):
+            runner.begin_call(message)
+        elif isinstance(message, messages.Uncall):
+            runner.cancel_call(message.call_id)
+        elif isinstance(message, messages.Ready):
+            self._ready(runner)
+        else:
+            self._kill_for(runner, message.why)
+
+    def _kill_for(self, runner: RemoteRunner, why: str) -> None:
+        self.cause = why
+        runner.kill()
+
+    def _ready(self, runner: RemoteRunner) -> None:
+        runner.is_ready = True
         self.n_failed_starts = 0
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
-        self.around.owner.runners_changed()
+        self.context.reports.runners_changed()
 
-    def died(self, runner: FarRunner, why: str) -> None:
+    def died(self, runner: RemoteRunner, why: str) -> None:
         """A runner is gone: tell whose attempt it had, and start another."""
         if runner.is_dead:
             return
@@ -202,9 +228,9 @@ class RemotePool(ABC):
         if was_ready:
             self._begin(runner.number)
             if runner.is_killed and attempt_id is not None:
-                self.around.owner.attempt_ended(attempt_id)
+                self.context.reports.attempt_ended(attempt_id)
             else:
-                self.around.owner.runner_lost(runner.number, attempt_id, why)
+                self.context.reports.runner_lost(runner.number, attempt_id, why)
         else:
             self.cause = self.cause or why
             self._start_failed(runner.number)
@@ -216,7 +242,7 @@ class RemotePool(ABC):
             if self._first is not None and not self._first.done():
                 self._first.set_exception(WorkerDiedError(f"runners: none could be started; {self.cause}"))
                 return
-            self.around.owner.runners_broken(self.cause)
+            self.context.reports.runners_broken(self.cause)
         loop = asyncio.get_running_loop()
         timer = loop.call_later(pause, self._begin, number)
         self._timers.add(timer)
@@ -229,39 +255,36 @@ class RemotePool(ABC):
 
     # -- attempts
 
-    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+    def launch(self, spec: AttemptSpec, workflow: Any, avoid: int) -> int:
         free = [r for r in self.runners.values() if r.is_ready and r.attempt_id is None]
         runner = next((r for r in free if r.number != avoid), free[0])
-        runner.attempt_id = job.attempt_id
-        self.by_attempt[job.attempt_id] = runner
-        models = runner.models = Models(self.around.models, self.around.tell)
-        replicas = self.around.models.rollout.replicas
-        if replicas:
-            models.rollout  # chosen now, the same throughout  # noqa: B018
-            job.rollout = replicas.index(models._replica)  # type: ignore[arg-type]
-        runner.send(messages.encode(messages.Start(job)))
+        runner.attempt_id = spec.attempt_id
+        self.by_attempt[spec.attempt_id] = runner
+        models = runner.models = Models(self.context.models, self.context.tell)
+        spec.rollout = models.choose()
+        runner.send(messages.encode(messages.Start(spec)))
         return runner.number
 
-    def ran(self, runner: FarRunner, message: messages.Ran) -> None:
+    def _ran(self, runner: RemoteRunner, message: messages.Ran) -> None:
         if message.attempt_id != runner.attempt_id:
             return
-        owner = self.around.owner
+        reports = self.context.reports
         if message.outcome is not None:
-            owner.run_ended(message.attempt_id, self._checked(message.outcome))
+            reports.run_ended(message.attempt_id, self._checked(message.outcome))
         if message.last:
             runner.release()
             self.by_attempt.pop(message.attempt_id, None)
-            owner.attempt_ended(message.attempt_id, message.error)
+            reports.attempt_ended(message.attempt_id, message.error)
 
-    def _checked(self, outcome: Outcome) -> Outcome:
+    def _checked(self, outcome: RunOutcome) -> RunOutcome:
         """A payload is decoded on arrival; a malformed one is a failed run."""
         if outcome.payload is None:
             return outcome
         try:
-            decode(outcome.payload, space=self.around.plan)
+            decode(outcome.payload, space=self.context.plan)
         except FormatError as error:
             self.n_refused += 1
-            return Outcome(outcome.run_id, False, outcome.seconds, error=f"FormatError: {error}")
+            return RunOutcome(outcome.run_id, False, outcome.seconds, error=f"FormatError: {error}")
         return outcome
 
     def cancel(self, attempt_id: int) -> None:
@@ -277,7 +300,7 @@ class RemotePool(ABC):
 
     def synced(self) -> None:
         """Tell the runners what the rollout models serve now: some have opened them anew."""
-        versions = [int(replica.model.version) for replica in self.around.models.rollout.replicas]
+        versions = [int(replica.model.version) for replica in self.context.models.rollout.replicas]
         for runner in self.runners.values():
             if runner.is_ready:
                 runner.send(messages.encode(messages.Synced(versions)))
