@@ -28,8 +28,7 @@ from recollect.ipc.replay_pipelines.cpu_pinned_double_buffer import (
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
 from recollect.learners import checkpoint
 from recollect.learners.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from recollect.rollout.experience.experience import experience_buffer
-from recollect.rollout.experience.sinks import FileSink, QueueSink, ReplaySink
+from recollect.rollout import FileSink, QueueSink, ReplaySink, experience_buffer
 from recollect.rollout.handles import LocalHandle
 from recollect.testing.fake_device import FakeDevice
 from recollect.testing.sink_contract import _rows
@@ -159,7 +158,7 @@ def test_an_hdf5_buffer_is_read_on_after_an_interrupt_at_the_end_of_a_commit(
         assert loaded.get_at(np.arange(6))["x"].tolist() == list(range(6))
 
 
-class JournalBatch(Case):
+class Kept(Case):
     """A call of a buffer over memory with two episodes, in lanes or not; what a dump of it would hold."""
 
     def __init__(self, kind: str, verb: str, directory: Path) -> None:
@@ -229,7 +228,7 @@ KEPT = [
 def test_a_buffer_over_memory_goes_on_after_an_interrupt_anywhere(
     kind: str, verb: str, tmp_path: Path
 ) -> None:
-    assert JournalBatch(kind, verb, tmp_path).run("signal", step=401 if verb == "dumps" else 5) > 0
+    assert Kept(kind, verb, tmp_path).run("signal", step=401 if verb == "dumps" else 5) > 0
 
 
 class Added(Case):

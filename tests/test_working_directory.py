@@ -76,7 +76,7 @@ def test_a_manager_saves_where_it_was_opened(go: Go) -> None:
     with manager(False) as first:
         first.add({"id": np.array([0])})
         elsewhere = go("b")
-        first._context.saving.dump()
+        first._desk.saving.dump()
         first.add({"id": np.array([1])})
     assert not list(elsewhere.iterdir())
     go("a")
