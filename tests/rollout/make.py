@@ -8,7 +8,7 @@ from contextlib import asynccontextmanager
 from typing import Any
 
 import recollect.rollout as rr
-from recollect.rollout.experience.experience import Experiences
+from recollect.errors import ClosedError
 from recollect.testing import FakeClock
 
 
@@ -32,11 +32,11 @@ class ListSink:
     """Keeps what it is given; can be told to raise before or after it has written."""
 
     def __init__(self) -> None:
-        self.parts: dict[str, Experiences] = {}
+        self.parts: dict[str, rr.Experiences] = {}
         self.fail: str | None = None
         self.closed = False
 
-    def write(self, x: Experiences, commit_id: str) -> None:
+    def write(self, x: rr.Experiences, commit_id: str) -> None:
         if self.fail == "before":
             raise OSError("disk full")
         if commit_id in self.parts:
@@ -94,13 +94,30 @@ class Gates:
 
 async def settle(c: Any, rounds: int = 12) -> None:
     """Let everything happen that needs no time to pass; passes run in threads and are waited for."""
-    for _ in range(4):
+    loop = asyncio.get_running_loop()
+    end = loop.time() + 10.0
+    while loop.time() < end:
         for _ in range(rounds):
             await asyncio.sleep(0)
-        passing = [b.passing for b in c._context.batches.values() if b.passing is not None]
-        if not passing:
+        if not is_open(c) or not any(
+            c.batch_state(ident).state is rr.BatchLifecycleState.FINALIZING for ident in c.batches()
+        ):
             return
-        await asyncio.wait(passing, timeout=10)
+        await asyncio.sleep(0.0005)
+
+
+def is_open(c: Any) -> bool:
+    """Whether a coordinator is between `prepare` and `shutdown`."""
+    try:
+        c.batches()
+    except ClosedError:
+        return False
+    return True
+
+
+def inner(c: Any) -> Any:
+    """What the steps of a batch share: for the state machines, which compare it with their model in every turn."""
+    return c._context
 
 
 def config(**fields: Any) -> rr.Config:

@@ -20,6 +20,7 @@ from recollect.rollout.runners import messages
 from recollect.rollout.runners.child import RemoteModel, RunnerSession
 from recollect.rollout.runners.remote import RemotePool, RemoteRunner
 from recollect.rollout.tasks import AttemptSpec, RunOutcome
+from recollect.testing import FakeClock
 
 GATES: list[Gates] = []
 
@@ -42,24 +43,27 @@ async def asks(task: Any, models: Any) -> Any:
 
 
 class NearRunner(RemoteRunner):
-    """A runner whose far side is here."""
+    """A runner whose far side is here; a deaf one hears nothing."""
+
+    is_deaf = False
 
     def __init__(self, number: int, on_message: Any, on_death: Any) -> None:
         super().__init__(number, on_message, on_death)
         self.loop = asyncio.get_running_loop()
-        self.session = RunnerSession(lambda data: self.loop.call_soon(self._arrived, data) and None)
+        loop = self.loop
+        self.session = RunnerSession(lambda data: loop.call_soon(self.arrived, data) and None)
         self.immortal = self.is_gone = False
         self.n_kills = 0
 
-    def _arrived(self, data: bytes) -> None:
+    def arrived(self, data: bytes) -> None:
         if not self.is_dead:
             self.received(data)
 
     def send(self, data: bytes) -> None:
-        self.loop.call_soon(self._heard, data)
+        self.loop.call_soon(self.heard, data)
 
-    def _heard(self, data: bytes) -> None:
-        if not self.is_gone:
+    def heard(self, data: bytes) -> None:
+        if not self.is_gone and not self.is_deaf:
             self.session.receive(data)
 
     def kill(self) -> None:
@@ -84,9 +88,12 @@ class NearPool(RemotePool):
     """Runners in this process; `broken` is why none can be started."""
 
     broken: ClassVar[list[Exception]] = []
+    made: ClassVar[list[NearPool]] = []
+    pause_s = 0.0
 
-    def __init__(self, around: Any) -> None:
-        super().__init__(around, around.config.runners)
+    def __init__(self, context: Any) -> None:
+        super().__init__(context, context.config.runners)
+        self.made[:] = [self]
 
     async def make_runner(self, number: int) -> RemoteRunner:
         if self.broken:
@@ -97,15 +104,16 @@ class NearPool(RemotePool):
 @pytest.fixture(autouse=True)
 def _near(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("recollect.rollout.runners.process.ProcessPool", NearPool)
-    monkeypatch.setattr("recollect.rollout.runners.remote.PAUSE_S", 0.0)
-    NearPool.broken = []
+    NearPool.broken, NearPool.pause_s = [], 0.0
 
 
 @asynccontextmanager
-async def coordinator(models: Any = (), auxiliary: Any = None, **fields: Any) -> AsyncIterator[Any]:
+async def coordinator(
+    models: Any = (), auxiliary: Any = None, clock: Any = None, **fields: Any
+) -> AsyncIterator[Any]:
     GATES[:] = [Gates()]
     given: dict[str, Any] = {"runner": "process", "runners": 1, "sink": ListSink(), "cancel_grace_s": 20.0}
-    made: Any = rr.RolloutCoordinator(config(**given | fields), models, auxiliary)
+    made: Any = rr.RolloutCoordinator(config(**given | fields), models, auxiliary, clock=clock)
     async with made:
         made.gates, made.list_sink = GATES[-1], made.sink
         try:
@@ -118,12 +126,18 @@ async def coordinator(models: Any = (), auxiliary: Any = None, **fields: Any) ->
 
 
 def runners(c: Any) -> list[Any]:
-    return list(c._context.scheduler.pool.runners.values())
+    return list(NearPool.made[0].runners.values())
 
 
-def attempt(c: Any) -> Any:
-    [found] = c._context.scheduler.attempts.values()
+def attempt_id(c: Any) -> int:
+    """The id of the one attempt that runs."""
+    [found] = NearPool.made[0].by_attempt
     return found
+
+
+async def some_turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
 
 
 async def until(condition: Any) -> None:
@@ -145,10 +159,10 @@ def test_a_retry_goes_to_another_runner() -> None:
             await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
             await submit(c)
             await until(lambda: c.gates.waiting)
-            first = attempt(c).runner
+            first = NearPool.made[0].by_attempt[attempt_id(c)]
             c.gates.end((1, 0, 0), ValueError("no"))
             await until(lambda: len(c.gates.started) == 2)
-            assert attempt(c).runner != first
+            assert NearPool.made[0].by_attempt[attempt_id(c)] is not first
             c.gates.end((1, 0, 0))
             assert (await c.finalize_train_batch(1))["ok_task_count"] == 1
 
@@ -312,9 +326,9 @@ def test_what_a_runner_says_of_another_attempt_is_dropped() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             payload = rr.encode([experience()], group_id=1, run_id=0)
-            stale = messages.Ran(attempt(c).id + 1, RunOutcome(0, True, 0.1, payload=payload, n=1), True)
+            stale = messages.Ran(attempt_id(c) + 1, RunOutcome(0, True, 0.1, payload=payload, n=1), True)
             runner.received(messages.encode(stale))
-            assert runner.attempt_id == attempt(c).id and c.stats().staged_nbytes == 0
+            assert runner.attempt_id == attempt_id(c) and c.stats().staged_nbytes == 0
             c.gates.end((1, 0, 0))
             assert (await c.finalize_train_batch(1))["experience_count"] == 1
             check_doors(c)
@@ -331,7 +345,7 @@ def test_a_malformed_payload_is_a_failed_attempt_and_counted() -> None:
             payload = rr.encode([experience()], group_id=1, run_id=0)[:-1]
             runner.received(
                 messages.encode(
-                    messages.Ran(attempt(c).id, RunOutcome(0, True, 0.1, payload=payload, n=1), True)
+                    messages.Ran(attempt_id(c), RunOutcome(0, True, 0.1, payload=payload, n=1), True)
                 )
             )
             with pytest.raises(BatchFailed, match="FormatError: payload"):
@@ -394,49 +408,64 @@ def test_an_answer_that_cannot_travel_is_told_to_who_asked() -> None:
 # -- starting
 
 
-def test_replacing_backs_off_and_five_failures_in_a_row_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.runners.remote.PAUSE_S", 0.1)
-    monkeypatch.setattr("recollect.rollout.runners.remote.PAUSE_MAX_S", 1.0)
-
+def test_replacing_a_runner_backs_off_and_finalizers_hear_of_five_failures_in_a_row() -> None:
     async def main() -> None:
-        loop, pauses, again = asyncio.get_running_loop(), [], []
-        call_later = loop.call_later
-
-        async with coordinator() as c:
-            pool = c._context.scheduler.pool
-
-            def recorded(delay: float, callback: Any, *args: Any) -> Any:
-                if getattr(callback, "__func__", None) is not RemotePool._begin:
-                    return call_later(delay, callback, *args)
-                pauses.append(delay)
-                again.append(lambda: callback(*args))
-                return call_later(1e6, lambda: None)
-
-            monkeypatch.setattr(loop, "call_later", recorded)
+        clock = FakeClock()
+        NearPool.pause_s = 0.1
+        async with coordinator(clock=clock) as c:
+            pool = NearPool.made[0]
+            pool.pause_max_s = 1.0
             await submit(c)
             await until(lambda: c.gates.waiting)
             waits = asyncio.create_task(c.finalize_train_batch(1, timeout=100))
             await asyncio.sleep(0)
             NearPool.broken = [OSError("no memory")]
             runners(c)[0].die("killed")
-            for n in range(1, 6):
-                await until(lambda n=n: len(pauses) == n)
+            for n, pause in enumerate((0.1, 0.2, 0.4, 0.8, 1.0, 1.0), 1):
+                await until(lambda n=n: pool.n_failed_starts == n)
                 await asyncio.sleep(0)
-                assert waits.done() is (n == 5), n
-                again[-1]()
+                assert waits.done() is (n >= 5), n
+                clock.advance(pause - 0.01)
+                await some_turns()
+                assert pool.n_failed_starts == n  # not before the pause is over
+                clock.advance(0.02)
             with pytest.raises(WorkerDiedError, match="none could be started; OSError.*no memory"):
                 await waits
             assert "no runner can be started" in str(c.why_waiting(1))
-            await until(lambda: len(pauses) == 6)
-            assert pauses == [0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+            await until(lambda: pool.n_failed_starts == 7)
             NearPool.broken = []
-            again[-1]()
+            clock.advance(1.0)
             await until(lambda: runners(c) and runners(c)[0].is_ready)
             assert pool.n_failed_starts == 0  # a good start begins the count again
+            assert "no runner" not in str(c.why_waiting(1))
             await until(lambda: len(c.gates.started) == 2)
             c.gates.end((1, 0, 0))
             assert (await c.finalize_train_batch(1))["ok_task_count"] == 1
-            monkeypatch.setattr(loop, "call_later", call_later)
+
+    run(main())
+
+
+def test_a_runner_that_is_never_ready_is_replaced() -> None:
+    async def main() -> None:
+        clock = FakeClock()
+        async with coordinator(clock=clock, runners=2) as c:
+            await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
+            dead, _ = runners(c)
+            NearRunner.is_deaf = True
+            dead.die("killed")
+            await until(lambda: dead.is_dead and len(runners(c)) == 2)
+            [deaf] = [runner for runner in runners(c) if not runner.is_ready]
+            clock.advance(59.9)
+            await some_turns()
+            assert deaf.n_kills == 0 and c.stats().runners.alive == 1
+            NearRunner.is_deaf = False
+            clock.advance(0.2)
+            await until(lambda: deaf.is_dead)
+            clock.advance(0.1)
+            await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
+            clock.advance(100.0)
+            await some_turns()
+            assert c.stats().runners.alive == 2 and deaf.n_kills == 1
 
     run(main())
 
@@ -445,7 +474,7 @@ def test_while_a_runner_is_left_failed_starts_are_nobodys_error() -> None:
     async def main() -> None:
         async with coordinator(runners=2) as c:
             await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
-            pool = c._context.scheduler.pool
+            pool = NearPool.made[0]
             await submit(c, 2)
             await until(lambda: len(c.gates.waiting) == 2)
             waits = asyncio.create_task(c.finalize_train_batch(1, timeout=100))
@@ -539,7 +568,7 @@ def test_the_calls_of_an_attempt_that_is_over_are_cancelled() -> None:
             await until(lambda: c.gates.waiting)
             [runner] = runners(c)
             args = msgspec.msgpack.encode(([[{"role": "user", "content": "?"}]], {}))
-            runner.received(messages.encode(messages.ModelCall(1, attempt(c).id, -1, "chat", args)))
+            runner.received(messages.encode(messages.ModelCall(1, attempt_id(c), -1, "chat", args)))
             await until(lambda: c.stats().models[0].calls == 1)
             assert "in chat at rollout[0]" in str(c.why_waiting(1))
             waits = asyncio.create_task(c.finalize_train_batch(1))
@@ -568,7 +597,7 @@ def test_a_runner_calls_nothing_but_a_models_own_methods_and_for_its_own_attempt
             [runner] = runners(c)
             sent: list[Any] = []
             runner.send = lambda data: sent.append(messages.decode_down(data))
-            given = {"attempt_id": attempt(c).id, "method": "generate"} | fields
+            given = {"attempt_id": attempt_id(c), "method": "generate"} | fields
             args = msgspec.msgpack.encode((["?"] if given["method"] != "close" else [], {}))
             runner.received(
                 messages.encode(messages.ModelCall(1, given["attempt_id"], -1, given["method"], args))
@@ -717,3 +746,23 @@ def test_an_answer_that_nobody_waits_for_is_dropped_and_an_error_is_raised() -> 
         session.threads.close()
 
     run(main())
+
+
+@pytest.mark.parametrize(
+    ("message", "packed"),
+    [
+        (messages.Start(AttemptSpec(1, "w", b"", 1, 0, "b", True, (0,), 1, (5,), 2, 3)),
+         ["Start", [1, "w", b"", 1, 0, "b", True, [0], 1, [5], 2, 3, -1]]),
+        (messages.Cancel(1), ["Cancel", 1]),
+        (messages.Synced([1, 2]), ["Synced", [1, 2]]),
+        (messages.Answer(1, error="no"), ["Answer", 1, None, None, "no"]),
+        (messages.Ready(), ["Ready"]),
+        (messages.Broken("why"), ["Broken", "why"]),
+        (messages.Ran(1, RunOutcome(0, True, 0.5, {"x": 1.0}), True),
+         ["Ran", 1, [0, True, 0.5, {"x": 1.0}, 0, None, 0, None, None, 0, "", False], True, ""]),
+        (messages.ModelCall(1, 2, -1, "chat", b"x"), ["Call", 1, 2, -1, "chat", b"x"]),
+        (messages.Uncall(1), ["Uncall", 1]),
+    ],
+)  # fmt: skip
+def test_messages_have_the_names_and_the_order_of_their_first_version(message: Any, packed: Any) -> None:
+    assert msgspec.msgpack.decode(messages.encode(message)) == packed

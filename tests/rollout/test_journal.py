@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import json
 import os
 import shutil
@@ -29,19 +30,21 @@ from recollect.errors import (
     LaneBusyError,
     PipelineError,
 )
-from recollect.rollout.experience.sinks import FileSink
-from recollect.rollout.journal.journal import GROUP_S, Journal
+from recollect.rollout.journal.format import decode_batch
 from recollect.rollout.tasks import _registered
+from recollect.testing import FakeClock
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[tuple[Any, int]] = []
 HOLD: set[Any] = set()
+WORK: list[Any] = []
 
 
 @rr.workflow("tests.journal.held")
 async def held(task: Any, models: Any) -> Any:
     """Ends at once, unless its task or run is held: then never."""
     STARTED.append((task.task_id, task.run_id))
+    WORK.append((task.task_id, task.run_id, task.seed, task.data, task.repeat_times))
     if HOLD & {task.task_id, (task.task_id, task.run_id)}:
         await asyncio.get_running_loop().create_future()
     if task.data.get("fails"):
@@ -61,14 +64,14 @@ async def soon(task: Any, models: Any) -> Any:
     return experience()
 
 
-def made(path: Path, **fields: Any) -> rr.RolloutCoordinator:
+def made(path: Path, models: Any = (), clock: Any = None, **fields: Any) -> rr.RolloutCoordinator:
     given = {
         "journal": str(path / "j.sqlite"),
         "sink": str(path / "out"),
         "drain_s": 0.0,
         "cancel_grace_s": 0.1,
     }
-    return rr.RolloutCoordinator(config(**given | fields), [])
+    return rr.RolloutCoordinator(config(**given | fields), models, clock=clock)
 
 
 def rows(path: Path) -> list[tuple[int, int, int]]:
@@ -85,6 +88,7 @@ def rows(path: Path) -> list[tuple[int, int, int]]:
 def _fresh() -> None:
     STARTED.clear()
     HOLD.clear()
+    WORK.clear()
     GATE.clear()
 
 
@@ -354,22 +358,22 @@ def test_the_newest_endings_are_remembered_whatever_was_submitted_first(tmp_path
 def test_the_database_is_locked_in_wal_and_synced_as_the_config_says(
     tmp_path: Path, is_safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect, seen = Journal._connect, []
+    seen: dict[str, Any] = {}
 
-    def looked(self: Any) -> Any:
-        database = connect(self)
-        names = ("synchronous", "journal_mode", "locking_mode")
-        seen.append([database.execute(f"pragma {name}").fetchone()[0] for name in names])
-        return database
+    class Looked(sqlite3.Connection):
+        def close(self) -> None:
+            for name in ("synchronous", "journal_mode", "locking_mode"):
+                seen[name] = self.execute(f"pragma {name}").fetchone()[0]
+            super().close()
 
-    monkeypatch.setattr(Journal, "_connect", looked)
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Looked))
 
     async def main() -> None:
         async with made(tmp_path, power_safe=is_safe):
             pass
 
     run(main())
-    assert seen == [[2 if is_safe else 1, "wal", "exclusive"]] and GROUP_S <= 0.02
+    assert seen == {"synchronous": 2 if is_safe else 1, "journal_mode": "wal", "locking_mode": "exclusive"}
 
 
 def test_counters_come_back(tmp_path: Path) -> None:
@@ -378,9 +382,7 @@ def test_counters_come_back(tmp_path: Path) -> None:
     async def main() -> None:
         fields = {"max_staleness": 0, "submit_timeout_s": 0.0}
         model = rr.ScriptedModel(["x"], version=3)
-        c = made(tmp_path, **fields)
-        c._context.rollout_models = [model]
-        async with c:
+        async with made(tmp_path, [model], **fields) as c:
             await c.submit_batch(batch_id=0, tasks=[rr.Task(NAMED)], batch_type="train")
             await c.finalize_train_batch(0)
         with sqlite3.connect(tmp_path / "j.sqlite") as database:
@@ -388,28 +390,34 @@ def test_counters_come_back(tmp_path: Path) -> None:
         database.close()
         model.version = 4
         for batch_id in (1, 2):  # what is aborted is taken out of the count, here and in the file
-            c = made(tmp_path, **fields)
-            c._context.rollout_models = [model]
-            async with c:
-                assert c._context.first_version == 3
+            async with made(tmp_path, [model], **fields) as c:
                 await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
-                assert c._context.batches[batch_id].tasks[0].group_id >= 2**61
                 with pytest.raises(DeadlineError, match="needs version 5, got 4"):
                     await c.submit_batch(batch_id="next", tasks=[rr.Task(NAMED)], batch_type="train")
                 await c.abort_batch(batch_id, reason="again")
+        async with made(tmp_path, [model], **fields) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
+            await c.finalize_train_batch(1)
+        first, second = sorted(rows(tmp_path))
+        assert first[0] < 2**61 < second[0] < 2**61 + 10
 
     run(main())
 
 
 def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
+    def recorded() -> dict[Any, Any]:
+        """The commit and the groups of each batch, as the journal says."""
+        with contextlib.closing(sqlite3.connect(tmp_path / "j.sqlite")) as database:
+            found = [decode_batch(about) for (about,) in database.execute("select about from batches")]
+        return {batch.batch_id: (batch.commit_id, [t.group_id for t in batch.tasks]) for batch in found}
+
     async def main() -> None:
         HOLD.update({"t", "u"})
         fields = {"runners": 1, "max_retries": 7}
         async with made(tmp_path, **fields) as c:
             own = {"task_id": "t", "repeat_times": 2, "timeout_s": 77.0, "max_retries": 3}
-            await c.submit_batch(
-                batch_id="a", tasks=[rr.Task(NAMED, {"x": 1}, **own)], batch_type="train", priority=5
-            )
+            tasks = [rr.Task(NAMED, {"x": 1}, **own)]
+            await c.submit_batch(batch_id="a", tasks=tasks, batch_type="train", priority=5)
             await c.submit_batch(
                 batch_id="b",
                 tasks=[rr.Task(NAMED, task_id="u")],
@@ -418,26 +426,32 @@ def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
                 min_wait_num=1,
             )
             await until(lambda: STARTED == [("t", 0)])
-            [before] = c._context.scheduler.attempts.values()
-            names = {ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._context.batches.items()}
+        names, [before] = recorded(), WORK
         STARTED.clear()
-        async with made(tmp_path, **fields) as c:
+        WORK.clear()
+        clock = FakeClock()
+        async with made(tmp_path, clock=clock, **fields) as c:
             await until(lambda: STARTED == [("u", 0)])  # the priority came back: 2 before 5
-            assert {
-                ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._context.batches.items()
-            } == names
-            assert all(b.state.state is rr.BatchLifecycleState.RUNNING for b in c._context.batches.values())
-            task = c._context.batches["a"].tasks[0]
-            assert (task.task_id, task.n_runs, task.timeout_s, task.max_retries) == ("t", 2, 77.0, 3)
+            assert [c.batch_state(ident).state.value for ident in ("a", "b")] == ["running"] * 2
+            assert c.batch_state("b").min_wait_num == 1
             HOLD.discard("u")
             await c.abort_batch("b", reason="next")
             await until(lambda: ("t", 0) in STARTED)
-            [after] = c._context.scheduler.attempts.values()
-            assert (
-                after.unit.task.key == before.unit.task.key and after.unit.task.data == before.unit.task.data
-            )
-            assert after.unit.task.group_id == before.unit.task.group_id and after.limit == 77.0
+            assert WORK[-1] == before  # its data and its seed too
+            assert "attempt 1 of 4 on" in str(c.why_waiting("a"))
+            HOLD.discard("t")
+            stream = c.events("a")
+            clock.advance(77.0)
+            assert (await anext(stream)).detail == "after 77 s"
+            await stream.aclose()
+            while c.batch_state("a").completed_task_count < 1:
+                clock.advance(1.0)
+                await asyncio.sleep(0)
+            await c.finalize_train_batch("a")
             check_doors(c)
+        commit, [group] = names["a"]
+        assert [file.stem for file in (tmp_path / "out").iterdir()] == [commit]
+        assert sorted(rows(tmp_path)) == [(group, 0, 0), (group, 1, 0)]
 
     run(main())
 
@@ -592,15 +606,20 @@ def test_a_disk_that_was_full_for_a_moment_costs_nothing(tmp_path: Path, small_d
 
 def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> None:
     async def main() -> None:
+        async with made(tmp_path):
+            pass
+        with contextlib.closing(sqlite3.connect(tmp_path / "j.sqlite")) as database:
+            database.execute(
+                "create trigger refuses before insert on batches when new.serial = 2 "
+                "begin select raise(abort, 'refused here'); end"
+            )
         async with made(tmp_path) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
-            c._context.journal._put("insert into nowhere values (1)")
-            with pytest.raises(sqlite3.OperationalError, match="nowhere"):
-                await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
-            with pytest.raises(sqlite3.OperationalError, match="nowhere"):  # this one could be written
-                await c.submit_batch(batch_id=3, tasks=[rr.Task(NAMED)], batch_type="train")
+            for batch_id in (2, 3):  # the third could be written
+                with pytest.raises(sqlite3.IntegrityError, match="refused here"):
+                    await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
             await until(lambda: c.batch_state(1).completed_task_count == 1)
-            with pytest.raises(PipelineError, match="nowhere"):  # what is not recorded is not delivered
+            with pytest.raises(PipelineError, match="refused here"):  # what is not recorded is not delivered
                 await c.finalize_train_batch(1)
             assert not (tmp_path / "out").exists()
         async with made(tmp_path) as c:
@@ -670,7 +689,7 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Killing(FileSink):
+class Killing(rr.FileSink):
     """Kills the process before or after a write; refuses to write a commit twice."""
 
     where = ""
@@ -684,24 +703,30 @@ class Killing(FileSink):
             _kill()
 
 
+class KillingConnection(sqlite3.Connection):
+    """Kills the process before or after it commits the changes of a group; the first commit is that of the format."""
+
+    where = ""
+    n_commits = -1
+
+    def __enter__(self) -> Any:
+        self.n_commits += 1
+        if self.where == f"group-{self.n_commits}-before":
+            _kill()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        found = super().__exit__(*error)
+        if self.where == f"group-{self.n_commits}-after":
+            _kill()
+        return found
+
+
 async def _until_killed(path: Path, where: str) -> None:
     Killing.where = where
     if where.startswith("group"):
-        _, number, at = where.split("-")
-        write, groups = Journal._write_group, [0]
-
-        def counted(self: Any, database: Any) -> bool:
-            groups[0] += 1
-            if groups[0] == int(number) and at == "before":
-                while self._changes.empty():
-                    pass
-                _kill()
-            went_on = write(self, database)
-            if groups[0] == int(number) and at == "after":
-                _kill()
-            return went_on
-
-        Journal._write_group = counted  # type: ignore[method-assign]
+        KillingConnection.where = where
+        sqlite3.connect = functools.partial(sqlite3.connect, factory=KillingConnection)  # type: ignore[assignment]
     c = made(path, sink=Killing(path / "out"))
     await c.prepare()
     for ident in (1, 2):
@@ -730,9 +755,16 @@ async def _gone_on(path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(["sink-after", "running", "group-2-after"], id="sample"),
+        pytest.param(WHERE, id="everywhere", marks=pytest.mark.soak),
+    ],
+)
+def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path, places: list[str]) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", DRIVER, str(tmp_path), *WHERE]
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), *places]
     done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for where, (code, n, found) in json.loads(done.stdout).items():

@@ -11,7 +11,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from tests.rollout.make import Gates, ListSink, check_doors, config, settle
+from tests.rollout.make import Gates, ListSink, check_doors, config, inner, is_open, settle
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, BatchFailed, ClosedError, DeadlineError, PipelineError
@@ -130,7 +130,7 @@ class Machine(RuleBasedStateMachine):
     def do(self, work: Any) -> Any:
         async def then_settle() -> Any:
             result = await asyncio.wait_for(work, 200)
-            if self.c._context.is_open:
+            if is_open(self.c):
                 await settle(self.c)
             return result
 
@@ -189,7 +189,7 @@ class Machine(RuleBasedStateMachine):
             del self.live[ident]
         self.ended[ident] = state
         self.count_doors(plain, state, ident)
-        result = self.c.batch_state(ident).final_result if self.c._context.is_open else None
+        result = self.c.batch_state(ident).final_result if is_open(self.c) else None
         if result is not None:
             good = [task for task in plain.tasks if set(task.values()) == {"good"}]
             if plain.kind == "eval":
@@ -203,7 +203,7 @@ class Machine(RuleBasedStateMachine):
     def count_doors(self, plain: Plain, state: S, ident: Any) -> None:
         """By which door each run of a batch that has ended must have left."""
         is_delivered = state is S.FINALIZED or (
-            self.c._context.is_open and self.c.batch_state(ident).final_result is not None
+            is_open(self.c) and self.c.batch_state(ident).final_result is not None
         )
         for task in plain.tasks:
             door = {"good": "unused", "failed": "failed", "live": "cancelled"}
@@ -257,7 +257,7 @@ class Machine(RuleBasedStateMachine):
 
     def is_current(self, key: Any) -> bool:
         """Whether a run is of the live batch of that id, not one that an earlier batch of the id left behind."""
-        batch = self.c._context.batches.get(key[0])
+        batch = inner(self.c).batches.get(key[0])
         return batch is not None and any(
             a.unit.task.task_id == key[1] and key[2] in a.unit.run_ids and a.is_live for a in batch.running
         )
@@ -272,7 +272,7 @@ class Machine(RuleBasedStateMachine):
     def time_out(self) -> None:
         """The model's runs fail where attempts were stopped at their limit."""
         for ident, plain in self.live.items():
-            batch = self.c._context.batches.get(ident)
+            batch = inner(self.c).batches.get(ident)
             for task in () if batch is None else batch.tasks:
                 for run, error in task.failed.items():
                     if plain.tasks[task.task_id][run] == "live":
@@ -330,7 +330,7 @@ class Machine(RuleBasedStateMachine):
     def kill(self) -> None:
         """Another coordinator goes on from what the journal holds now; the old one records where nobody looks."""
         assert self.place is not None
-        self.do(self.c._context.journal.flush())
+        self.do(inner(self.c).journal.flush())
         old, name = self.c, f"{self.n_kills}.sqlite"
         self.n_kills += 1
         for file in self.place.glob(f"{name}*"):
@@ -361,7 +361,7 @@ class Machine(RuleBasedStateMachine):
             assert plain.cut or found.completed_task_count == plain.n_ended, ident
         for ident, state in self.ended.items():
             assert self.c.batch_state(ident).state is state, ident
-        for batch in self.c._context.batches.values():
+        for batch in inner(self.c).batches.values():
             assert batch.state.state in reachable(self.seen.get(batch.serial, S.PENDING))
             self.seen[batch.serial] = batch.state.state
 

@@ -28,6 +28,7 @@ class Server:
         self.script: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
+        self.times: list[float] = []
         self.open = self.most = self.n_hung_up = 0
         self.release = asyncio.Event()
 
@@ -45,6 +46,7 @@ class Server:
                 body = json.loads(await reader.readexactly(size))
                 self.bodies.append(body)
                 self.headers.append(head)
+                self.times.append(asyncio.get_running_loop().time())
                 if not await self.answer(head, body, reader, writer):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -116,6 +118,7 @@ async def serving(**fields: Any) -> AsyncIterator[tuple[Any, Any]]:
     model = rr.OpenAIModel(
         f"http://127.0.0.1:{port}/v1", "m", **{"max_retries": 2, "api_key": "secret-key"} | fields
     )
+    model.backoff_s = 0.0
     try:
         yield server, model
     finally:
@@ -127,11 +130,6 @@ async def serving(**fields: Any) -> AsyncIterator[tuple[Any, Any]]:
                 break
             await asyncio.sleep(0.005)
         assert server.open == 0, "a connection was left open"
-
-
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.models.openai.BACKOFF_S", 0.0)
 
 
 def test_answers_carry_tokens_logprobs_and_version() -> None:
@@ -440,43 +438,38 @@ def test_choices_come_in_the_order_of_their_index() -> None:
     run(main())
 
 
-def test_pauses_grow_and_the_servers_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from recollect.rollout.models import openai
-
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(openai, "BACKOFF_S", 1.0)
-    monkeypatch.setattr(openai, "BACKOFF_MAX_S", 3.0)
-    monkeypatch.setattr(openai, "asyncio", SimpleNamespace(sleep=sleep))
-
+def test_pauses_grow_to_their_longest_and_the_servers_word_goes_first() -> None:
     async def main() -> None:
-        async with serving(max_retries=3) as (server, model):
-            server.script = ["drop"] * 4
-            with pytest.raises(ModelError, match="4 tries"):
+        async with serving(max_retries=4) as (server, model):
+            model.backoff_s, model.backoff_max_s = 0.01, 0.03
+            server.script = ["drop"] * 5
+            with pytest.raises(ModelError, match="5 tries"):
                 await model.generate("x")
-            assert len(server.bodies) == 4 and len(slept) == 3  # there is nothing to wait for after the last
-            for pause, wanted in zip(slept, (1.0, 2.0, 3.0), strict=True):
-                assert 0.8 * wanted <= pause <= 1.2 * wanted
-            slept.clear()
-            server.script = [503, "drop"]
-            await model.generate("x")
-            assert slept[0] == 0.0 and slept[1] >= 1.6  # Retry-After: 0 came with the first
+            times = server.times  # a busy machine makes pauses longer, never shorter
+            assert len(times) == 5
+            for before, after, pause in zip(times, times[1:], (0.01, 0.02, 0.03, 0.03)):
+                assert after - before >= 0.8 * pause
+            model.backoff_s = model.backoff_max_s = 1e6
+            server.script = [503]
+            await model.generate("x")  # Retry-After: 0 came with it
 
     run(main())
 
 
-def test_retry_after_is_a_number_or_a_date_and_bounded() -> None:
+def test_the_pause_before_another_try_doubles_and_varies_by_a_fifth() -> None:
+    model = rr.OpenAIModel("http://127.0.0.1:9/v1", "m")
+    for attempt, wanted in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)):
+        pauses = [model.pause(attempt) for _ in range(200)]
+        assert 0.8 * wanted <= min(pauses) < wanted < max(pauses) <= 1.2 * wanted
+
+
+def testretry_after_is_a_number_or_a_date_and_bounded() -> None:
     from datetime import UTC, datetime, timedelta
     from email.utils import format_datetime
 
-    from recollect.rollout.models.openai import _retry_after
+    from recollect.rollout.models.openai import retry_after
 
-    assert [_retry_after(text, 7.0) for text in (None, "2.5", "1000", "-3", "soon")] == [
+    assert [retry_after(text, 7.0) for text in (None, "2.5", "1000", "-3", "soon")] == [
         7.0,
         2.5,
         60.0,
@@ -484,15 +477,14 @@ def test_retry_after_is_a_number_or_a_date_and_bounded() -> None:
         7.0,
     ]
     now = datetime.now(UTC)
-    assert 15 < _retry_after(format_datetime(now + timedelta(seconds=20), usegmt=True), 7.0) <= 20
-    assert _retry_after(format_datetime(now - timedelta(seconds=20), usegmt=True), 7.0) == 0.0
+    assert 15 < retry_after(format_datetime(now + timedelta(seconds=20), usegmt=True), 7.0) <= 20
+    assert retry_after(format_datetime(now - timedelta(seconds=20), usegmt=True), 7.0) == 0.0
 
 
-def test_a_client_has_the_limits_that_the_model_was_given() -> None:
+def test_a_model_has_the_limits_of_the_contract_and_is_closed_for_good() -> None:
     async def main() -> None:
-        async with serving(timeout_s=5.0, connect_timeout_s=2.0) as (_, model):
-            limits = model._connect().timeout
-            assert (limits.read, limits.connect, limits.pool) == (5.0, 2.0, None)
+        async with serving() as (_, model):
+            pass
         with pytest.raises(ClosedError):
             await model.generate("x")
         plain = rr.OpenAIModel("http://127.0.0.1:9/v1/", "m")
@@ -632,3 +624,28 @@ def test_a_tokenizer_makes_texts_and_chats_of_a_model_of_ids() -> None:
         await model.close()
 
     run(main())
+
+
+def test_a_call_of_a_sync_workflow_is_cancelled_by_a_fence_whether_or_not_it_is_known_yet() -> None:
+    """The fence comes in the loop while the workflow's thread notes which call it waits for."""
+
+    async def main() -> None:
+        for _ in range(30):
+            models = Models(ModelPool([Fences()], [], [], lambda: 0.0, 30.0))
+            models.loop = asyncio.get_running_loop()
+            Fences.fence = models.fence
+            for said in ("cancelled during the call", "given up"):
+                with pytest.raises(ClosedError, match=said):
+                    await asyncio.to_thread(models.rollout.generate, "?")
+
+    class Fences(rr.ScriptedModel):
+        fence: Any
+
+        def __init__(self) -> None:
+            super().__init__(["x"])
+
+        async def generate(self, prompt: Any, **sampling: Any) -> Any:
+            self.fence()
+            await asyncio.get_running_loop().create_future()
+
+    run(main(), 20)

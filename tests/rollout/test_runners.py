@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import os
 import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,8 +16,14 @@ from tests.rollout.make import run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, WorkerDiedError
-from recollect.rollout.runners.child import LENGTH, MessageSocket
-from recollect.rollout.runners.process import ProcessRunner
+from recollect.rollout.event_loop import LoopClock, Threads
+from recollect.rollout.experience.space import plan_of
+from recollect.rollout.models.replicas import ModelPool
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.runners.execute import EMPTY_DATA, LoopLag
+from recollect.rollout.runners.local import LocalPool
+from recollect.rollout.runners.process import ProcessPool
+from recollect.rollout.tasks import AttemptSpec, Workflow
 from recollect.testing import RunnerContract
 from recollect.testing.leftovers import leaves_nothing
 from recollect.testing.rollout_workflows import PREFIX
@@ -32,6 +37,25 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def pid_in(result: dict[str, Any]) -> int:
+    """What `reports_pid` measured in an eval batch."""
+    [pid] = [value for name, value in result["metrics"].items() if name.endswith("/pid/mean")]
+    return int(pid)
+
+
+async def kill_an_idle_runner(rig: Rig) -> None:
+    """Its death is seen though it has no attempt, and another takes its place."""
+    await rig.c.submit_batch(batch_id="pid", tasks=[rr.Task(WORKFLOWS + "reports_pid")], batch_type="eval")
+    pid = pid_in(await rig.c.finalize_eval_batch("pid", timeout=30))
+    stream = rig.c.events()
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(30.0):  # it takes milliseconds where there is a core free
+        assert (await anext(stream)).kind == "runner_died"
+    await stream.aclose()
+    assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
+    await rig.c.sink.get(1)
 
 
 class TestLocal(RunnerContract):
@@ -52,17 +76,7 @@ class TestProcess(RunnerContract):
 
     def test_an_idle_runner_that_dies_is_seen_and_replaced(self, rig: Rig) -> None:
         async def work(rig: Rig) -> None:
-            stream = rig.c.events()
-            runners = rig.c._context.scheduler.pool.runners
-            while not any(runner.is_ready for runner in runners.values()):
-                await asyncio.sleep(0.01)
-            victim = next(r for r in runners.values() if r.is_ready)
-            os.kill(victim.process.pid, signal.SIGKILL)
-            async with asyncio.timeout(10.0):  # it takes milliseconds where there is a core free
-                assert (await anext(stream)).kind == "runner_died"
-            await stream.aclose()
-            assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
-            await rig.c.sink.get(1)
+            await kill_an_idle_runner(rig)
 
         rig.run(work)
 
@@ -115,72 +129,44 @@ class TestProcess(RunnerContract):
         rig.run(work)
 
 
-def test_what_is_in_the_socket_is_read_before_a_runner_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop learns of the death first, in the same turn as of the last words."""
-    heard: list[Any] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        runner = ProcessRunner(0, print, lambda runner, why: heard.append("died"))
-        monkeypatch.setattr(runner, "kill", lambda: None)
-        runner.process = SimpleNamespace(pid=0, wait=lambda: 0)  # type: ignore[assignment]
-        runner._pidfd, dies = os.pipe()
-        loop.add_reader(runner._pidfd, runner._exited)
-        ours, theirs = socket.socketpair()
-        made: Any = await loop.create_connection(
-            lambda: MessageSocket(heard.append, loop.create_future()), sock=ours
-        )
-        runner.transport = made[0]
-        await asyncio.sleep(0)
-        os.write(dies, b"!")
-        theirs.sendall(LENGTH.pack(5) + b"words")
-        await runner.closed()
-        os.close(dies)
-        theirs.close()
-
-    with leaves_nothing():
-        run(main())
-    assert heard == [b"words", "died"]
-
-
 @pytest.mark.process
-def test_a_process_that_was_started_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the coordinator is shut down while it starts."""
-    made: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        made.append(popen(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", recorded)
-
+def test_a_process_whose_pool_is_closed_while_it_starts_is_ended() -> None:
     async def main() -> None:
-        async def refused(*args: Any, **kwargs: Any) -> Any:
-            raise asyncio.CancelledError
-
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "create_connection", refused)
-        with pytest.raises(asyncio.CancelledError):
-            await ProcessRunner(0, print, print).start()
-        [process] = made
-        assert process.returncode == -signal.SIGKILL
+        for n_turns in range(5):
+            pool = ProcessPool(pool_context(runners=1))
+            starting = asyncio.create_task(pool.start())
+            for _ in range(n_turns):
+                await asyncio.sleep(0)
+            await pool.close()
+            starting.cancel()
+            await asyncio.wait([starting])
 
     with leaves_nothing():
         run(main())
 
 
+def pool_context(**fields: Any) -> RunnerContext:
+    """What a pool needs to be used without a coordinator."""
+    loop = asyncio.get_running_loop()
+    reports: Any = SimpleNamespace(runners_changed=lambda: None)
+    models = ModelPool([], [], [], loop.time, 30.0)
+    threads = Threads(loop, "test")
+    return RunnerContext(reports, rr.Config(**fields), models, plan_of(), threads, LoopLag(), LoopClock(loop))
+
+
 @pytest.mark.process
-def test_runners_that_cannot_start_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.runners.remote.PAUSE_S", 0.0)
-    monkeypatch.setattr("recollect.rollout.runners.remote.FAILED_STARTS", 2)
+def test_runners_that_cannot_start_say_why() -> None:
+    class Hasty(ProcessPool):
+        pause_s, failed_starts = 0.0, 2
 
     async def main() -> None:
-        fields = {"runner": "process", "runners": 1, "workflow_modules": ("no_such_module",)}
+        pool = Hasty(pool_context(runners=1, workflow_modules=("no_such_module",)))
         with pytest.raises(WorkerDiedError, match="no_such_module"):
-            await rr.RolloutCoordinator(rr.Config(**fields), []).prepare()
+            await pool.start()
+        await pool.close()
 
-    run(main(), 50)
+    with leaves_nothing():
+        run(main(), 50)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -202,16 +188,7 @@ class TestRay(RunnerContract):
 
     def test_an_idle_actor_that_is_killed_is_seen_and_replaced(self, rig: Rig, ray_cluster: Any) -> None:
         async def work(rig: Rig) -> None:
-            stream = rig.c.events()
-            runners = rig.c._context.scheduler.pool.runners
-            while not any(runner.is_ready for runner in runners.values()):
-                await asyncio.sleep(0.01)
-            ray_cluster.kill(next(r for r in runners.values() if r.is_ready).actor)
-            async with asyncio.timeout(10.0):
-                assert (await anext(stream)).kind == "runner_died"
-            await stream.aclose()
-            assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
-            await rig.c.sink.get(1)
+            await kill_an_idle_runner(rig)
 
         rig.run(work)
 
@@ -223,7 +200,7 @@ def test_the_actor_of_a_name_is_found_again(ray_cluster: Any) -> None:
     judges = [[lambda: rr.ScriptedModel({"5": "1"})]]
     actor = rr.RolloutCoordinator.get_actor(made, models, judges)
     again = rr.RolloutCoordinator.get_actor(made, models, judges)
-    assert again._actor_id == actor._actor_id
+    assert again == actor
     with pytest.raises(ValueError, match="max_retries"):
         rr.RolloutCoordinator.get_actor(made.replace(max_retries=5), models, judges)
     with pytest.raises(TypeError, match="factories"):
@@ -242,3 +219,39 @@ def test_the_actor_of_a_name_is_found_again(ray_cluster: Any) -> None:
 
     run(main(), 50)
     ray_cluster.kill(actor)
+
+
+def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it() -> None:
+    """The attempt that was given its place is made all the same."""
+
+    async def flow(task: Any, models: Any) -> Any:
+        return rr.Result(metrics={"x": 1.0})
+
+    async def main() -> None:
+        heard: list[str] = []
+        asyncio.get_running_loop().set_exception_handler(
+            lambda _, about: heard.append(str(about["exception"]))
+        )
+        ended: list[int] = []
+        context = pool_context(runners=1)
+        pool = LocalPool(context)
+
+        def launch(attempt_id: int) -> None:
+            spec = AttemptSpec(attempt_id, "w", EMPTY_DATA, 1, 0, "e", True, (0,), 1, (0,), 0, 0)
+            assert pool.launch(spec, Workflow("w", flow, True, False), -1) == 0
+
+        def attempt_ended(attempt_id: int, error: str = "") -> None:
+            ended.append(attempt_id)
+            if attempt_id == 1:
+                launch(2)
+                raise OSError("no space left")
+
+        context.reports.attempt_ended = attempt_ended  # type: ignore[method-assign]
+        context.reports.run_ended = lambda *_: None  # type: ignore[method-assign]
+        launch(1)
+        while len(ended) < 2:
+            await asyncio.sleep(0)
+        gc.collect()
+        assert ended == [1, 2] and pool.n_free() == 1 and heard == ["no space left"]
+
+    run(main(), 20)

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
-import gc
-import threading
+import re
 from typing import Any
 
 import pytest
-from tests.rollout.make import check_doors, coordinator, experience, run, settle
+from tests.rollout.make import check_doors, config, coordinator, experience, run, settle
 
 import recollect.rollout as rr
-from recollect.errors import BatchAborted, ClosedError, DeadlineError, PipelineError, WorkerDiedError
+from recollect.errors import BatchAborted, ClosedError, DeadlineError, PipelineError
+from recollect.rollout.batch.records import BatchRecord
+from recollect.rollout.batch.submit import make_batch
 from recollect.rollout.event_loop import Deadlines
-from recollect.rollout.scheduler import LAST_RUNS
-from recollect.rollout.tasks import RunOutcome
+from recollect.rollout.events import EventHub, Observer
+from recollect.rollout.scheduler import Scheduler
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
@@ -65,7 +67,7 @@ def test_deadlines_come_in_their_order_and_none_is_woken_for_what_was_taken_back
     assert clock.n_timers == 1
     for entry in entries:
         deadlines.take_back(entry)
-    assert clock.n_timers == 0 and not deadlines._heap  # memory and the wake-up are with what is alive
+    assert clock.n_timers == 0  # none is needed for what was taken back
     deadlines.put(600.0, seen.append, "after")
     clock.advance(1000.0)
     assert seen[2:] == ["after"]
@@ -186,6 +188,7 @@ def test_why_waiting_names_the_longest_running_first_and_what_is_being_stopped()
 def test_the_longest_running_comes_first() -> None:
     async def main() -> None:
         async with coordinator(runners=2, max_retries=1, retry_backoff_s=10.0) as c:
+            stream = c.events()
             await c.submit_batch(batch_id=1, tasks=tasks(c, 3), batch_type="train")
             await settle(c)
             c.clock.advance(2.0)
@@ -194,9 +197,11 @@ def test_the_longest_running_comes_first() -> None:
             running = [reason for reason in c.why_waiting(1).reasons if "attempt 1 of 2" in reason]
             assert [reason.partition(":")[0] for reason in running] == ["task 1 run 0", "task 2 run 0"]
             [resting] = [reason for reason in c.why_waiting(1).reasons if "backing off" in reason]
-            [unit] = c._context.batches[1].backing_off
-            left = unit.backs_off_until - c.clock.now
-            assert resting == f"task 0 run 0: backing off for {left:.1f} s after attempt 1, OSError: lost it"
+            await c.shutdown()
+            [pause] = [float(e.detail.split()[1]) async for e in stream if e.kind == "retried"]
+            said, left, rest = re.split(r"for ([\d.]+) s", resting)
+            assert (said, rest) == ("task 0 run 0: backing off ", " after attempt 1, OSError: lost it")
+            assert float(left) == pytest.approx(pause - 3.0, abs=0.06)
 
     run(main())
 
@@ -274,7 +279,6 @@ def test_what_was_cancelled_at_the_cut_is_no_work_any_more() -> None:
             with pytest.raises(PipelineError):
                 await c.finalize_train_batch(1, timeout=0)
             await settle(c)
-            assert not c._context.batches[1].has_work() and not c._context.batches[1].backing_off
             c.clock.advance(20.0)
             await settle(c)
             assert not c.gates.waiting and c.stats().queue.queued_runs == 0 and c.clock.n_timers == 0
@@ -306,85 +310,6 @@ def test_all_who_can_be_admitted_at_once_are() -> None:
 # -- limits
 
 
-def limits(c: Any) -> dict[Any, float]:
-    return {a.unit.task.batch.id: a.limit for a in c._context.scheduler.attempts.values()}
-
-
-def test_the_dynamic_limit_is_a_ratio_of_the_longest_runs_but_never_above_the_fixed_one() -> None:
-    async def main() -> None:
-        fields = {
-            "dynamic_timeout": 2.0,
-            "dynamic_timeout_warmup": 2,
-            "attempt_timeout_s": 100.0,
-            "runners": 8,
-        }
-        async with coordinator(repeats_per_attempt=2, **fields) as c:
-            seconds = c._context.scheduler._seconds
-            assert seconds.maxlen == 1024 == LAST_RUNS
-            for ident in ("e", 0):
-                kind = "eval" if ident == "e" else "train"
-                await c.submit_batch(batch_id=ident, tasks=tasks(c, 1), batch_type=kind)
-                await settle(c)
-                assert limits(c)[ident] == 100.0
-                await end(c, (ident, 0, 0))
-                await (c.finalize_eval_batch if ident == "e" else c.finalize_train_batch)(ident)
-                assert len(seconds) == (ident == 0)  # the time of eval runs does not count
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
-            await settle(c)
-            assert limits(c)[1] == 100.0  # one batch is complete, two are the warm-up
-            await end(c, (1, 0, 0))
-            await c.finalize_train_batch(1)
-            assert len(seconds) == 2 and all(0 < s < 5 for s in seconds)
-            seconds.clear()
-            seconds.extend([1.0] * 90 + [10.0] * 10)
-            given = tasks(c, 1, repeat_times=2) + tasks(c, 1) + tasks(c, 1, timeout_s=15.0)
-            await c.submit_batch(batch_id=2, tasks=given, batch_type="train")
-            await c.submit_batch(batch_id="f", tasks=tasks(c, 1), batch_type="eval")
-            await settle(c)
-            found = [(a.unit.task.task_id, a.limit) for a in c._context.scheduler.attempts.values()]
-            assert found == [(0, 40.0), (1, 20.0), (2, 15.0), (0, 100.0)]
-            await c.abort_batch(2, reason="no")
-            assert len(seconds) == 100
-            seconds.extend([100.0] * 100)
-            c._context.scheduler._limit = None
-            await c.submit_batch(batch_id=3, tasks=tasks(c, 1), batch_type="train")
-            await settle(c)
-            assert limits(c)[3] == 100.0
-
-    run(main())
-
-
-def test_the_dynamic_limit_learns_from_batches_that_were_delivered_and_from_what_it_cut() -> None:
-    async def main() -> None:
-        fields = {"dynamic_timeout": 2.0, "dynamic_timeout_warmup": 0, "attempt_timeout_s": 100.0}
-        async with coordinator(repeats_per_attempt=2, below_min="accept", **fields) as c:
-            seconds = c._context.scheduler._seconds
-            for ident in (1, 2, 3):
-                await c.submit_batch(batch_id=ident, tasks=tasks(c, 1, repeat_times=2), batch_type="train")
-                await settle(c)
-                if ident == 1:  # at the fixed limit: that is no time of a long answer
-                    assert limits(c) == {1: 100.0}
-                    c.clock.advance(100.0)
-                    await settle(c)
-                    await c.finalize_train_batch(1)
-                    assert list(seconds) == []
-                    seconds.extend([5.0] * 10)
-                elif ident == 2:
-                    assert limits(c) == {2: 20.0}
-                    c.clock.advance(20.0)
-                    await settle(c)
-                    await c.finalize_train_batch(2)
-                    assert list(seconds) == [5.0] * 10 + [10.0]
-                else:
-                    assert limits(c)[3] == pytest.approx(2 * 2 * 7.5)  # the limit rises
-                    c.clock.advance(30.0)
-                    await settle(c)
-                    await c.abort_batch(3, reason="no")
-                    assert len(seconds) == 11
-
-    run(main())
-
-
 def test_a_limit_counts_from_the_start_on_a_runner() -> None:
     async def main() -> None:
         async with coordinator(runners=1, attempt_timeout_s=10.0) as c:
@@ -400,28 +325,13 @@ def test_a_limit_counts_from_the_start_on_a_runner() -> None:
     run(main())
 
 
-@pytest.mark.parametrize("knows", [True, False])
-def test_a_sync_workflow_in_a_model_call_ends_at_its_limit_and_is_not_fenced(
-    knows: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Whether or not its thread has yet said which call is in flight."""
-    begin, told = asyncio.run_coroutine_threadsafe, threading.Event()
-
-    def slow(call: Any, loop: Any) -> Any:
-        future = begin(call, loop)
-        told.wait(20)
-        return future
-
-    if not knows:
-        monkeypatch.setattr(asyncio, "run_coroutine_threadsafe", slow)
-
+def test_a_sync_workflow_in_a_model_call_ends_at_its_limit_and_is_not_fenced() -> None:
     async def main() -> None:
-        inside, errors = threading.Event(), []
+        errors = []
 
         def asks(task: Any, models: Any) -> Any:
             for _ in range(2):
                 try:
-                    inside.set()
                     models.rollout.generate("?")
                 except ClosedError as error:
                     errors.append(str(error))
@@ -430,11 +340,9 @@ def test_a_sync_workflow_in_a_model_call_ends_at_its_limit_and_is_not_fenced(
         model = rr.ScriptedModel(["x"], failures={0: "hang"})
         async with coordinator([model], attempt_timeout_s=5.0, runners=1) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(asks), rr.Task(good)], batch_type="train")
-            [place] = c._context.scheduler.pool.places.values()
-            while not model.n_calls or (knows and place.models.in_flight is None):
+            while not model.n_calls:
                 await asyncio.sleep(0)
             c.clock.advance(5.0)
-            told.set()
             while c.stats().attempts.timed_out < 1:
                 await asyncio.sleep(0)
             await settle(c)
@@ -462,97 +370,229 @@ def test_only_the_runs_that_are_not_good_are_tried_again() -> None:
     run(main())
 
 
-# -- what runners may say, and when they die
+# -- one scheduler alone: what runners report, and when they die
 
 
-def test_a_result_is_taken_once_and_only_of_a_run_of_its_attempt() -> None:
-    async def main() -> None:
-        async with coordinator(repeats_per_attempt=2) as c:
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 1, repeat_times=3), batch_type="train")
-            await settle(c)
-            scheduler = c._context.scheduler
-            first, second = scheduler.attempts.values()
-            assert (first.unit.run_ids, second.unit.run_ids) == ((0, 1), (2,))
-            payload = rr.encode([experience()], group_id=1, run_id=0)
-            for attempt, run_id in ((first, 0), (first, 0), (first, 2), (first, 7), (second, 0)):
-                scheduler.run_ended(attempt.id, RunOutcome(run_id, True, 0.1, payload=payload))
-            assert c.stats().staged_nbytes == len(payload) and c._context.batches[1].late_count == 4
-            scheduler.run_ended(first.id, RunOutcome(1, False, 0.1, error="gave up", final=True))
-            scheduler.run_ended(first.id, RunOutcome(1, True, 0.1, payload=payload))
-            assert c.stats().staged_nbytes == len(payload)
-            scheduler.run_ended(99, RunOutcome(1, True, 0.1, payload=payload))
+class Runners:
+    """A pool that only notes what it is told."""
 
-    run(main())
+    def __init__(self, size: int) -> None:
+        self.size, self.n_fenced = size, 0
+        self.launched: list[AttemptSpec] = []
+        self.avoided: list[int] = []
+        self.cancelled: list[int] = []
+        self.killed: list[int] = []
+        self.busy: set[int] = set()
+
+    def n_free(self) -> int:
+        return self.size - len(self.busy)
+
+    def launch(self, spec: AttemptSpec, workflow: Any, avoid: int) -> int:
+        self.launched.append(spec)
+        self.avoided.append(avoid)
+        self.busy.add(spec.attempt_id)
+        return len(self.launched)
+
+    def cancel(self, attempt_id: int) -> None:
+        self.cancelled.append(attempt_id)
+
+    def kill(self, attempt_id: int) -> None:
+        self.killed.append(attempt_id)
+
+
+class Alone:
+    """A scheduler on a fake clock with runners that do what the test says."""
+
+    def __init__(self, runners: int = 8, **fields: Any) -> None:
+        self.config = config(runners=runners, **fields)
+        self.clock, self.hub = FakeClock(), EventHub()
+        self.n_ended: list[Any] = []
+        self.broken: list[str] = []
+        self.scheduler = Scheduler(
+            self.config, self.clock, Observer(self.clock, self.hub, None), None, version=lambda: 0,
+            task_ended=self.n_ended.append, room_made=lambda: None, runners_broken=self.broken.append,
+        )  # fmt: skip
+        self.runners: Any = Runners(runners)
+        self.scheduler.pool = self.runners
+        self.scheduler.is_paused = False
+        self.n_batches = 0
+
+    def submit(self, *given: rr.Task, kind: Any = "train") -> tuple[BatchRecord, list[AttemptSpec]]:
+        """Add a batch; return it and the attempts that began at once."""
+        self.n_batches += 1
+        before = len(self.runners.launched)
+        made = make_batch(
+            self.n_batches, list(given), kind, None, None, self.n_batches, self.config, 10 * self.n_batches
+        )
+        made.admitted = True
+        self.scheduler.add(made)
+        return made, self.runners.launched[before:]
+
+    def report(self, spec: AttemptSpec, run_id: int, **about: Any) -> None:
+        good = {"ok": True, "seconds": 0.1, "payload": b"12345"}
+        self.scheduler.run_ended(spec.attempt_id, RunOutcome(run_id, **good | about))
+
+    def end(self, spec: AttemptSpec, error: str = "") -> None:
+        self.runners.busy.discard(spec.attempt_id)
+        self.scheduler.attempt_ended(spec.attempt_id, error)
+
+    def lose(self, spec: AttemptSpec, why: str = "killed") -> None:
+        self.runners.busy.discard(spec.attempt_id)
+        self.scheduler.runner_lost(0, spec.attempt_id, why)
+
+    def deliver(self, seconds: list[float]) -> None:
+        """A train batch of single runs that took so long, delivered."""
+        made, specs = self.submit(*[rr.Task(good) for _ in seconds])
+        for spec, took in zip(specs, seconds, strict=True):
+            self.report(spec, 0, seconds=took)
+            self.end(spec)
+        self.scheduler.remove(made)
+        self.scheduler.complete(made)
+
+    def limit_of(self, spec: AttemptSpec) -> float:
+        return self.scheduler.attempts[spec.attempt_id].limit
+
+
+def test_the_dynamic_limit_is_a_ratio_of_the_longest_runs_but_never_above_the_fixed_one() -> None:
+    fields = {"dynamic_timeout": 2.0, "dynamic_timeout_warmup": 2, "attempt_timeout_s": 100.0}
+    s = Alone(runners=2000, repeats_per_attempt=2, **fields)
+    s.deliver([1.0] * 90)
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == 100.0  # one batch is complete, two are the warm-up
+    s.deliver([10.0] * 10)
+    given = [rr.Task(good, repeat_times=2), rr.Task(good), rr.Task(good, timeout_s=15.0)]
+    aborted, specs = s.submit(*given)
+    assert [s.limit_of(spec) for spec in specs] == [40.0, 20.0, 15.0]
+    _, [spec] = s.submit(rr.Task(good), kind="eval")
+    assert s.limit_of(spec) == 100.0
+    for spec in specs:
+        s.report(spec, 0, seconds=99.0)
+    s.scheduler.drop_work(aborted)  # what was not delivered does not count
+    s.scheduler.remove(aborted)
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == 20.0
+    s.deliver([100.0] * 100)
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == 100.0
+    s.deliver([1.0] * 1024)  # the last 1,024 runs count
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == 2.0
+
+
+def test_the_dynamic_limit_rises_when_it_has_cut_runs_off() -> None:
+    s = Alone(dynamic_timeout=2.0, dynamic_timeout_warmup=1, attempt_timeout_s=100.0, runners=16)
+    s.deliver([5.0] * 10)
+    cut, [spec] = s.submit(rr.Task(good))
+    s.clock.advance(9.9)
+    assert s.runners.cancelled == []
+    s.clock.advance(0.1)
+    assert s.runners.cancelled == [spec.attempt_id]
+    s.end(spec)
+    s.scheduler.remove(cut)
+    s.scheduler.complete(cut)
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == pytest.approx(2 * 7.5)  # what it cut off counts with the time that it had
+
+
+def test_a_run_that_was_stopped_at_the_fixed_limit_teaches_the_dynamic_one_nothing() -> None:
+    s = Alone(dynamic_timeout=2.0, dynamic_timeout_warmup=0, attempt_timeout_s=100.0)
+    made, [spec] = s.submit(rr.Task(good))
+    s.clock.advance(100.0)
+    s.end(spec)
+    s.scheduler.remove(made)
+    s.scheduler.complete(made)
+    s.deliver([5.0])
+    _, [spec] = s.submit(rr.Task(good))
+    assert s.limit_of(spec) == 10.0
+
+
+def test_a_result_is_taken_once_and_only_of_a_run_of_its_live_attempt() -> None:
+    s = Alone(repeats_per_attempt=2)
+    made, [first, second] = s.submit(rr.Task(good, repeat_times=3))
+    assert (first.run_ids, second.run_ids) == ((0, 1), (2,))
+    for spec, run_id in ((first, 0), (first, 0), (first, 2), (first, 7), (second, 0)):
+        s.report(spec, run_id)
+    assert s.scheduler.staged_nbytes == 5 and made.late_count == 4
+    s.report(first, 1, ok=False, error="gave up", final=True, payload=None)
+    s.report(first, 1)  # it has failed for good
+    assert s.scheduler.staged_nbytes == 5
+    s.scheduler.run_ended(99, RunOutcome(1, True, 0.1, payload=b"12345"))
+    assert s.scheduler.staged_nbytes == 5
+    s.scheduler.stop(s.scheduler.attempts[second.attempt_id])
+    s.report(second, 2)  # its attempt is no longer alive
+    assert s.scheduler.staged_nbytes == 5 and made.late_count == 5
 
 
 def test_a_lost_runner_puts_its_unit_in_front_with_what_is_left_of_it() -> None:
-    async def main() -> None:
-        async with coordinator(runners=3, repeats_per_attempt=3, max_retries=1) as c:
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 2, repeat_times=3), batch_type="train")
-            stream = c.events()
-            await settle(c)
-            await end(c, (1, 0, 0))
-            await end(c, (1, 0, 1), outcome=rr.GiveUp("no use"))
-            scheduler, batch = c._context.scheduler, c._context.batches[1]
-            lost, _ = scheduler.attempts.values()
-            scheduler.is_paused = True
-            for run_id in range(3):
-                await end(c, (1, 1, run_id), outcome=ValueError("no"))
-            scheduler.runner_lost(lost.runner, lost.id, "killed")
-            scheduler.runner_lost(lost.runner, None, "killed")  # idle: there is nothing to do again
-            assert [unit.run_ids for unit in batch.retries] == [(2,), (0, 1, 2)] and batch.requeue_count == 1
-            assert c.stats().queue.queued_runs == 4
-            scheduler.pool.kill(lost.id)  # in this process nobody can die alone
-            scheduler.is_paused = False
-            scheduler.dispatch()
-            await settle(c)
-            assert (c.stats().attempts.lost, c.stats().attempts.started) == (1, 4)
-            check_doors(c)
-            second = next(a for a in scheduler.attempts.values() if a.unit.task.task_id == 0)
-            assert second.unit.run_ids == (2,) and second.number == 1
-            scheduler.runner_lost(second.runner, second.id, "killed again")
-            assert c.batch_state(1).statuses[0].state == "partial" and c.stats().attempts.lost == 2
-            assert "WorkerDiedError: runner" in batch.tasks[0].failed[2]
-            await c.shutdown()
-            kinds = [event.kind async for event in stream]
-            assert kinds.count("runner_died") == 3 and kinds.count("requeued") == 1
+    s = Alone(runners=2, repeats_per_attempt=3, max_retries=1)
+    made, [lost, other] = s.submit(rr.Task(good, repeat_times=3), rr.Task(good, repeat_times=3))
+    s.report(lost, 0)
+    s.report(lost, 1, ok=False, error="no use", final=True, payload=None)
+    s.scheduler.is_paused = True
+    s.end(other, "no")
+    s.lose(lost)
+    s.scheduler.runner_lost(0, None, "killed")  # an idle one: there is nothing to do again
+    assert made.requeue_count == 1 and s.scheduler.n_queued == 4
+    s.scheduler.is_paused = False
+    s.scheduler.dispatch()
+    again, retried = s.runners.launched[-2:]
+    assert (again.task_id, again.run_ids, again.number) == (0, (2,), 1)  # it cost no retry
+    assert (retried.task_id, retried.run_ids, retried.number) == (1, (0, 1, 2), 2)
+    s.lose(again, "killed again")  # the second one ends it
+    status = made.state.statuses[0]
+    assert status.state == "partial" and s.scheduler.doors.lost == 2
+    assert made.tasks[0].failed[2].startswith("WorkerDiedError: runner")
 
-    run(main())
+
+def test_a_lost_runner_costs_no_retry_and_a_failure_after_it_does() -> None:
+    s = Alone(runners=1, max_retries=1)
+    made, [lost] = s.submit(rr.Task(good))
+    s.lose(lost)
+    s.end(s.runners.launched[1], "no")
+    last = s.runners.launched[2]
+    s.report(last, 0)
+    s.end(last)
+    assert (made.requeue_count, made.retry_count) == (1, 1)
+    assert [spec.number for spec in s.runners.launched] == [1, 1, 2]
+    assert made.state.statuses[0].state == "ok" and s.n_ended == made.tasks
 
 
 def test_a_runner_that_dies_after_the_limit_costs_the_retry_of_a_time_out() -> None:
-    async def main() -> None:
-        async with coordinator(runners=1, max_retries=1, attempt_timeout_s=5.0) as c:
-            c.gates.ignores_cancel = True
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
-            await settle(c)
-            scheduler = c._context.scheduler
-            c.clock.advance(5.0)
-            [late] = scheduler.attempts.values()
-            scheduler.runner_lost(late.runner, late.id, "killed")
-            assert c._context.batches[1].retry_count == 1 and c._context.batches[1].requeue_count == 0
-            assert "killed after its limit" in c._context.batches[1].retries[0].error
-            c.gates.ignores_cancel = False
-            c.clock.advance(2.0)
-            await settle(c)
-
-    run(main())
+    s = Alone(runners=1, max_retries=1, attempt_timeout_s=5.0)
+    made, [late] = s.submit(rr.Task(good))
+    s.clock.advance(5.0)
+    s.lose(late)
+    assert (made.retry_count, made.requeue_count) == (1, 0)
+    s.lose(s.runners.launched[1])
+    s.clock.advance(5.0)
+    s.lose(s.runners.launched[2])
+    assert "killed after its limit of 5 s" in made.state.statuses[0].error
 
 
-def test_runners_that_cannot_be_started_any_more_are_told_to_who_waits() -> None:
-    async def main() -> None:
-        async with coordinator() as c:
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
-            waits = asyncio.create_task(c.finalize_train_batch(1, timeout=100))
-            await settle(c)
-            c._context.scheduler.runners_broken("no memory")
-            with pytest.raises(WorkerDiedError, match="no memory"):
-                await waits
-            assert "no runner can be started: no memory" in str(c.why_waiting(1))
-            c._context.scheduler.runners_changed()
-            assert "no runner" not in str(c.why_waiting(1))
+def test_a_retry_avoids_the_runner_of_the_attempt_before() -> None:
+    s = Alone(runners=2, max_retries=1)
+    s.submit(rr.Task(good))
+    s.end(s.runners.launched[0], "no")
+    assert s.runners.avoided == [-1, 1]
 
-    run(main())
+
+def test_an_attempt_that_does_not_stop_is_killed_after_the_grace() -> None:
+    s = Alone(runners=1, attempt_timeout_s=5.0, cancel_grace_s=2.0)
+    _, [spec] = s.submit(rr.Task(good))
+    s.clock.advance(5.0)
+    assert (s.runners.cancelled, s.runners.killed) == ([spec.attempt_id], [])
+    s.clock.advance(1.9)
+    assert s.runners.killed == []
+    s.clock.advance(0.1)
+    assert s.runners.killed == [spec.attempt_id]
+
+
+def test_that_no_runner_can_be_started_is_passed_on_and_forgotten_when_one_is_there() -> None:
+    s = Alone()
+    s.scheduler.runners_broken("no memory")
+    assert s.broken == [s.scheduler.broken] == ["no memory"]
+    s.scheduler.runners_changed()
+    assert s.scheduler.broken is None
 
 
 def test_an_attempt_that_was_stopped_before_it_began_never_runs() -> None:
@@ -881,38 +921,8 @@ def test_a_slow_listener_has_the_newest_and_is_told_once_how_many_it_missed() ->
                 0,
             )
             await stream.aclose()
-            assert not c._context.hub.listeners
 
     run(main())
-
-
-def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """The attempt that was given its place is made all the same, and shutdown is clean."""
-    heard: list[str] = []
-
-    async def main() -> None:
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, about: heard.append(str(about["exception"]))
-        )
-        async with coordinator(runners=1) as c:
-            scheduler = c._context.scheduler
-            real = scheduler.attempt_ended
-
-            def once(*args: Any) -> None:
-                monkeypatch.undo()
-                real(*args)
-                raise OSError("no space left")
-
-            monkeypatch.setattr(scheduler, "attempt_ended", once)
-            await c.submit_batch(batch_id=1, tasks=[rr.Task(good) for _ in range(3)], batch_type="train")
-            assert (await c.finalize_train_batch(1))["ok_task_count"] == 3
-            check_doors(c)
-
-    run(main())
-    gc.collect()
-    assert heard == ["no space left"]
 
 
 @pytest.mark.parametrize("leaves", ["cancelled", "refused", "aborted"])
@@ -982,5 +992,17 @@ def test_what_a_cut_takes_back_makes_room_though_its_pass_fails() -> None:
             await settle(c)
             assert next_one.done() and c.batches() == [1, 2]
             check_doors(c)
+
+    run(main())
+
+
+def test_a_listener_that_is_closed_is_forgotten() -> None:
+    async def main() -> None:
+        hub = EventHub()
+        stream: Any = hub.listen(None)
+        hub.emit("kind", 1.0)
+        assert (await anext(stream)).kind == "kind" and len(hub.listeners) == 1
+        await stream.aclose()
+        assert not hub.listeners
 
     run(main())

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
@@ -107,11 +108,13 @@ def test_a_file_is_synced_renamed_and_never_half_there(
     [line] = [json.loads(text) for text in file.read_text().splitlines()]
     assert (line["batch_id"], line["task_id"], line["group_id"]) == ("3", "t", 5)
     assert (json.loads(line["info"]), json.loads(line["metrics"])) == ({"a": 1}, {"m": 2.0})
-    monkeypatch.setattr(
-        "recollect.rollout.experience.sinks._write_jsonl", lambda x, file: file.write(b"half") and 1 / 0
-    )
-    with pytest.raises(ZeroDivisionError):
-        sink.write(x, "c/2")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            sink.write(x, "c/2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "new" / "out").iterdir()) == [file] and not sink.holds("c/2")
     assert rr.FileSink("x").format == "parquet"
     with pytest.raises(ValueError, match="^format: "):
@@ -237,8 +240,6 @@ def test_a_writer_that_waits_is_woken(how: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    while not sink._changed.n_waiting:
-        pass
     if how == "get":
         assert len(run(sink.get(1))) == 1
     elif how == "min_version":
@@ -251,7 +252,7 @@ def test_a_writer_that_waits_is_woken(how: str) -> None:
         sink.give_up("b")
     thread.join(20)
     assert ended == [{"close": "closed", "give_up": "given up"}.get(how, "written")]
-    assert sink.holds("b") is (ended == ["written"]) and not sink._wanted
+    assert sink.holds("b") is (ended == ["written"])
 
 
 def test_the_space_of_a_given_buffer_is_that_of_the_coordinator() -> None:
@@ -270,3 +271,15 @@ def test_the_space_of_a_given_buffer_is_that_of_the_coordinator() -> None:
         assert buffer[:]["note"].tolist() == [7]
 
     run(main())
+
+
+def test_a_write_that_was_given_up_before_it_began_does_not_enter_later() -> None:
+    sink = rr.QueueSink(2)
+    sink.write(batch((1.0, 2.0)), "a")
+    sink.give_up("a")  # it has entered and stays
+    sink.give_up("b")
+    with pytest.raises(DeadlineError, match="given up"):
+        sink.write(batch((3.0,)), "b")
+    assert len(run(sink.get(2))) == 2 and sink.holds("a") and not sink.holds("b")
+    sink.write(batch((3.0,)), "b")  # the next try
+    assert sink.holds("b") and len(sink) == 1

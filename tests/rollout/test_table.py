@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import concurrent.futures
 import gc
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tests.rollout.make import ListSink, check_doors, config, coordinator, experience, run, settle
+from tests.rollout.make import ListSink, check_doors, config, coordinator, experience, is_open, run, settle
 
 import recollect.rollout as rr
 from recollect.errors import (
@@ -21,9 +22,7 @@ from recollect.errors import (
     FormatError,
     PipelineError,
 )
-from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.stats import QueueStats, RunnerPoolStats
-from recollect.testing import FakeClock
 
 S = rr.BatchLifecycleState
 
@@ -34,6 +33,14 @@ async def good(task: Any, models: Any) -> Any:
 
 def tasks(c: Any, n: int, **fields: Any) -> list[rr.Task]:
     return [rr.Task(c.gates, **fields) for _ in range(n)]
+
+
+GATED: list[Any] = [None]
+
+
+@rr.workflow("tests.table.gated")
+async def gated(task: Any, models: Any) -> Any:
+    return await GATED[0](task, models)
 
 
 class Held(ListSink):
@@ -618,25 +625,6 @@ def test_an_empty_batch_whose_pass_fails_is_pending_again() -> None:
     run(main())
 
 
-def test_what_fails_in_a_pass_beside_its_parts_is_a_pipeline_error_too(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def broken(*_: Any) -> Any:
-        raise ZeroDivisionError("odd")
-
-    async def main() -> None:
-        async with coordinator() as c:
-            await c.submit_batch(batch_id="e", tasks=[], batch_type="eval")
-            monkeypatch.setattr("recollect.rollout.batch.deliver.eval_result", broken)
-            with pytest.raises(PipelineError, match="odd") as caught:
-                await c.finalize_eval_batch("e")
-            assert isinstance(caught.value.__cause__, ZeroDivisionError)
-            monkeypatch.undo()
-            await c.finalize_eval_batch("e")
-
-    run(main())
-
-
 def test_a_second_batch_waits_for_the_pass_of_the_first() -> None:
     async def main() -> None:
         held = HeldOperator()
@@ -731,51 +719,38 @@ def test_over_rollout_rounds_up_and_leaves_at_least_one(n: int, share: float, gi
 # -- a coordinator's life
 
 
-def test_prepare_again_and_at_the_same_time_is_one_start(monkeypatch: pytest.MonkeyPatch) -> None:
-    starts: list[Any] = []
-    start = LocalPool.start
-
-    async def counted(self: Any) -> None:
-        starts.append(self)
-        await asyncio.sleep(0)
-        await start(self)
-
-    monkeypatch.setattr(LocalPool, "start", counted)
-
+def test_prepare_again_and_at_the_same_time_is_one_start(tmp_path: Path) -> None:
     async def main() -> None:
-        c = rr.RolloutCoordinator(config(sink="queue"), [], clock=FakeClock())
+        c = with_journal(tmp_path)
         await asyncio.gather(c.prepare(), c.prepare(), c.prepare())
         await c.prepare()
-        assert len(starts) == 1
         await asyncio.gather(c.shutdown(), c.shutdown())
         starting = asyncio.create_task(c.prepare())
         await asyncio.sleep(0)
         await c.shutdown()  # a start under way is waited for
-        await starting
+        assert starting.done()
         with pytest.raises(ClosedError):
             c.stats()
-        assert len(starts) == 2
 
     run(main())
 
 
-def test_a_prepare_that_was_cancelled_is_no_start_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The start goes on, as others may wait for it; who enters by `async with` and is cancelled leaves nothing."""
-    gate = asyncio.Event()
+def with_journal(path: Path) -> rr.RolloutCoordinator:
+    """A coordinator whose start takes several turns of the loop, and of which a second start is an error."""
+    return rr.RolloutCoordinator(config(sink="queue", journal=str(path / "j.sqlite")), [])
 
-    async def slow(self: Any) -> None:
-        await gate.wait()
 
-    monkeypatch.setattr(LocalPool, "start", slow)
+def test_a_prepare_that_was_cancelled_is_no_start_for_ever(tmp_path: Path) -> None:
+    """The start goes on, as others may wait for it; an `async with` that is cancelled leaves nothing."""
 
     async def main() -> None:
-        c = rr.RolloutCoordinator(config(sink="queue"), [])
+        c = with_journal(tmp_path)
         starting = asyncio.create_task(c.prepare())
         await asyncio.sleep(0)
         starting.cancel()
-        await asyncio.sleep(0)
-        gate.set()
-        while not c._context.is_open:
+        with pytest.raises(asyncio.CancelledError):
+            await starting
+        while not is_open(c):
             await asyncio.sleep(0)
         await c.prepare()
         assert c.batches() == []
@@ -783,18 +758,14 @@ def test_a_prepare_that_was_cancelled_is_no_start_for_ever(monkeypatch: pytest.M
         await c.prepare()
         assert c.batches() == []
         await c.shutdown()
-        gate.clear()
 
         async def enters() -> None:
             async with c:
                 raise AssertionError("it was cancelled")
 
         entering = asyncio.create_task(enters())
-        for _ in range(3):
-            await asyncio.sleep(0)
-        entering.cancel()
         await asyncio.sleep(0)
-        gate.set()
+        entering.cancel()
         with pytest.raises(asyncio.CancelledError):
             await entering
         with pytest.raises(ClosedError):
@@ -804,98 +775,69 @@ def test_a_prepare_that_was_cancelled_is_no_start_for_ever(monkeypatch: pytest.M
     run(main())
 
 
-def test_prepare_during_a_shutdown_comes_after_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[str] = []
-    start, close = LocalPool.start, LocalPool.close
-
-    async def started(self: Any) -> None:
-        said.append("start")
-        await start(self)
-
-    async def closed(self: Any) -> None:
-        await close(self)
-        said.append("close")
-
-    monkeypatch.setattr(LocalPool, "start", started)
-    monkeypatch.setattr(LocalPool, "close", closed)
-
+def test_prepare_during_a_shutdown_comes_after_it(tmp_path: Path) -> None:
     async def main() -> None:
-        async with coordinator(cancel_grace_s=2.0) as c:
-            c.gates.ignores_cancel = True
-            await c.submit_batch(batch_id=1, tasks=tasks(c, 1), batch_type="train")
+        async with coordinator(cancel_grace_s=2.0, journal=str(tmp_path / "j.sqlite"), drain_s=0.0) as c:
+            gates = GATED[0] = c.gates
+            gates.ignores_cancel = True
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("tests.table.gated")], batch_type="train")
             await settle(c)
             closing = asyncio.create_task(c.shutdown())
             await asyncio.sleep(0)
-            again = asyncio.create_task(c.prepare())
+            again = asyncio.create_task(c.prepare())  # before its end the journal is held
             await asyncio.sleep(0)
             assert not again.done()
-            c.gates.ignores_cancel = False
+            gates.ignores_cancel = False
             c.clock.advance(2.0)
             await closing
             await again
-            assert said == ["start", "close", "start"] and c.batches() == []
+            assert c.batches() == [1]
 
     run(main())
 
 
-def test_a_prepare_in_another_loop_meanwhile_is_sent_to_get_local(monkeypatch: pytest.MonkeyPatch) -> None:
-    inside, gate = threading.Event(), threading.Event()
-
-    async def slow(self: Any) -> None:
-        inside.set()
-        while not gate.is_set():
-            await asyncio.sleep(0)
-
-    monkeypatch.setattr(LocalPool, "start", slow)
-
+@pytest.mark.process
+def test_a_prepare_in_another_loop_meanwhile_is_sent_to_get_local() -> None:
     async def main() -> None:
-        c = rr.RolloutCoordinator(config(sink="queue"), [])
+        c = rr.RolloutCoordinator(config(sink="queue", runner="process", runners=1), [])
+        starting = asyncio.create_task(c.prepare())
+        await asyncio.sleep(0)
 
         def elsewhere() -> None:
-            inside.wait(20)
-            try:
-                with pytest.raises(RuntimeError, match="get_local"):
-                    asyncio.run(c.prepare())
-            finally:
-                gate.set()
+            with pytest.raises(RuntimeError, match="get_local"):
+                asyncio.run(c.prepare())
 
-        await asyncio.gather(c.prepare(), asyncio.to_thread(elsewhere))
+        await asyncio.to_thread(elsewhere)
+        await starting
         await c.shutdown()
 
     run(main())
 
 
-@pytest.mark.parametrize("where", ["sink", "runners"])
-def test_a_start_that_fails_lets_go_of_everything_and_can_be_tried_again(
-    where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    closed: list[str] = []
-
-    async def broken(self: Any) -> None:
-        raise OSError("no runners")
-
-    async def close(self: Any) -> None:
-        closed.append("runners")
+def test_a_start_that_fails_lets_go_of_journal_and_sink_and_can_be_tried_again(tmp_path: Path) -> None:
+    """Once because of the sink, once because of work in the journal after the runners have been started."""
+    made = config(journal=str(tmp_path / "j.sqlite"), drain_s=0.0)
+    buffer = {"kind": "replay", "storage": "memmap", "path": str(tmp_path / "b"), "max_tokens": 8}
 
     async def main() -> None:
-        sink: Any = {"kind": "replay", "capacity": 8} if where == "runners" else {"kind": "replay"}
-        made = config(sink=sink, journal=str(tmp_path / "j.sqlite"))
-        c = rr.RolloutCoordinator(made, [])
-        with monkeypatch.context() as patch:
-            patch.setattr("recollect.replay.ReplayBuffer.close", lambda self: closed.append("sink"))
-            patch.setattr(LocalPool, "close", close)
-            if where == "runners":
-                patch.setattr(LocalPool, "start", broken)
-            with pytest.raises(
-                (OSError, TypeError), match="no runners" if where == "runners" else "capacity"
-            ):
-                await c.prepare()
-        assert closed == (["runners", "sink"] if where == "runners" else [])
+        c = rr.RolloutCoordinator(made.replace(sink={"kind": "replay"}), [])
+        with pytest.raises(TypeError, match="capacity"):
+            await c.prepare()
         with pytest.raises(ClosedError):
             c.batches()
-        again = c if where == "runners" else rr.RolloutCoordinator(made.replace(sink="queue"), [])
-        async with again:  # the journal was let go, too
-            assert again.batches() == []
+        task = rr.Task("tests.rollout.workflows:waits_for_ever")
+        async with rr.RolloutCoordinator(made, []) as other:  # the journal was let go
+            await other.submit_batch(batch_id=1, tasks=[task], batch_type="train")
+        module = sys.modules.pop("tests.rollout.workflows")
+        c = rr.RolloutCoordinator(made.replace(sink=buffer | {"capacity": 8}), [])
+        with pytest.raises(ValueError, match="must be of a module that this program imports"):
+            await c.prepare()
+        with pytest.raises(ClosedError):
+            c.batches()
+        assert asyncio.all_tasks() == {asyncio.current_task()}
+        sys.modules["tests.rollout.workflows"] = module
+        async with c:  # journal and buffer were let go, too
+            assert c.batches() == [1]
 
     run(main())
 
@@ -972,7 +914,7 @@ def test_process_experiences_takes_bytes_and_each_call_is_a_commit_of_its_own() 
 
 
 def test_a_handle_is_awaited_without_holding_up_its_caller_and_closed_once() -> None:
-    h = rr.RolloutCoordinator.get_local(config(sink="queue", max_batches=1), [])
+    h = rr.RolloutCoordinator.get_local(config(sink="queue", max_batches=1, name="awaited"), [])
     h.prepare()
     h.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
 
@@ -991,41 +933,42 @@ def test_a_handle_is_awaited_without_holding_up_its_caller_and_closed_once() -> 
 
     assert run(other())["ok_task_count"] == 1
     assert h.model_version == 0 and h.batches() == [] and h.sync_weights(3) == 3 == h.model_version
-    for missing in ("no_such_call", "_context", "_check"):
+    for missing in ("no_such_call", "_check", "__len__"):
         with pytest.raises(AttributeError, match=f"^coordinator has no '{missing}'"):
             getattr(h, missing)
     h.close()
     h.close()
-    assert not h._thread.is_alive() and h._loop.is_closed() and not h._coordinator._context.is_open
+    assert "awaited-coordinator" not in {thread.name for thread in threading.enumerate()}
+    with pytest.raises(ClosedError):
+        h.stats()
 
 
 def test_a_handle_whose_prepare_fails_is_closed() -> None:
-    h = rr.RolloutCoordinator.get_local(config(sink="queue"), [])
-
-    async def prepare() -> None:
-        raise OSError("no models here")
-
-    h._coordinator.prepare = prepare
-    with pytest.raises(OSError, match="no models here"), h:
+    made = config(sink="queue", journal="/nonexistent/dir/j", name="fails")
+    h = rr.RolloutCoordinator.get_local(made, [])
+    with pytest.raises(FileNotFoundError, match="journal"), h:
         raise AssertionError("it was entered")
-    assert not h._thread.is_alive() and h._loop.is_closed()
+    assert "fails-coordinator" not in {thread.name for thread in threading.enumerate()}
     with pytest.raises(ClosedError):
         h.stats()
 
 
 def test_a_call_that_outlives_its_coordinator_is_cancelled() -> None:
-    h = rr.RolloutCoordinator.get_local(config(sink="queue"), [])
+    asked = threading.Event()
+
+    class Hangs(rr.ScriptedModel):
+        async def sync(self, version: int | None = None) -> int:
+            asked.set()
+            return await asyncio.get_running_loop().create_future()  # type: ignore[no-any-return]
+
+    h = rr.RolloutCoordinator.get_local(config(sink="queue", name="outlived"), [Hangs(["x"])])
     h.prepare()
-
-    async def waits() -> None:
-        await asyncio.Event().wait()
-
-    h._coordinator.finalize_train_batch = waits
-    left = h.finalize_train_batch.remote()
+    left = h.sync_weights.remote()
+    assert asked.wait(20)
     h.close()
     with pytest.raises(concurrent.futures.CancelledError):
         left.result(20.0)
-    assert not h._thread.is_alive() and h._loop.is_closed()
+    assert "outlived-coordinator" not in {thread.name for thread in threading.enumerate()}
 
 
 def test_a_handle_that_cannot_be_made_leaves_no_loop(recwarn: pytest.WarningsRecorder) -> None:
@@ -1070,7 +1013,7 @@ def test_shutdowns_at_the_same_time_are_one() -> None:
             assert not any(task.done() for task in closing)  # all wait for the one attempt
             c.gates.let_go()
             await asyncio.gather(*closing)
-            assert not c._context.is_open
+            assert not is_open(c)
 
     run(main())
 

@@ -9,7 +9,7 @@ from typing import Any
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from tests.rollout.make import Gates, ListSink, check_doors, config, experience
+from tests.rollout.make import Gates, ListSink, check_doors, config, experience, inner
 from tests.rollout.test_machine import picked, reachable
 
 import recollect.rollout as rr
@@ -76,7 +76,7 @@ class Turns(RuleBasedStateMachine):
         self.calls: list[asyncio.Task[Any]] = []
         self.seen: dict[int, S] = {}
         self.loop.run_until_complete(self.c.prepare())
-        self.context = self.c._context
+        self.context = inner(self.c)
         self.threads: Any = TurnThreads(self.loop)
         self.context.pipeline.threads = self.context.threads = self.threads
         self.threads.close = lambda: None

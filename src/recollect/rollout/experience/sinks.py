@@ -209,6 +209,7 @@ class QueueSink:
         self._waiting: list[Callable[[], None]] = []
         self._done: OrderedDict[str, None] = OrderedDict()
         self._wanted: set[str] = set()  # commits that wait for room
+        self._given_up: set[str] = set()  # commits that were given up before their write began
         self._closed = False
 
     def __len__(self) -> int:
@@ -217,6 +218,9 @@ class QueueSink:
     def write(self, x: Experiences, commit_id: str) -> None:
         """Put all rows in, as soon as there is room for all of them."""
         with self._changed:
+            if commit_id in self._given_up:
+                self._given_up.discard(commit_id)
+                raise DeadlineError(f"sink: the write of {commit_id!r} was given up; finalize again")
             self._wanted.add(commit_id)
             while self._n and self._n + len(x) > self.capacity and not self._closed:
                 self._changed.wait(inf)
@@ -240,10 +244,13 @@ class QueueSink:
             return commit_id in self._done
 
     def give_up(self, commit_id: str) -> None:
-        """Let a write that still waits for room raise; one that has entered stays."""
+        """Let a write that waits for room, or has not begun, raise; one that has entered stays."""
         with self._changed:
-            self._wanted.discard(commit_id)
-            self._changed.notify_all()
+            if commit_id in self._wanted:
+                self._wanted.discard(commit_id)
+                self._changed.notify_all()
+            elif commit_id not in self._done:
+                self._given_up.add(commit_id)
 
     async def get(self, n: int, timeout: float = 60.0, min_version: int | None = None) -> Experiences:
         """Take exactly n rows, oldest first; on DeadlineError none. Rows below `min_version` are dropped."""
@@ -317,6 +324,7 @@ class QueueSink:
         """Take writes again, after the coordinator was prepared anew."""
         with self._changed:
             self._closed = False
+            self._given_up.clear()
 
     def close(self) -> None:
         """Refuse writes; what is there can still be taken."""

@@ -140,6 +140,12 @@ class Models:
         bound = Bound(self, role, replica, versions)
         return bound if self.loop is None else Blocking(bound, self)
 
+    def fence(self) -> None:
+        """Refuse every later call, and cancel the one that a thread of a sync workflow waits for."""
+        self.fenced = True
+        if self.in_flight is not None:
+            self.in_flight.cancel()
+
     def release(self) -> None:
         """Give the rollout replica back."""
         if self._replica is not None:

@@ -157,9 +157,7 @@ class RunnerSession:
             # After its first step: a task that never began would not say that it ended.
             self.loop.call_soon(task.cancel)
         else:
-            models.fenced = True
-            if models.in_flight is not None:
-                models.in_flight.cancel()
+            models.fence()
 
     # -- calls that travel back
 

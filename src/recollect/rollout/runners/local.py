@@ -167,9 +167,7 @@ class LocalPool:
         if not place.workflow.is_async and not place.models.fenced:
             # The thread cannot be interrupted; its model call can, and the next one is refused. The task goes on
             # to wait for the thread, so that the attempt ends when its code does.
-            place.models.fenced = True
-            if place.models.in_flight is not None:
-                place.models.in_flight.cancel()
+            place.models.fence()
             return
         if place.is_started:
             place.task.cancel()

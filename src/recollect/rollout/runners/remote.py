@@ -15,6 +15,7 @@ import msgspec
 import numpy as np
 
 from recollect.errors import FormatError, WorkerDiedError
+from recollect.rollout.event_loop import Timer
 from recollect.rollout.experience.payload import decode
 from recollect.rollout.models.base import to_wire
 from recollect.rollout.models.replicas import Bound, Models
@@ -22,10 +23,6 @@ from recollect.rollout.runners import messages
 from recollect.rollout.runners.base import RunnerContext
 from recollect.rollout.tasks import AttemptSpec, RunOutcome
 from recollect.text import told_briefly
-
-FAILED_STARTS = 5
-START_S = 60.0
-PAUSE_S, PAUSE_MAX_S = 0.1, 30.0
 
 
 class RemoteRunner(ABC):
@@ -116,6 +113,10 @@ class RemotePool(ABC):
     Ownership: owns the runners and ends them in `close()`. Concurrency: one event loop.
     """
 
+    failed_starts = 5  # in a row, after which those who wait are told
+    start_s = 60.0  # in which a runner must be ready
+    pause_s, pause_max_s = 0.1, 30.0  # before the first and between the later starts
+
     def __init__(self, context: RunnerContext, size: int) -> None:
         self.context, self.size = context, size
         self.runners: dict[int, RemoteRunner] = {}
@@ -124,7 +125,7 @@ class RemotePool(ABC):
         self.n_failed_starts = 0
         self.cause = ""
         self.is_closed = False
-        self._timers: set[Any] = set()
+        self._timers: dict[int, Timer] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._first: asyncio.Future[None] | None = None
         plan, config = context.plan, context.config
@@ -174,12 +175,11 @@ class RemotePool(ABC):
             runner.kill()
             return
         runner.send(self._setup)
-        loop = asyncio.get_running_loop()
-        loop.call_later(START_S, self._check_start, runner)
+        self._call_later(runner.number, self.start_s, self._check_start, runner)
 
     def _check_start(self, runner: RemoteRunner) -> None:
         if not runner.is_ready and not runner.is_dead and not self.is_closed:
-            self._kill_for(runner, f"it was not ready within {START_S:g} s")
+            self._kill_for(runner, f"it was not ready within {self.start_s:g} s")
 
     # -- what the runners send
 
@@ -208,6 +208,7 @@ class RemotePool(ABC):
 
     def _ready(self, runner: RemoteRunner) -> None:
         runner.is_ready = True
+        self._cancel_timer(runner.number)
         self.n_failed_starts = 0
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
@@ -237,15 +238,24 @@ class RemotePool(ABC):
 
     def _start_failed(self, number: int) -> None:
         self.n_failed_starts += 1
-        pause = min(PAUSE_S * 2 ** (self.n_failed_starts - 1), PAUSE_MAX_S)
-        if self.n_failed_starts >= FAILED_STARTS and not self.n_alive():
+        pause = min(self.pause_s * 2 ** (self.n_failed_starts - 1), self.pause_max_s)
+        if self.n_failed_starts >= self.failed_starts and not self.n_alive():
             if self._first is not None and not self._first.done():
                 self._first.set_exception(WorkerDiedError(f"runners: none could be started; {self.cause}"))
                 return
             self.context.reports.runners_broken(self.cause)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(pause, self._begin, number)
-        self._timers.add(timer)
+        self._call_later(number, pause, self._begin, number)
+
+    def _call_later(self, number: int, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        """Each runner waits for one thing at a time: to be started again, or to be ready."""
+        self._cancel_timer(number)
+        clock = self.context.clock
+        self._timers[number] = clock.call_at(clock.time() + seconds, callback, *args)
+
+    def _cancel_timer(self, number: int) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
 
     def n_alive(self) -> int:
         return sum(runner.is_ready for runner in self.runners.values())
@@ -311,8 +321,8 @@ class RemotePool(ABC):
 
     async def close(self) -> None:
         self.is_closed = True
-        for timer in self._timers:
-            timer.cancel()
+        for number in list(self._timers):
+            self._cancel_timer(number)
         for task in list(self._starting):
             task.cancel()
         if self._starting:
