@@ -14,7 +14,11 @@ import pytest
 from tests.rollout.make import coordinator, run
 
 import recollect.rollout as rr
-from recollect.errors import ClosedError, ModelError, SchemaError
+from recollect.errors import (
+    ClosedError,
+    ModelError,
+    SchemaError,
+)
 from recollect.rollout.models.replicas import ModelPool, Models
 from recollect.testing import InferenceModelContract
 
@@ -132,6 +136,56 @@ async def serving(**fields: Any) -> AsyncIterator[tuple[Any, Any]]:
         assert server.open == 0, "a connection was left open"
 
 
+def torch_model(**fields: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(1, 1)
+
+    def fn(prompts: Any, sampling: Any) -> Any:
+        return [(torch.tensor([len(p), 7]), torch.tensor([-0.1, -0.2])) for p in prompts]
+
+    return rr.TorchModel(
+        fn, module=module, logprobs_fn=lambda rows: [np.full(len(r), -0.5) for r in rows], **fields
+    )
+
+
+class Words:
+    """A tokenizer: one token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        return self.encode("".join(m["content"] for m in messages))
+
+
+def bare(text: str, *logprobs: float, **fields: Any) -> dict[str, Any]:
+    """A reply that says no token ids."""
+    return {"choices": [{"text": text, "logprobs": {"token_logprobs": list(logprobs)}}]} | fields
+
+
+class Slow:
+    """A function for a TorchModel that waits in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.inside, self.gate = threading.Event(), threading.Event()
+        self.prompts: list[Any] = []
+
+    def __call__(self, prompts: Any, sampling: Any) -> Any:
+        self.prompts.append(prompts)
+        self.inside.set()
+        self.gate.wait(20)
+        return [([7], [-0.5]) for _ in prompts]
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0)
+
+
 def test_answers_carry_tokens_logprobs_and_version() -> None:
     async def main() -> None:
         async with serving() as (server, model):
@@ -237,21 +291,6 @@ def test_a_train_and_a_judged_batch_through_a_server_in_trouble() -> None:
     run(main())
 
 
-# -- in this process
-
-
-def torch_model(**fields: Any) -> Any:
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Linear(1, 1)
-
-    def fn(prompts: Any, sampling: Any) -> Any:
-        return [(torch.tensor([len(p), 7]), torch.tensor([-0.1, -0.2])) for p in prompts]
-
-    return rr.TorchModel(
-        fn, module=module, logprobs_fn=lambda rows: [np.full(len(r), -0.5) for r in rows], **fields
-    )
-
-
 def test_calls_that_wait_together_become_one_batch() -> None:
     async def main() -> None:
         model = torch_model(max_batch=4)
@@ -335,28 +374,6 @@ def test_five_failures_in_a_row_make_a_model_rest_unless_it_is_the_only_one() ->
     assert resting([Moody(), Moody()], "fffff")
     assert not resting([Moody(), Moody()], "ffffgffff")
     assert not resting([Moody()], "ffffffffff")
-
-
-# -- what a server may leave out, and how long it is waited for
-
-
-class Words:
-    """A tokenizer: one token per letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
-        assert add_generation_prompt
-        return self.encode("".join(m["content"] for m in messages))
-
-
-def bare(text: str, *logprobs: float, **fields: Any) -> dict[str, Any]:
-    """A reply that says no token ids."""
-    return {"choices": [{"text": text, "logprobs": {"token_logprobs": list(logprobs)}}]} | fields
 
 
 def test_tokens_that_the_server_does_not_say_come_from_the_tokenizer_or_the_prompt() -> None:
@@ -463,24 +480,6 @@ def test_the_pause_before_another_try_doubles_and_varies_by_a_fifth() -> None:
         assert 0.8 * wanted <= min(pauses) < wanted < max(pauses) <= 1.2 * wanted
 
 
-def testretry_after_is_a_number_or_a_date_and_bounded() -> None:
-    from datetime import UTC, datetime, timedelta
-    from email.utils import format_datetime
-
-    from recollect.rollout.models.openai import retry_after
-
-    assert [retry_after(text, 7.0) for text in (None, "2.5", "1000", "-3", "soon")] == [
-        7.0,
-        2.5,
-        60.0,
-        0.0,
-        7.0,
-    ]
-    now = datetime.now(UTC)
-    assert 15 < retry_after(format_datetime(now + timedelta(seconds=20), usegmt=True), 7.0) <= 20
-    assert retry_after(format_datetime(now - timedelta(seconds=20), usegmt=True), 7.0) == 0.0
-
-
 def test_a_model_has_the_limits_of_the_contract_and_is_closed_for_good() -> None:
     async def main() -> None:
         async with serving() as (_, model):
@@ -494,28 +493,6 @@ def test_a_model_has_the_limits_of_the_contract_and_is_closed_for_good() -> None
             rr.OpenAIModel("127.0.0.1:9", "m")
 
     run(main())
-
-
-# -- in this process, more of it
-
-
-class Slow:
-    """A function for a TorchModel that waits in its thread until it is let go."""
-
-    def __init__(self) -> None:
-        self.inside, self.gate = threading.Event(), threading.Event()
-        self.prompts: list[Any] = []
-
-    def __call__(self, prompts: Any, sampling: Any) -> Any:
-        self.prompts.append(prompts)
-        self.inside.set()
-        self.gate.wait(20)
-        return [([7], [-0.5]) for _ in prompts]
-
-
-async def until(event: threading.Event) -> None:
-    while not event.is_set():
-        await asyncio.sleep(0)
 
 
 def test_a_cancelled_call_is_not_computed_and_one_that_waits_is_told_of_the_close() -> None:
@@ -649,3 +626,22 @@ def test_a_call_of_a_sync_workflow_is_cancelled_by_a_fence_whether_or_not_it_is_
             await asyncio.get_running_loop().create_future()
 
     run(main(), 20)
+
+
+def test_a_model_that_fails_rests_and_the_least_busy_answers() -> None:
+    async def main() -> None:
+        broken = rr.ScriptedModel(["a"], failures=dict.fromkeys(range(100), OSError("down")))
+        works = rr.ScriptedModel(["b"])
+
+        async def asks(task: Any, models: Any) -> Any:
+            [g] = await models["judge"].chat([{"role": "user", "content": "?"}])
+            return rr.Result(metrics={"ok": float(g.text == "b")})
+
+        async with coordinator(
+            auxiliary=[[broken, works]], auxiliary_names=("judge",), max_retries=20, runners=1
+        ) as c:
+            await c.submit_batch(batch_id="e", tasks=[rr.Task(asks) for _ in range(40)], batch_type="eval")
+            result = await c.finalize_eval_batch("e")
+            assert result["ok_task_count"] == 40 and broken.n_calls == 5
+
+    run(main())

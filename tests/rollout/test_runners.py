@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import asyncio
-import gc
 import os
 import signal
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.rollout.make import run
+from tests.rollout.make import pool_context, run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, WorkerDiedError
-from recollect.rollout.event_loop import LoopClock, Threads
-from recollect.rollout.experience.space import plan_of
-from recollect.rollout.models.replicas import ModelPool
-from recollect.rollout.runners.base import RunnerContext
-from recollect.rollout.runners.execute import EMPTY_DATA, LoopLag
-from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.runners.process import ProcessPool
-from recollect.rollout.tasks import AttemptSpec, Workflow
 from recollect.testing import RunnerContract
 from recollect.testing.leftovers import leaves_nothing
 from recollect.testing.rollout_workflows import PREFIX
@@ -145,15 +136,6 @@ def test_a_process_whose_pool_is_closed_while_it_starts_is_ended() -> None:
         run(main())
 
 
-def pool_context(**fields: Any) -> RunnerContext:
-    """What a pool needs to be used without a coordinator."""
-    loop = asyncio.get_running_loop()
-    reports: Any = SimpleNamespace(runners_changed=lambda: None)
-    models = ModelPool([], [], [], loop.time, 30.0)
-    threads = Threads(loop, "test")
-    return RunnerContext(reports, rr.Config(**fields), models, plan_of(), threads, LoopLag(), LoopClock(loop))
-
-
 @pytest.mark.process
 def test_runners_that_cannot_start_say_why() -> None:
     class Hasty(ProcessPool):
@@ -219,39 +201,3 @@ def test_the_actor_of_a_name_is_found_again(ray_cluster: Any) -> None:
 
     run(main(), 50)
     ray_cluster.kill(actor)
-
-
-def test_an_attempt_whose_end_cannot_be_handled_takes_no_place_with_it() -> None:
-    """The attempt that was given its place is made all the same."""
-
-    async def flow(task: Any, models: Any) -> Any:
-        return rr.Result(metrics={"x": 1.0})
-
-    async def main() -> None:
-        heard: list[str] = []
-        asyncio.get_running_loop().set_exception_handler(
-            lambda _, about: heard.append(str(about["exception"]))
-        )
-        ended: list[int] = []
-        context = pool_context(runners=1)
-        pool = LocalPool(context)
-
-        def launch(attempt_id: int) -> None:
-            spec = AttemptSpec(attempt_id, "w", EMPTY_DATA, 1, 0, "e", True, (0,), 1, (0,), 0, 0)
-            assert pool.launch(spec, Workflow("w", flow, True, False), -1) == 0
-
-        def attempt_ended(attempt_id: int, error: str = "") -> None:
-            ended.append(attempt_id)
-            if attempt_id == 1:
-                launch(2)
-                raise OSError("no space left")
-
-        context.reports.attempt_ended = attempt_ended  # type: ignore[method-assign]
-        context.reports.run_ended = lambda *_: None  # type: ignore[method-assign]
-        launch(1)
-        while len(ended) < 2:
-            await asyncio.sleep(0)
-        gc.collect()
-        assert ended == [1, 2] and pool.n_free() == 1 and heard == ["no space left"]
-
-    run(main(), 20)

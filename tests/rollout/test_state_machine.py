@@ -9,6 +9,7 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 from tests.rollout.make import Gates, ListSink, check_doors, config, inner, is_open, settle
@@ -389,3 +390,5 @@ class Machine(RuleBasedStateMachine):
 
 
 TestMachine = Machine.TestCase
+if settings.default.max_examples <= 50:  # the ordinary profile; `make soak` runs many more
+    TestMachine.settings = settings(settings.default, max_examples=15)

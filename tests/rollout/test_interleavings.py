@@ -7,10 +7,11 @@ from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from typing import Any
 
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.rollout.make import Gates, ListSink, check_doors, config, experience, inner
-from tests.rollout.test_machine import picked, reachable
+from tests.rollout.test_state_machine import picked, reachable
 
 import recollect.rollout as rr
 from recollect.errors import BatchAborted, BatchFailed, DeadlineError, PipelineError
@@ -250,3 +251,5 @@ class Turns(RuleBasedStateMachine):
 
 
 TestTurns = Turns.TestCase
+if settings.default.max_examples <= 50:  # the ordinary profile; `make soak` runs many more
+    TestTurns.settings = settings(settings.default, max_examples=25)
