@@ -407,7 +407,7 @@ def test_why_waiting_says_what_work_is_behind() -> None:
             assert second.reasons == ("0 of 1 good", "1 runs queued behind [1]")
             await end(c, (1, 0, 0))
             await end(c, (1, 1, 0))
-            assert c.why_waiting(1).reasons[-1] == "nobody has finalized it"
+            assert c.why_waiting(1).reasons[-1] == "it was not finalized yet"
 
     run(main())
 

@@ -31,7 +31,6 @@ from recollect.errors import (
     PipelineError,
 )
 from recollect.rollout.journal.format import decode_batch
-from recollect.rollout.tasks import _registered
 from recollect.testing import FakeClock
 
 ROOT = Path(__file__).parents[2]
@@ -255,25 +254,29 @@ def test_another_programs_database_is_left_as_it_is(tmp_path: Path, mode: str) -
 
 
 def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_once_they_are(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "later.py").write_text(
+        "from tests.rollout.test_journal import held\n"
+        "async def flow(task, models):\n    return await held(task, models)\n"
+    )
+
     async def main() -> None:
         HOLD.update({1})
         async with made(tmp_path) as c:
-            await c.submit_batch(
-                batch_id=1, tasks=[rr.Task("tests.journal.later") for _ in range(2)], batch_type="train"
-            )
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("later:flow")] * 2, batch_type="train")
             await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
             await until(lambda: c.stats().attempts.good == 2)
-        known = _registered.pop("tests.journal.later")
+        known = sys.modules.pop("later")
         again = made(tmp_path)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"tests\.journal\.later"):
+            with pytest.raises(ValueError, match="later:flow.* import .*later"):
                 await again.prepare()
             with pytest.raises(ClosedError):
                 again.batches()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        _registered["tests.journal.later"] = known
+        sys.modules["later"] = known
         HOLD.clear()
         STARTED.clear()
         async with again as c:
@@ -283,8 +286,10 @@ def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_onc
             assert STARTED == [(1, 0)]
             check_doors(c)
 
-    rr.workflow("tests.journal.later")(held)
-    run(main())
+    try:
+        run(main())
+    finally:
+        sys.modules.pop("later", None)
 
 
 def copied(path: Path, name: str) -> Any:

@@ -1,4 +1,4 @@
-"""Rollout: which experience is made, by whom, and when a batch of it is done.
+"""Rollout: which experience is made, on which runner, and when a batch of it is done.
 
 `import recollect.rollout as rr` gives every name below; the module behind a name is imported when it is first
 used, so this loads no torch, httpx or ray.

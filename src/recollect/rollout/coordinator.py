@@ -106,7 +106,7 @@ class RolloutCoordinator:
     def _started(self, starting: asyncio.Task[None]) -> None:
         self._starting = None
         if not starting.cancelled():
-            starting.exception()  # nobody may be left to hear of it
+            starting.exception()  # its callers may all have been cancelled
 
     async def shutdown(self) -> None:
         """Wake every waiter with ClosedError, stop all work, and close what the config made."""
@@ -369,7 +369,7 @@ def _open_sink(context: RolloutContext) -> None:
 async def _start_runners(context: RolloutContext) -> None:
     """Start them, and bring back the work that a journal has for them."""
     tell = context.observer.model_call if context.observer.trace is not None else None
-    around = RunnerContext(
+    for_runners = RunnerContext(
         context.scheduler,
         context.config,
         context.models,
@@ -379,7 +379,7 @@ async def _start_runners(context: RolloutContext) -> None:
         context.clock,
         tell,
     )
-    pool = context.scheduler.pool = make_pool(around)
+    pool = context.scheduler.pool = make_pool(for_runners)
     try:
         await pool.start()
         if context.journal is not None:

@@ -171,7 +171,7 @@ class Threads:
                 value, error = None, raised
             try:
                 self.loop.call_soon_threadsafe(self._done, future, value, error, inbox)
-            except RuntimeError:  # the loop is closed; nobody waits
+            except RuntimeError:  # the loop is closed, and no call waits
                 return
             del job, future, work, value, error
 
@@ -186,7 +186,7 @@ class Threads:
             inbox.put(None)
         else:
             self.idle.append(inbox)
-        if future.done():  # cancelled: nobody wants it
+        if future.done():  # cancelled: the value is dropped
             return
         if error is None:
             future.set_result(value)

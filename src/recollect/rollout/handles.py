@@ -86,7 +86,7 @@ class LocalHandle:
         asyncio.set_event_loop(self._loop)
         try:
             self._loop.run_forever()
-            left = asyncio.all_tasks(self._loop)  # calls of other threads, who would wait for ever
+            left = asyncio.all_tasks(self._loop)  # of calls of other threads, which would wait for ever
             for task in left:
                 task.cancel()
             if left:

@@ -92,7 +92,7 @@ class RolloutJob:
         self.config = Config.from_fields(_placed(fields, folder))
         sink = self.config.sink
         if "queue" in (sink, sink.get("kind") if isinstance(sink, dict) else None):
-            raise SchemaError("rollout.sink: must keep what is delivered, got a queue that nobody reads; "
+            raise SchemaError("rollout.sink: must keep what is delivered, got a queue, which has no reader here; "
                               'use {kind = "file", path = "out"}')  # fmt: skip
         for number in ("batch_size", "steps", "repeat_times"):
             _check_count(f"train.{number}", getattr(spec.train, number), 1)
@@ -203,7 +203,7 @@ class RolloutJob:
 
 
 def state_of(c: RolloutCoordinator, batch_id: int | str) -> BatchLifecycleState | None:
-    """Where a batch is; None if nobody knows it."""
+    """Where a batch is; None if the coordinator does not know it."""
     try:
         return c.batch_state(batch_id).state
     except KeyError:

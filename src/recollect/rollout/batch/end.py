@@ -71,7 +71,7 @@ def forget(context: RolloutContext, batch: BatchRecord) -> None:
 
 
 def tell_finalizers(batch: BatchRecord, error: Exception) -> None:
-    """Tell everybody who waits for a batch that it will not come."""
+    """Raise an error in every finalize call that waits for a batch."""
     for finalizer in batch.finalizers:
         if not finalizer.future.done():
             finalizer.future.set_exception(error)

@@ -24,7 +24,7 @@ S = BatchLifecycleState
 
 @dataclass(eq=False, slots=True)
 class Finalizer:
-    """Somebody who waits for a batch to be ready."""
+    """A finalize call that waits for a batch to be ready."""
 
     future: asyncio.Future[Any]
     deadline: float
@@ -154,7 +154,7 @@ def _check_kind(have: str, want: str, batch_id: BatchId) -> None:
 
 
 def look(context: RolloutContext, batch: BatchRecord) -> None:
-    """Decide for everybody who waits for this batch."""
+    """Decide for every finalizer of this batch."""
     if not batch.finalizers or batch.state.state is S.FINALIZING:
         return
     now = context.clock.time()
@@ -232,7 +232,7 @@ def why_waiting(batch: BatchRecord, scheduler: Scheduler, stage: str | None, now
         reasons.append(f"waiting {max(left, 0):.1f} s for more after the minimum")
     if batch.running or n_ready or batch.backing_off:
         return Waiting(batch.id, tuple(reasons))
-    return Waiting(batch.id, (*reasons, "nobody has finalized it"))
+    return Waiting(batch.id, (*reasons, "it was not finalized yet"))
 
 
 def _count(batch: BatchRecord) -> str:

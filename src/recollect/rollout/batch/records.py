@@ -127,7 +127,9 @@ class Attempt:
         self.stopped_at: float | None = None  # when it was told to stop
         self.good = 0
         self.timer: list[Any] = []  # its deadline, then its grace
-        self.stopped: list[asyncio.Future[None]] | None = None  # who waits for its real end
+        self.stopped: list[asyncio.Future[None]] | None = (
+            None  # one for each call that waits for its real end
+        )
 
 
 class BatchRecord:

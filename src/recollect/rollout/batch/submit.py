@@ -177,7 +177,7 @@ def _refuse(context: RolloutContext, sub: Submission) -> None:
 
 
 def withdraw(context: RolloutContext, sub: Submission, error: Exception | None) -> None:
-    """Take a waiting submission back; nothing of it stays, and it holds up nobody behind it."""
+    """Take a waiting submission back; nothing of it stays, and it no longer delays those behind it."""
     _take_back(context, sub, error)
     if context.is_open:
         admit(context)
@@ -205,7 +205,7 @@ def forget_cancelled(context: RolloutContext) -> None:
 
 
 def admit(context: RolloutContext) -> None:
-    """Admit who waits, in order; one that capacity holds up holds up those behind it."""
+    """Admit waiting batches in order; one for which there is no room delays those behind it."""
     forget_cancelled(context)
     full = ""
     for sub in list(context.waiting):

@@ -231,7 +231,7 @@ class QueueSink:
             self._wanted.discard(commit_id)
             if self._closed:
                 raise ClosedError("sink: the queue is closed; prepare the coordinator again")
-            with deferred():  # what is in the queue is counted and remembered, and who waits hears of it
+            with deferred():  # the rows, their count and the commit change together
                 if len(x):
                     self._parts.append(x)
                     self._n += len(x)
@@ -314,7 +314,7 @@ class QueueSink:
             self._wake()
 
     def _wake(self) -> None:
-        with deferred():  # nobody is left out
+        with deferred():  # every waiting call is woken
             self._changed.notify_all()
             waiting, self._waiting = self._waiting, []
             for wake in waiting:

@@ -219,7 +219,7 @@ class Journal:
             self.loop.call_soon_threadsafe(answer)
 
     def _write_group(self, database: sqlite3.Connection) -> bool:
-        """Write what is there; the first change waits a little for others unless somebody waits for it."""
+        """Write what is there; the first change waits up to 10 ms for others, a flush not at all."""
         first = self._changes.get()
         group, ends = [first], time.monotonic() + GROUP_S
         while isinstance(group[-1], list):

@@ -24,7 +24,7 @@ from recollect.rollout.tasks import AttemptSpec, RunOutcome
 
 DEFAULT_SIZE = 256
 TURN_S = 0.002  # attempts that never wait follow each other that long before the loop sees to anything else
-AT_ONCE = 8  # who wait for a turn and are let in together; in a turn that is over they would only wait again
+AT_ONCE = 8  # attempts that are let in together; more might find the turn over and wait again
 
 
 class Place:

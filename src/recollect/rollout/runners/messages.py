@@ -84,7 +84,7 @@ class ModelCall(RunnerMessage, tag="Call"):
 
 
 class Uncall(RunnerMessage):
-    """Nobody waits for that call any more."""
+    """The attempt no longer waits for that call."""
 
     call_id: int
 

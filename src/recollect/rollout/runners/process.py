@@ -43,7 +43,7 @@ class ProcessRunner(RemoteRunner):
             theirs.close()
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
-        except OSError:  # nobody could look after it
+        except OSError:  # its death could not be seen
             ours.close()
             self.kill()
             self.process.wait()

@@ -1,7 +1,7 @@
 """Runners outside the coordinator's process: what processes and Ray actors have in common.
 
 A runner has one attempt at a time. It is started, said to be ready, and replaced when it dies or is killed. Starting
-again backs off; after five failures in a row and with no runner left, those who wait are told why.
+again backs off; after five failures in a row and with no runner left, finalizers are told why.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class RemotePool(ABC):
     Ownership: owns the runners and ends them in `close()`. Concurrency: one event loop.
     """
 
-    failed_starts = 5  # in a row, after which those who wait are told
+    failed_starts = 5  # in a row, after which finalizers are told
     start_s = 60.0  # in which a runner must be ready
     pause_s, pause_max_s = 0.1, 30.0  # before the first and between the later starts
 
@@ -215,7 +215,7 @@ class RemotePool(ABC):
         self.context.reports.runners_changed()
 
     def died(self, runner: RemoteRunner, why: str) -> None:
-        """A runner is gone: tell whose attempt it had, and start another."""
+        """A runner is gone: report the attempt that it had, and start another."""
         if runner.is_dead:
             return
         runner.is_dead = True
