@@ -87,7 +87,7 @@ def test_shutdown_ends_the_iteration_of_listeners() -> None:
     run(main())
 
 
-def test_a_slow_listener_has_the_newest_and_is_told_once_how_many_it_missed() -> None:
+def test_a_slow_listener_gets_the_newest_events_and_once_the_number_it_missed() -> None:
     async def main() -> None:
         async with coordinator() as c:
             stream = c.events()

@@ -34,7 +34,7 @@ class TurnThreads:
     def call(self, function: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
         future = self.loop.create_future()
 
-        def work() -> None:  # though nobody may want it any more, like a thread
+        def work() -> None:  # like a thread also after its call was cancelled
             try:
                 value, error = function(*args), None
             except Exception as raised:

@@ -293,7 +293,7 @@ def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_onc
 
 
 def copied(path: Path, name: str) -> Any:
-    """What a kill at this moment would leave: the files as they are, opened by nobody else."""
+    """What a kill at this moment would leave: the files as they are, opened by no other process."""
     for file in path.glob("j.sqlite*"):
         shutil.copy(file, path / file.name.replace("j.sqlite", name))
     return sqlite3.connect(path / name)
@@ -307,7 +307,9 @@ def counted(database: Any, table: str) -> int:
 NAMED = "tests.journal.held"
 
 
-def test_what_a_call_returned_for_is_recorded_and_what_is_delivered_is_deleted(tmp_path: Path) -> None:
+def test_a_batch_is_recorded_when_submit_returns_and_payloads_are_deleted_when_delivered(
+    tmp_path: Path,
+) -> None:
     class Looks(ListSink):
         def write(self, x: Any, commit_id: str) -> None:
             seen.append(counted(copied(tmp_path, "at-the-sink"), "runs"))
@@ -609,7 +611,7 @@ def test_a_disk_that_was_full_for_a_moment_costs_nothing(tmp_path: Path, small_d
     run(main())
 
 
-def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> None:
+def test_a_write_that_failed_is_raised_and_later_ones_wait_for_it(tmp_path: Path) -> None:
     async def main() -> None:
         async with made(tmp_path):
             pass
@@ -634,7 +636,7 @@ def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> N
         run(main())
 
 
-def test_what_runs_may_finish_into_the_journal_and_nothing_new_starts(tmp_path: Path) -> None:
+def test_running_attempts_may_finish_into_the_journal_at_shutdown_and_none_starts(tmp_path: Path) -> None:
     async def main() -> None:
         HOLD.update({0})
         async with made(tmp_path, runners=1, drain_s=20.0) as c:
@@ -781,7 +783,7 @@ class Level(enum.IntEnum):
     LOW = 2
 
 
-def test_what_a_journal_takes_it_reads_again(tmp_path: Path) -> None:
+def test_every_value_that_a_journal_accepts_it_can_read_again(tmp_path: Path) -> None:
     """Values of classes like numpy's become plain ones; what no record holds is refused before anything changes."""
     odd: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (np.str_("a"), {"task_id": np.str_("t"), "timeout_s": np.float64(5)}, {"priority": Level.LOW}),

@@ -20,7 +20,7 @@ from recollect.rollout.runners.execute import EMPTY_DATA
 from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.tasks import AttemptSpec, Workflow
 
-WHO: contextvars.ContextVar[Any] = contextvars.ContextVar("WHO", default=None)
+LAST_TASK: contextvars.ContextVar[Any] = contextvars.ContextVar("LAST_TASK", default=None)
 
 
 def test_fenced_runners_stop_the_work_and_are_named() -> None:
@@ -111,8 +111,8 @@ def test_each_attempt_has_its_own_context_and_leaves_no_cancel_behind() -> None:
     seen: list[Any] = []
 
     async def marks(task: Any, models: Any) -> Any:
-        seen.append(WHO.get())
-        WHO.set(task.task_id)
+        seen.append(LAST_TASK.get())
+        LAST_TASK.set(task.task_id)
         if task.task_id == 1:
             with pytest.raises(asyncio.CancelledError):
                 await asyncio.get_running_loop().create_future()
@@ -124,7 +124,9 @@ def test_each_attempt_has_its_own_context_and_leaves_no_cancel_behind() -> None:
         async with coordinator(runners=1, attempt_timeout_s=5.0) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(marks) for _ in range(4)], batch_type="train")
             await settle(c)
-            c.clock.advance(5.0)  # task 1 swallows its cancel and returns: too late, and nobody else's matter
+            c.clock.advance(
+                5.0
+            )  # task 1 swallows its cancel and returns: too late, and without effect on the others
             result = await c.finalize_train_batch(1, timeout=10)
             assert (result["ok_task_count"], result["failed_task_count"]) == (3, 1)
             assert seen == [None] * 4

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -19,6 +20,7 @@ from recollect.errors import (
     ModelError,
     SchemaError,
 )
+from recollect.rollout.models.openai import pause_after
 from recollect.rollout.models.replicas import ModelPool, Models
 from recollect.testing import InferenceModelContract
 
@@ -206,7 +208,7 @@ def test_answers_carry_tokens_logprobs_and_version() -> None:
 
 
 @pytest.mark.parametrize("trouble", [429, 503, 500, 408, "drop", "slow"])
-def test_what_may_pass_is_tried_again(trouble: Any) -> None:
+def test_errors_that_may_pass_are_tried_again(trouble: Any) -> None:
     async def main() -> None:
         async with serving() as (server, model):
             server.script = [trouble]
@@ -221,7 +223,7 @@ def test_what_may_pass_is_tried_again(trouble: Any) -> None:
     [([401], 1, "status 401"), ([404], 1, "404"), ([503] * 3, 3, "status 503"), (["drop"] * 3, 3, "3 tries"),
      (["malformed"], 1, "malformed"), (["no json"], 1, "malformed")],
 )  # fmt: skip
-def test_what_will_not_pass_says_status_and_address_and_no_key(
+def test_errors_that_will_not_pass_say_status_and_address_and_no_key(
     script: list[Any], calls: int, text: str
 ) -> None:
     async def main() -> None:
@@ -474,9 +476,9 @@ def test_pauses_grow_to_their_longest_and_the_servers_word_goes_first() -> None:
 
 
 def test_the_pause_before_another_try_doubles_and_varies_by_a_fifth() -> None:
-    model = rr.OpenAIModel("http://127.0.0.1:9/v1", "m")
+    model, source = rr.OpenAIModel("http://127.0.0.1:9/v1", "m"), random.Random(0)
     for attempt, wanted in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)):
-        pauses = [model.pause(attempt) for _ in range(200)]
+        pauses = [pause_after(attempt, model.backoff_s, model.backoff_max_s, source) for _ in range(200)]
         assert 0.8 * wanted <= min(pauses) < wanted < max(pauses) <= 1.2 * wanted
 
 
@@ -495,7 +497,7 @@ def test_a_model_has_the_limits_of_the_contract_and_is_closed_for_good() -> None
     run(main())
 
 
-def test_a_cancelled_call_is_not_computed_and_one_that_waits_is_told_of_the_close() -> None:
+def test_a_cancelled_call_is_not_computed_and_a_waiting_one_raises_at_the_close() -> None:
     async def main() -> None:
         slow = Slow()
         model = rr.TorchModel(slow)
@@ -561,7 +563,7 @@ def test_weights_are_read_between_batches_and_never_older_ones() -> None:
     run(main())
 
 
-def test_what_a_function_raises_or_leaves_out_reaches_who_asked() -> None:
+def test_an_error_or_a_missing_answer_of_the_function_reaches_its_caller() -> None:
     async def main() -> None:
         def short(prompts: Any, sampling: Any) -> Any:
             if sampling.get("fail"):

@@ -36,7 +36,7 @@ def test_a_shaped_reward_is_the_reward_and_weighted_metrics() -> None:
     assert len(unknown) == 0 and counts == {"no_reward": 1.0}
 
 
-def test_a_metric_that_no_row_has_is_told_unless_it_may_be_missing() -> None:
+def test_a_metric_that_no_row_has_is_an_error_unless_it_may_be_missing() -> None:
     x = with_metrics({"a": 2.0}, {"a": 4.0})
     with pytest.raises(SchemaError, match=r"got 'b', which no row has; there are \['a'\]"):
         rr.ShapeReward({"a": 1.0, "b": -3.0})(x)

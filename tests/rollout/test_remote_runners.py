@@ -169,7 +169,7 @@ def test_a_retry_goes_to_another_runner() -> None:
     run(main())
 
 
-def test_a_runner_that_obeys_is_kept() -> None:
+def test_a_runner_that_stops_its_attempt_in_time_is_kept() -> None:
     async def main() -> None:
         async with coordinator(attempt_timeout_s=0.01) as c:
             [runner] = runners(c)
@@ -182,7 +182,7 @@ def test_a_runner_that_obeys_is_kept() -> None:
     run(main())
 
 
-def test_a_runner_that_is_told_to_stop_before_it_has_begun_obeys() -> None:
+def test_a_runner_whose_attempt_is_cancelled_before_it_began_is_kept() -> None:
     """Both messages arrive in one turn of its loop."""
 
     async def main() -> None:
@@ -199,7 +199,7 @@ def test_a_runner_that_is_told_to_stop_before_it_has_begun_obeys() -> None:
     run(main(), 10)
 
 
-def test_a_runner_that_does_not_obey_is_killed_after_the_grace_and_replaced() -> None:
+def test_a_runner_that_does_not_stop_its_attempt_is_killed_after_the_grace_and_replaced() -> None:
     async def main() -> None:
         async with coordinator(attempt_timeout_s=0.01, cancel_grace_s=0.01) as c:
             [runner] = runners(c)
@@ -319,7 +319,7 @@ def test_a_workflow_that_has_no_name_cannot_go_to_a_runner() -> None:
 # -- what comes from a runner is checked
 
 
-def test_what_a_runner_says_of_another_attempt_is_dropped() -> None:
+def test_a_result_of_another_attempt_is_dropped() -> None:
     async def main() -> None:
         async with coordinator() as c:
             await submit(c)
@@ -388,7 +388,7 @@ def test_a_runner_that_cannot_read_a_message_is_replaced_and_its_attempt_done_ag
     run(main())
 
 
-def test_an_answer_that_cannot_travel_is_told_to_who_asked() -> None:
+def test_an_answer_that_cannot_be_sent_is_an_error_of_the_call() -> None:
     class Odd(rr.ScriptedModel):
         async def generate(self, prompt: Any, **sampling: Any) -> Any:
             [found] = await super().generate(prompt, **sampling)
@@ -470,7 +470,7 @@ def test_a_runner_that_is_never_ready_is_replaced() -> None:
     run(main())
 
 
-def test_while_a_runner_is_left_failed_starts_are_nobodys_error() -> None:
+def test_failed_starts_raise_nothing_while_another_runner_is_left() -> None:
     async def main() -> None:
         async with coordinator(runners=2) as c:
             await until(lambda: len(runners(c)) == 2 and all(r.is_ready for r in runners(c)))
@@ -553,7 +553,7 @@ def test_calls_travel_back_with_versions_and_logprobs() -> None:
             [x] = c.list_sink.parts.values()
             assert x.model_version.tolist() == [7] and x.prompt_length.tolist() == [3]
             assert x.tokens.values.tolist() == [1, 2, 3, *b"abc"] and x.logprobs.values.tolist() == [-1.0] * 3
-            assert model.n_cancelled == 1  # nobody waited for that answer any more
+            assert model.n_cancelled == 1  # the attempt no longer waited for that answer
             assert c.stats().models[0].served == 2 and c.stats().models[0].calls == 0
 
     run(main())
@@ -732,7 +732,7 @@ def test_a_sync_workflow_that_is_cancelled_is_refused_its_next_call() -> None:
     run(main())
 
 
-def test_an_answer_that_nobody_waits_for_is_dropped_and_an_error_is_raised() -> None:
+def test_an_answer_without_a_waiting_call_is_dropped_and_an_error_is_raised() -> None:
     async def main() -> None:
         session, sent = session_of(setup())
         model = RemoteModel(session.call, -1)

@@ -72,7 +72,7 @@ class TestProcess(RunnerContract):
         rig.run(work)
 
     @pytest.mark.parametrize("dies", [False, True])
-    def test_what_a_runner_started_ends_with_it(self, rig: Rig, tmp_path: Path, dies: bool) -> None:
+    def test_processes_that_a_runner_started_end_with_it(self, rig: Rig, tmp_path: Path, dies: bool) -> None:
         """Killed after the grace, or dead by itself: its whole process group goes."""
         path = tmp_path / "pid"
 
@@ -89,7 +89,7 @@ class TestProcess(RunnerContract):
 
         rig.run(work)
 
-    def test_what_a_runner_sent_before_it_died_is_not_lost(self, rig: Rig, tmp_path: Path) -> None:
+    def test_results_that_a_runner_sent_before_it_died_are_kept(self, rig: Rig, tmp_path: Path) -> None:
         """The loop is held up until the runner is dead: its death and its last words are there at once."""
 
         async def work(rig: Rig) -> None:

@@ -171,7 +171,7 @@ def test_eval_holds_only_its_share_while_train_waits() -> None:
         async with coordinator(runners=4, eval_share=0.3) as c:
             await c.submit_batch(batch_id="0/e", tasks=tasks(c, 8), batch_type="eval")
             await settle(c)
-            assert len(c.gates.waiting) == 4  # nobody else wants them
+            assert len(c.gates.waiting) == 4  # no other batch waits for them
             await c.submit_batch(batch_id=1, tasks=tasks(c, 8), batch_type="train")
             for _ in range(3):
                 c.gates.end(next(k for k in c.gates.waiting if k[0] == "0/e"), rr.Result(metrics={"x": 1.0}))

@@ -151,7 +151,7 @@ def test_a_sink_leaves_the_files_of_a_killed_dump_alone(tmp_path: Path) -> None:
         }
 
 
-def test_what_a_killed_sink_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_sink_are_removed_and_no_others(tmp_path: Path) -> None:
     sink = rr.FileSink(tmp_path, "jsonl")
     x = rr.decode(rr.encode([experience()], batch_id=1, task_id="t", group_id=1))
     (tmp_path / ".mine.tmp").write_text("mine")
@@ -187,7 +187,7 @@ def test_the_rest_of_a_write_is_still_the_oldest() -> None:
     run(main())
 
 
-def test_a_queue_gives_across_writes_and_wakes_who_waits() -> None:
+def test_a_queue_gives_rows_across_writes_and_wakes_waiting_readers() -> None:
     async def main() -> None:
         sink = rr.QueueSink(4)
         waits = asyncio.create_task(sink.get(3, timeout=20))

@@ -329,7 +329,7 @@ class Machine(RuleBasedStateMachine):
     @precondition(lambda self: getattr(self, "place", None) is not None)
     @rule()
     def kill(self) -> None:
-        """Another coordinator goes on from what the journal holds now; the old one records where nobody looks."""
+        """Another coordinator goes on from what the journal holds now; what the old one records is not read."""
         assert self.place is not None
         self.do(inner(self.c).journal.flush())
         old, name = self.c, f"{self.n_kills}.sqlite"

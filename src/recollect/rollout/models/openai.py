@@ -165,7 +165,7 @@ class OpenAIModel:
 
         url, last = self.address + path, ""
         for attempt in range(self.max_retries + 1):
-            wait = self.pause(attempt)
+            wait = pause_after(attempt, self.backoff_s, self.backoff_max_s, self._random)
             try:
                 reply = await client.post(url, json=body)
             except httpx.TransportError as error:
@@ -182,11 +182,6 @@ class OpenAIModel:
         raise ModelError(
             f"{url}: no answer after {self.max_retries + 1} tries, the last: {self._hidden(last)}"
         )
-
-    def pause(self, attempt: int) -> float:
-        """Seconds before another try: doubling, at most `backoff_max_s`, ±20 %."""
-        longest: float = min(self.backoff_s * 2**attempt, self.backoff_max_s)
-        return longest * self._random.uniform(0.8, 1.2)
 
     def _hidden(self, text: str) -> str:
         return text if self._api_key is None else text.replace(self._api_key, "***")
@@ -266,6 +261,12 @@ def _logprobs(given: Any) -> list[float] | None:
         return [float(item["logprob"]) for item in given["content"]]
     found = given.get("token_logprobs")
     return None if found is None else [float(value) for value in found]
+
+
+def pause_after(attempt: int, first_s: float, longest_s: float, source: random.Random) -> float:
+    """Seconds before another try: doubling from the first to the longest, ±20 %."""
+    seconds: float = min(first_s * 2**attempt, longest_s)
+    return seconds * source.uniform(0.8, 1.2)
 
 
 def retry_after(value: str | None, otherwise: float) -> float:
