@@ -2,6 +2,11 @@
 
 `import recollect.rollout as rr` gives every name below; the module behind a name is imported when it is first
 used, so this loads no torch, httpx or ray.
+
+A batch goes through `coordinator` (the calls), `batch/submit`, `scheduler` (which attempts start, and which results
+are taken), `runners/` (where attempts run), `batch/finalize`, `batch/cut`, `batch/deliver`, `experience/pipeline`
+(operators, then the sink) and `batch/end`; `batch/abort` ends it early. `context` is what these steps share,
+`journal/` what outlives a kill.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The scheduler: which unit starts next, how long it may take, and what becomes of it when it fails.
+"""The scheduler: which attempt starts next, how long it may take, which results are taken, and what is tried again.
 
 Concurrency: everything happens in the coordinator's event loop, in callbacks that never wait. At most one attempt of
 a unit is alive: the next is queued when the last has really ended, was killed or is fenced.
@@ -206,9 +206,10 @@ class Scheduler:
         if waiting:
             await asyncio.wait(waiting)
 
-    # -- what the runners say
+    # -- what the runners report
 
     def run_ended(self, attempt_id: int, outcome: RunOutcome) -> None:
+        """Take the result of a run, once; one of an attempt that is no longer alive is refused and counted as late."""
         attempt = self.attempts.get(attempt_id)
         if attempt is None:
             return
@@ -242,6 +243,7 @@ class Scheduler:
         self.staged_nbytes += nbytes
 
     def attempt_ended(self, attempt_id: int, error: str = "") -> None:
+        """Count how an attempt ended, and try the runs that are not good again if they may be."""
         attempt = self._take(attempt_id)
         if attempt is None:
             return
@@ -320,10 +322,12 @@ class Scheduler:
         self.dispatch()
 
     def runners_changed(self) -> None:
+        """Start work on a runner that is new or free again."""
         self.broken = None
         self.dispatch()
 
     def runners_broken(self, why: str) -> None:
+        """No runner can be started."""
         self.broken = why
         self._tell_broken(why)
 

@@ -1,4 +1,4 @@
-"""From the journal back to life: a batch with its finished runs; only what had not finished runs again."""
+"""Restoring live batches from the journal with their finished runs; only what had not finished runs again."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def restore(context: RolloutContext, journal: Journal) -> None:
         for task in one.batch.tasks:
             _find(task.workflow, context.config)  # it may be unknown here
     with damage_in(journal.path):
-        revived = [
-            revive(one, context.n_batches + 1 + n, context.config, context.scheduler, journal)
+        batches = [
+            restored_batch(one, context.n_batches + 1 + n, context.config, context.scheduler, journal)
             for n, one in enumerate(kept.batches)
         ]
-    context.n_batches += len(revived)
+    context.n_batches += len(batches)
     context.next_group = max(context.next_group, kept.next_group)
     context.k = max(context.k, kept.k)
     if kept.first_version is not None:
         context.first_version = kept.first_version
     for batch_id, ending in kept.history.items():
         context.history.setdefault(batch_id, ending)
-    for one, batch in zip(kept.batches, revived):
+    for one, batch in zip(kept.batches, batches):
         batch.submitted_at = context.clock.time()
         if one.batch.is_carrier:
             context.carriers.append(batch)
@@ -64,7 +64,7 @@ def _check(kept: JournalBatch, path: str) -> None:
         )
 
 
-def revive(
+def restored_batch(
     kept: JournalBatch, serial: int, config: Config, scheduler: Scheduler, journal: Journal
 ) -> BatchRecord:
     """Return the record of a batch that a journal kept; its work is not started yet."""
