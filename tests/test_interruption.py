@@ -28,9 +28,8 @@ from recollect.ipc.replay_pipelines.cpu_pinned_double_buffer import (
 from recollect.ipc.replay_pipelines.packing import make_collector_pack, serve_pack_requests
 from recollect.learners import checkpoint
 from recollect.learners.checkpoint import load_checkpoint, remove_checkpoint, save_checkpoint
-from recollect.rollout.experience import experience_buffer
-from recollect.rollout.handle import LocalHandle
-from recollect.rollout.sinks import FileSink, QueueSink, ReplaySink
+from recollect.rollout import FileSink, QueueSink, ReplaySink, experience_buffer
+from recollect.rollout.handles import LocalHandle
 from recollect.testing.fake_device import FakeDevice
 from recollect.testing.sink_contract import _rows
 

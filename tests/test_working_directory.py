@@ -20,7 +20,7 @@ import recollect.rollout as rr
 from recollect.datasets import from_lerobot, from_minari
 from recollect.datasets.lerobot.writer import LeRobotWriter
 from recollect.remote import Checkpoint, ReplayBufferManager
-from recollect.rollout.observe import Trace
+from recollect.rollout.events import RolloutTrace
 
 Go = Callable[[str], Path]
 
@@ -89,7 +89,7 @@ def test_a_manager_saves_where_it_was_opened(go: Go) -> None:
 
 def test_sinks_traces_and_dumps_of_a_wrapper_stay_in_their_place(go: Go) -> None:
     there = go("a")
-    sink, trace = rr.FileSink("out", "jsonl"), Trace(Path("trace.json"))
+    sink, trace = rr.FileSink("out", "jsonl"), RolloutTrace(Path("trace.json"))
     env = Counting(longest=2)
     wrapped = rc.ReplayBufferCollectionWrapper(env, tracked_for(env), dump_on_episode_end=True, dump_path="d")
     elsewhere = go("b")

@@ -21,7 +21,7 @@ from recollect.cli.rollout import RolloutView, batch_rows
 from recollect.errors import SchemaError
 from recollect.observe import find_jobs
 from recollect.observe.view.catalogue import open_catalogue
-from recollect.rollout.job import Job
+from recollect.rollout.job import RolloutJob
 
 MODULE = """
 import asyncio, pathlib
@@ -151,12 +151,12 @@ def test_a_job_runs_to_its_end_and_says_what_it_did(job: Path, capsys: pytest.Ca
 
 
 def test_the_tasks_of_a_step_depend_on_seed_and_step_alone(job: Path) -> None:
-    made = Job.from_toml(job)
+    made = RolloutJob.from_toml(job)
     assert [t.data["a"] for t in made.train_tasks(1)] == [3, 4, 0]
     made.spec.train.shuffle = True
     epoch = [t.data["a"] for step in range(5) for t in made.train_tasks(step)]
     assert sorted(epoch[:5]) == sorted(epoch[5:10]) == [0, 1, 2, 3, 4] and epoch[:5] != epoch[5:10]
-    assert [t.data for t in Job.from_toml(job, seed=0).train_tasks(0)] == [{"a": a} for a in range(3)]
+    assert [t.data for t in RolloutJob.from_toml(job, seed=0).train_tasks(0)] == [{"a": a} for a in range(3)]
 
 
 def test_the_view_shows_batches_doors_and_why(job: Path) -> None:
@@ -164,7 +164,7 @@ def test_the_view_shows_batches_doors_and_why(job: Path) -> None:
     console = Console(force_terminal=True, width=150, record=True)
 
     async def main() -> None:
-        made = Job.from_toml(job)
+        made = RolloutJob.from_toml(job)
         view = RolloutView("job", 4, console=console)
         seen: list[Any] = []
 
@@ -247,7 +247,7 @@ def test_a_job_stopped_after_any_result_tells_the_others_once(job: Path, n_told:
 
     for _ in range(2):
         with contextlib.suppress(InterruptedError):
-            asyncio.run(Job.from_toml(job).run(watch, tell))
+            asyncio.run(RolloutJob.from_toml(job).run(watch, tell))
     assert told == ["0/all", 0, 1, "2/all", 2, 3, "4/all"]
 
 
@@ -260,8 +260,8 @@ def test_a_model_comes_from_a_factory(job: Path) -> None:
     async def watch(c: rr.RolloutCoordinator) -> None:
         await asyncio.get_running_loop().create_future()
 
-    asyncio.run(Job.from_toml(job).run(watch, results.append))
+    asyncio.run(RolloutJob.from_toml(job).run(watch, results.append))
     assert results[2]["metrics"]["rollout/reward/mean"] == pytest.approx(1 / 3)
     job.write_text(text.replace("ScriptedModel", "NoModel"))
     with pytest.raises(SchemaError, match="factory"):
-        asyncio.run(Job.from_toml(job).run(watch, results.append))
+        asyncio.run(RolloutJob.from_toml(job).run(watch, results.append))

@@ -16,7 +16,8 @@ from tests.rollout.make import config, experience, run
 import recollect as rc
 import recollect.rollout as rr
 from recollect.errors import FormatError
-from recollect.rollout.journal import Journal
+from recollect.rollout.experience.space import plan_of
+from recollect.rollout.journal.journal import Journal
 
 SOAK = pytest.mark.soak
 
@@ -99,7 +100,7 @@ def test_a_damaged_journal_opens_or_is_told(n: int, tmp_path: Path) -> None:
             await c.finalize_train_batch(0, timeout=20)
             while c.stats().attempts.good < 12:
                 await asyncio.sleep(0.001)
-            return str(c._desk.journal.layout)  # type: ignore[union-attr]
+            return plan_of().layout.hash
 
     layout = run(fill())
     shutil.copy(file, work)

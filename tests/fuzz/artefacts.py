@@ -242,8 +242,8 @@ def learners(home: Path) -> list[Case]:
 def journals(home: Path) -> list[Case]:
     """The rows of a rollout journal, decoded, changed and encoded again."""
     from recollect.rollout.config import Config
-    from recollect.rollout.journal import Journal
-    from recollect.rollout.saved import read_ending
+    from recollect.rollout.journal.format import read_ending
+    from recollect.rollout.journal.journal import Journal
 
     path = home / "journal.db"
     batch = ["b", "train", None, None, "c", 1, [["w", b"\x92\x80\x80", 2, 0, None, 1, 3, 0, False],
@@ -251,8 +251,8 @@ def journals(home: Path) -> list[Case]:
     cut = [[0, 1], 0, 0, []]
     outcome = [0, True, 0.5, {"a": 1.0}, 0, b"abc", 1, 1.0, 2, 0, "", False]
     ending = ["e", "eval", 2, [[0, ["ok", 1, None, 1, 0.5]]], None, "finished", {"a": 1}, None]
-    from recollect.rollout.saved import saved_ending
-    from recollect.rollout.state import BatchLifecycleState, BatchState
+    from recollect.rollout.batch.state import BatchLifecycleState, BatchState
+    from recollect.rollout.journal.format import saved_ending
 
     state = BatchState("e", "eval", 2)
     state.state = list(BatchLifecycleState)[-1]
@@ -278,7 +278,7 @@ def journals(home: Path) -> list[Case]:
 
     from types import SimpleNamespace
 
-    from recollect.rollout.reviving import restore
+    from recollect.rollout.journal.restore import restore
 
     rc.rollout.workflow("w")(lambda work, models: None) if hasattr(rc.rollout, "workflow") else None
     config = Config()
@@ -286,11 +286,11 @@ def journals(home: Path) -> list[Case]:
     async def load() -> None:
         journal = await Journal.open(str(path), config, "h")
         try:
-            desk = SimpleNamespace(
+            context = SimpleNamespace(
                 n_batches=0, config=config, scheduler=_Scheduler(), next_group=0, k=0, first_version=0, history={},
                 clock=_Clock(), carriers=[], batches={}, doors=SimpleNamespace(submitted=0),
             )  # fmt: skip
-            restore(desk, journal)
+            restore(context, journal)
         finally:
             await journal.close()
 
@@ -308,7 +308,7 @@ def journals(home: Path) -> list[Case]:
         for extra in ("", "-wal", "-shm"):
             Path(str(path) + extra).unlink(missing_ok=True)
         db = sqlite3.connect(path)
-        from recollect.rollout.journal import TABLES
+        from recollect.rollout.journal.journal import TABLES
 
         db.executescript("pragma synchronous=off; pragma journal_mode=memory;" + TABLES)
         meta = value["meta"] if isinstance(value["meta"], dict) else {}

@@ -19,7 +19,7 @@ from tests.fuzz.mutations import SURROGATE, garbled, mutated, places
 import recollect as rc
 from recollect import _core
 from recollect.errors import AttachError, RecollectError, SchemaError
-from recollect.rollout.frame import MAGIC, PREFIX, VERSION, aligned
+from recollect.rollout.experience.frame import MAGIC, PREFIX, VERSION, aligned
 
 Case = Callable[[Random], str]
 
@@ -185,12 +185,12 @@ class JobFile:
         self.load()
 
     def load(self) -> Any:
-        from recollect.rollout.job import Job
+        from recollect.rollout.job import RolloutJob
 
         if not self.file.exists():
             self.file.write_bytes(_toml(self.value).encode())
             self.tasks.write_bytes(self.lines)
-        job = Job.from_toml(self.file)
+        job = RolloutJob.from_toml(self.file)
         return job.train_tasks(0), job.eval_tasks()
 
     def __call__(self, random: Random) -> str:

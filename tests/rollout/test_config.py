@@ -10,12 +10,14 @@ from typing import Any
 import pytest
 
 import recollect.rollout as rr
-from recollect.errors import SchemaError
-from recollect.rollout.models.pool import ModelPool
-from recollect.rollout.runners.base import Surroundings
+from recollect.errors import (
+    SchemaError,
+)
+from recollect.rollout.experience.space import plan_of
+from recollect.rollout.models.replicas import ModelPool
+from recollect.rollout.runners.base import RunnerContext
 from recollect.rollout.runners.local import LocalPool
 from recollect.rollout.runners.process import ProcessPool
-from recollect.rollout.schema import plan_of
 
 DEFAULTS: dict[str, Any] = {
     "name": "rollout", "seed": 0, "trace": None, "auxiliary_names": (),
@@ -34,11 +36,17 @@ DEFAULTS: dict[str, Any] = {
     "space": None, "operators": (), "sink": "queue",
     "journal": None, "power_safe": False, "drain_s": 10.0,
 }  # fmt: skip
+
+
 LEAST = {
     "runners": 1, "repeats_per_attempt": 1, "dynamic_timeout": 1, "min_group_size": 1, "max_batches": 1,
     "max_queued_runs": 1,
 }  # fmt: skip
+
+
 SECONDS = [name for name in DEFAULTS if name.endswith("_s")]
+
+
 NUMBERS = [
     *LEAST, *SECONDS, "max_retries", "dynamic_timeout_warmup", "over_rollout", "max_staged_nbytes", "history",
     "eval_share", "max_staleness", "versions_per_batch",
@@ -130,7 +138,7 @@ def test_a_copy_with_other_values_is_checked_like_a_new_one(changes: dict[str, A
 
 def test_runners_are_as_many_as_the_kind_allows_unless_told() -> None:
     around = [
-        Surroundings(
+        RunnerContext(
             None, rr.Config(runners=n), ModelPool([], [], [], float, 0.0), plan_of(), None, None, None
         )  # type: ignore[arg-type]
         for n in (None, 3)
@@ -142,3 +150,28 @@ def test_runners_are_as_many_as_the_kind_allows_unless_told() -> None:
 
     assert asyncio.run(sizes(LocalPool)) == [256, 3]
     assert asyncio.run(sizes(ProcessPool)) == [cpus, 3]
+
+
+def test_config_errors_name_their_place() -> None:
+    for fields, text in [
+        ({"runers": 3}, "did you mean 'runners'"),
+        ({"runner": "lokal"}, "did you mean 'local'"),
+        ({"operators": ("grpo", {"name": "grpo", "epz": 1})}, r"operators\[1\].epz.*'eps'"),
+        ({"max_retries": -1}, "max_retries"),
+        ({"cancel_grace_s": float("inf")}, "cancel_grace_s"),
+        ({"runners": "many"}, "runners"),
+        ({"sink": 5}, "sink"),
+    ]:
+        with pytest.raises(SchemaError, match=text):
+            rr.Config(**fields)
+
+
+def test_config_from_toml(tmp_path: Any) -> None:
+    path = tmp_path / "c.toml"
+    path.write_text(
+        'runners = 3\noperators = ["grpo", {name = "length", high = 9}]\n[sink]\nkind = "queue"\ncapacity = 8\n'
+    )
+    made = rr.Config.from_toml(path, seed=4)
+    assert (made.runners, made.seed, made.operators[1]["high"]) == (3, 4, 9)
+    with pytest.raises(SchemaError, match="runner"):
+        made.replace(runner="x")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import enum
+import functools
 import json
 import os
 import shutil
@@ -29,19 +30,20 @@ from recollect.errors import (
     LaneBusyError,
     PipelineError,
 )
-from recollect.rollout.journal import GROUP_S, Journal
-from recollect.rollout.sinks import FileSink
-from recollect.rollout.tasks import _registered
+from recollect.rollout.journal.format import decode_batch
+from recollect.testing import FakeClock
 
 ROOT = Path(__file__).parents[2]
 STARTED: list[tuple[Any, int]] = []
 HOLD: set[Any] = set()
+WORK: list[Any] = []
 
 
 @rr.workflow("tests.journal.held")
 async def held(task: Any, models: Any) -> Any:
     """Ends at once, unless its task or run is held: then never."""
     STARTED.append((task.task_id, task.run_id))
+    WORK.append((task.task_id, task.run_id, task.seed, task.data, task.repeat_times))
     if HOLD & {task.task_id, (task.task_id, task.run_id)}:
         await asyncio.get_running_loop().create_future()
     if task.data.get("fails"):
@@ -61,14 +63,14 @@ async def soon(task: Any, models: Any) -> Any:
     return experience()
 
 
-def made(path: Path, **fields: Any) -> rr.RolloutCoordinator:
+def made(path: Path, models: Any = (), clock: Any = None, **fields: Any) -> rr.RolloutCoordinator:
     given = {
         "journal": str(path / "j.sqlite"),
         "sink": str(path / "out"),
         "drain_s": 0.0,
         "cancel_grace_s": 0.1,
     }
-    return rr.RolloutCoordinator(config(**given | fields), [])
+    return rr.RolloutCoordinator(config(**given | fields), models, clock=clock)
 
 
 def rows(path: Path) -> list[tuple[int, int, int]]:
@@ -85,6 +87,7 @@ def rows(path: Path) -> list[tuple[int, int, int]]:
 def _fresh() -> None:
     STARTED.clear()
     HOLD.clear()
+    WORK.clear()
     GATE.clear()
 
 
@@ -251,25 +254,29 @@ def test_another_programs_database_is_left_as_it_is(tmp_path: Path, mode: str) -
 
 
 def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_once_they_are(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "later.py").write_text(
+        "from tests.rollout.test_journal import held\n"
+        "async def flow(task, models):\n    return await held(task, models)\n"
+    )
+
     async def main() -> None:
         HOLD.update({1})
         async with made(tmp_path) as c:
-            await c.submit_batch(
-                batch_id=1, tasks=[rr.Task("tests.journal.later") for _ in range(2)], batch_type="train"
-            )
+            await c.submit_batch(batch_id=1, tasks=[rr.Task("later:flow")] * 2, batch_type="train")
             await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
             await until(lambda: c.stats().attempts.good == 2)
-        known = _registered.pop("tests.journal.later")
+        known = sys.modules.pop("later")
         again = made(tmp_path)
         for _ in range(2):
-            with pytest.raises(ValueError, match=r"tests\.journal\.later"):
+            with pytest.raises(ValueError, match="later:flow.* import .*later"):
                 await again.prepare()
             with pytest.raises(ClosedError):
                 again.batches()
         assert asyncio.all_tasks() == {asyncio.current_task()}
-        _registered["tests.journal.later"] = known
+        sys.modules["later"] = known
         HOLD.clear()
         STARTED.clear()
         async with again as c:
@@ -279,12 +286,14 @@ def test_a_journal_whose_workflows_are_not_there_is_let_go_and_can_be_opened_onc
             assert STARTED == [(1, 0)]
             check_doors(c)
 
-    rr.workflow("tests.journal.later")(held)
-    run(main())
+    try:
+        run(main())
+    finally:
+        sys.modules.pop("later", None)
 
 
 def copied(path: Path, name: str) -> Any:
-    """What a kill at this moment would leave: the files as they are, opened by nobody else."""
+    """What a kill at this moment would leave: the files as they are, opened by no other process."""
     for file in path.glob("j.sqlite*"):
         shutil.copy(file, path / file.name.replace("j.sqlite", name))
     return sqlite3.connect(path / name)
@@ -298,7 +307,9 @@ def counted(database: Any, table: str) -> int:
 NAMED = "tests.journal.held"
 
 
-def test_what_a_call_returned_for_is_recorded_and_what_is_delivered_is_deleted(tmp_path: Path) -> None:
+def test_a_batch_is_recorded_when_submit_returns_and_payloads_are_deleted_when_delivered(
+    tmp_path: Path,
+) -> None:
     class Looks(ListSink):
         def write(self, x: Any, commit_id: str) -> None:
             seen.append(counted(copied(tmp_path, "at-the-sink"), "runs"))
@@ -354,22 +365,22 @@ def test_the_newest_endings_are_remembered_whatever_was_submitted_first(tmp_path
 def test_the_database_is_locked_in_wal_and_synced_as_the_config_says(
     tmp_path: Path, is_safe: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    connect, seen = Journal._connect, []
+    seen: dict[str, Any] = {}
 
-    def looked(self: Any) -> Any:
-        database = connect(self)
-        names = ("synchronous", "journal_mode", "locking_mode")
-        seen.append([database.execute(f"pragma {name}").fetchone()[0] for name in names])
-        return database
+    class Looked(sqlite3.Connection):
+        def close(self) -> None:
+            for name in ("synchronous", "journal_mode", "locking_mode"):
+                seen[name] = self.execute(f"pragma {name}").fetchone()[0]
+            super().close()
 
-    monkeypatch.setattr(Journal, "_connect", looked)
+    monkeypatch.setattr(sqlite3, "connect", functools.partial(sqlite3.connect, factory=Looked))
 
     async def main() -> None:
         async with made(tmp_path, power_safe=is_safe):
             pass
 
     run(main())
-    assert seen == [[2 if is_safe else 1, "wal", "exclusive"]] and GROUP_S <= 0.02
+    assert seen == {"synchronous": 2 if is_safe else 1, "journal_mode": "wal", "locking_mode": "exclusive"}
 
 
 def test_counters_come_back(tmp_path: Path) -> None:
@@ -378,9 +389,7 @@ def test_counters_come_back(tmp_path: Path) -> None:
     async def main() -> None:
         fields = {"max_staleness": 0, "submit_timeout_s": 0.0}
         model = rr.ScriptedModel(["x"], version=3)
-        c = made(tmp_path, **fields)
-        c._desk.rollout_models = [model]
-        async with c:
+        async with made(tmp_path, [model], **fields) as c:
             await c.submit_batch(batch_id=0, tasks=[rr.Task(NAMED)], batch_type="train")
             await c.finalize_train_batch(0)
         with sqlite3.connect(tmp_path / "j.sqlite") as database:
@@ -388,28 +397,34 @@ def test_counters_come_back(tmp_path: Path) -> None:
         database.close()
         model.version = 4
         for batch_id in (1, 2):  # what is aborted is taken out of the count, here and in the file
-            c = made(tmp_path, **fields)
-            c._desk.rollout_models = [model]
-            async with c:
-                assert c._desk.first_version == 3
+            async with made(tmp_path, [model], **fields) as c:
                 await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
-                assert c._desk.batches[batch_id].tasks[0].group_id >= 2**61
                 with pytest.raises(DeadlineError, match="needs version 5, got 4"):
                     await c.submit_batch(batch_id="next", tasks=[rr.Task(NAMED)], batch_type="train")
                 await c.abort_batch(batch_id, reason="again")
+        async with made(tmp_path, [model], **fields) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
+            await c.finalize_train_batch(1)
+        first, second = sorted(rows(tmp_path))
+        assert first[0] < 2**61 < second[0] < 2**61 + 10
 
     run(main())
 
 
 def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
+    def recorded() -> dict[Any, Any]:
+        """The commit and the groups of each batch, as the journal says."""
+        with contextlib.closing(sqlite3.connect(tmp_path / "j.sqlite")) as database:
+            found = [decode_batch(about) for (about,) in database.execute("select about from batches")]
+        return {batch.batch_id: (batch.commit_id, [t.group_id for t in batch.tasks]) for batch in found}
+
     async def main() -> None:
         HOLD.update({"t", "u"})
         fields = {"runners": 1, "max_retries": 7}
         async with made(tmp_path, **fields) as c:
             own = {"task_id": "t", "repeat_times": 2, "timeout_s": 77.0, "max_retries": 3}
-            await c.submit_batch(
-                batch_id="a", tasks=[rr.Task(NAMED, {"x": 1}, **own)], batch_type="train", priority=5
-            )
+            tasks = [rr.Task(NAMED, {"x": 1}, **own)]
+            await c.submit_batch(batch_id="a", tasks=tasks, batch_type="train", priority=5)
             await c.submit_batch(
                 batch_id="b",
                 tasks=[rr.Task(NAMED, task_id="u")],
@@ -418,24 +433,32 @@ def test_a_task_comes_back_as_it_was(tmp_path: Path) -> None:
                 min_wait_num=1,
             )
             await until(lambda: STARTED == [("t", 0)])
-            [before] = c._desk.scheduler.attempts.values()
-            names = {ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()}
+        names, [before] = recorded(), WORK
         STARTED.clear()
-        async with made(tmp_path, **fields) as c:
+        WORK.clear()
+        clock = FakeClock()
+        async with made(tmp_path, clock=clock, **fields) as c:
             await until(lambda: STARTED == [("u", 0)])  # the priority came back: 2 before 5
-            assert {
-                ident: (b.commit_id, b.tasks[0].group_id) for ident, b in c._desk.batches.items()
-            } == names
-            assert all(b.state.state is rr.BatchLifecycleState.RUNNING for b in c._desk.batches.values())
-            task = c._desk.batches["a"].tasks[0]
-            assert (task.task_id, task.n_runs, task.timeout_s, task.max_retries) == ("t", 2, 77.0, 3)
+            assert [c.batch_state(ident).state.value for ident in ("a", "b")] == ["running"] * 2
+            assert c.batch_state("b").min_wait_num == 1
             HOLD.discard("u")
             await c.abort_batch("b", reason="next")
             await until(lambda: ("t", 0) in STARTED)
-            [after] = c._desk.scheduler.attempts.values()
-            assert after.job.seeds == before.job.seeds and after.job.data == before.job.data
-            assert after.job.group_id == before.job.group_id and after.limit == 77.0
+            assert WORK[-1] == before  # its data and its seed too
+            assert "attempt 1 of 4 on" in str(c.why_waiting("a"))
+            HOLD.discard("t")
+            stream = c.events("a")
+            clock.advance(77.0)
+            assert (await anext(stream)).detail == "after 77 s"
+            await stream.aclose()
+            while c.batch_state("a").completed_task_count < 1:
+                clock.advance(1.0)
+                await asyncio.sleep(0)
+            await c.finalize_train_batch("a")
             check_doors(c)
+        commit, [group] = names["a"]
+        assert [file.stem for file in (tmp_path / "out").iterdir()] == [commit]
+        assert sorted(rows(tmp_path)) == [(group, 0, 0), (group, 1, 0)]
 
     run(main())
 
@@ -588,17 +611,22 @@ def test_a_disk_that_was_full_for_a_moment_costs_nothing(tmp_path: Path, small_d
     run(main())
 
 
-def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> None:
+def test_a_write_that_failed_is_raised_and_later_ones_wait_for_it(tmp_path: Path) -> None:
     async def main() -> None:
+        async with made(tmp_path):
+            pass
+        with contextlib.closing(sqlite3.connect(tmp_path / "j.sqlite")) as database:
+            database.execute(
+                "create trigger refuses before insert on batches when new.serial = 2 "
+                "begin select raise(abort, 'refused here'); end"
+            )
         async with made(tmp_path) as c:
             await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
-            c._desk.journal._put("insert into nowhere values (1)")
-            with pytest.raises(sqlite3.OperationalError, match="nowhere"):
-                await c.submit_batch(batch_id=2, tasks=[rr.Task(NAMED)], batch_type="train")
-            with pytest.raises(sqlite3.OperationalError, match="nowhere"):  # this one could be written
-                await c.submit_batch(batch_id=3, tasks=[rr.Task(NAMED)], batch_type="train")
+            for batch_id in (2, 3):  # the third could be written
+                with pytest.raises(sqlite3.IntegrityError, match="refused here"):
+                    await c.submit_batch(batch_id=batch_id, tasks=[rr.Task(NAMED)], batch_type="train")
             await until(lambda: c.batch_state(1).completed_task_count == 1)
-            with pytest.raises(PipelineError, match="nowhere"):  # what is not recorded is not delivered
+            with pytest.raises(PipelineError, match="refused here"):  # what is not recorded is not delivered
                 await c.finalize_train_batch(1)
             assert not (tmp_path / "out").exists()
         async with made(tmp_path) as c:
@@ -608,7 +636,7 @@ def test_a_write_that_failed_is_told_and_nothing_follows_it(tmp_path: Path) -> N
         run(main())
 
 
-def test_what_runs_may_finish_into_the_journal_and_nothing_new_starts(tmp_path: Path) -> None:
+def test_running_attempts_may_finish_into_the_journal_at_shutdown_and_none_starts(tmp_path: Path) -> None:
     async def main() -> None:
         HOLD.update({0})
         async with made(tmp_path, runners=1, drain_s=20.0) as c:
@@ -668,7 +696,7 @@ def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-class Killing(FileSink):
+class Killing(rr.FileSink):
     """Kills the process before or after a write; refuses to write a commit twice."""
 
     where = ""
@@ -682,24 +710,30 @@ class Killing(FileSink):
             _kill()
 
 
+class KillingConnection(sqlite3.Connection):
+    """Kills the process before or after it commits the changes of a group; the first commit is that of the format."""
+
+    where = ""
+    n_commits = -1
+
+    def __enter__(self) -> Any:
+        self.n_commits += 1
+        if self.where == f"group-{self.n_commits}-before":
+            _kill()
+        return super().__enter__()
+
+    def __exit__(self, *error: Any) -> Any:
+        found = super().__exit__(*error)
+        if self.where == f"group-{self.n_commits}-after":
+            _kill()
+        return found
+
+
 async def _until_killed(path: Path, where: str) -> None:
     Killing.where = where
     if where.startswith("group"):
-        _, number, at = where.split("-")
-        write, groups = Journal._write_group, [0]
-
-        def counted(self: Any, database: Any) -> bool:
-            groups[0] += 1
-            if groups[0] == int(number) and at == "before":
-                while self._changes.empty():
-                    pass
-                _kill()
-            went_on = write(self, database)
-            if groups[0] == int(number) and at == "after":
-                _kill()
-            return went_on
-
-        Journal._write_group = counted  # type: ignore[method-assign]
+        KillingConnection.where = where
+        sqlite3.connect = functools.partial(sqlite3.connect, factory=KillingConnection)  # type: ignore[assignment]
     c = made(path, sink=Killing(path / "out"))
     await c.prepare()
     for ident in (1, 2):
@@ -728,9 +762,16 @@ async def _gone_on(path: Path) -> None:
 
 
 @pytest.mark.process
-def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "places",
+    [
+        pytest.param(["sink-after", "running", "group-2-after"], id="sample"),
+        pytest.param(WHERE, id="everywhere", marks=pytest.mark.soak),
+    ],
+)
+def test_a_coordinator_killed_anywhere_delivers_each_run_once(tmp_path: Path, places: list[str]) -> None:
     env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
-    command = [sys.executable, "-c", DRIVER, str(tmp_path), *WHERE]
+    command = [sys.executable, "-c", DRIVER, str(tmp_path), *places]
     done = subprocess.run(command, env=env, timeout=200, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     for where, (code, n, found) in json.loads(done.stdout).items():
@@ -742,7 +783,7 @@ class Level(enum.IntEnum):
     LOW = 2
 
 
-def test_what_a_journal_takes_it_reads_again(tmp_path: Path) -> None:
+def test_every_value_that_a_journal_accepts_it_can_read_again(tmp_path: Path) -> None:
     """Values of classes like numpy's become plain ones; what no record holds is refused before anything changes."""
     odd: list[tuple[Any, dict[str, Any], dict[str, Any]]] = [
         (np.str_("a"), {"task_id": np.str_("t"), "timeout_s": np.float64(5)}, {"priority": Level.LOW}),

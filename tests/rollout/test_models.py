@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import threading
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
@@ -14,8 +15,13 @@ import pytest
 from tests.rollout.make import coordinator, run
 
 import recollect.rollout as rr
-from recollect.errors import ClosedError, ModelError, SchemaError
-from recollect.rollout.models.pool import ModelPool, Models
+from recollect.errors import (
+    ClosedError,
+    ModelError,
+    SchemaError,
+)
+from recollect.rollout.models.openai import pause_after
+from recollect.rollout.models.replicas import ModelPool, Models
 from recollect.testing import InferenceModelContract
 
 pytest.importorskip("httpx")
@@ -28,6 +34,7 @@ class Server:
         self.script: list[Any] = []
         self.bodies: list[dict[str, Any]] = []
         self.headers: list[str] = []
+        self.times: list[float] = []
         self.open = self.most = self.n_hung_up = 0
         self.release = asyncio.Event()
 
@@ -45,6 +52,7 @@ class Server:
                 body = json.loads(await reader.readexactly(size))
                 self.bodies.append(body)
                 self.headers.append(head)
+                self.times.append(asyncio.get_running_loop().time())
                 if not await self.answer(head, body, reader, writer):
                     return
         except (asyncio.IncompleteReadError, ConnectionError):
@@ -116,6 +124,7 @@ async def serving(**fields: Any) -> AsyncIterator[tuple[Any, Any]]:
     model = rr.OpenAIModel(
         f"http://127.0.0.1:{port}/v1", "m", **{"max_retries": 2, "api_key": "secret-key"} | fields
     )
+    model.backoff_s = 0.0
     try:
         yield server, model
     finally:
@@ -129,9 +138,54 @@ async def serving(**fields: Any) -> AsyncIterator[tuple[Any, Any]]:
         assert server.open == 0, "a connection was left open"
 
 
-@pytest.fixture(autouse=True)
-def _no_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.models.openai.BACKOFF_S", 0.0)
+def torch_model(**fields: Any) -> Any:
+    torch = pytest.importorskip("torch")
+    module = torch.nn.Linear(1, 1)
+
+    def fn(prompts: Any, sampling: Any) -> Any:
+        return [(torch.tensor([len(p), 7]), torch.tensor([-0.1, -0.2])) for p in prompts]
+
+    return rr.TorchModel(
+        fn, module=module, logprobs_fn=lambda rows: [np.full(len(r), -0.5) for r in rows], **fields
+    )
+
+
+class Words:
+    """A tokenizer: one token per letter."""
+
+    def encode(self, text: str) -> list[int]:
+        return [ord(letter) for letter in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(map(chr, tokens))
+
+    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
+        assert add_generation_prompt
+        return self.encode("".join(m["content"] for m in messages))
+
+
+def bare(text: str, *logprobs: float, **fields: Any) -> dict[str, Any]:
+    """A reply that says no token ids."""
+    return {"choices": [{"text": text, "logprobs": {"token_logprobs": list(logprobs)}}]} | fields
+
+
+class Slow:
+    """A function for a TorchModel that waits in its thread until it is let go."""
+
+    def __init__(self) -> None:
+        self.inside, self.gate = threading.Event(), threading.Event()
+        self.prompts: list[Any] = []
+
+    def __call__(self, prompts: Any, sampling: Any) -> Any:
+        self.prompts.append(prompts)
+        self.inside.set()
+        self.gate.wait(20)
+        return [([7], [-0.5]) for _ in prompts]
+
+
+async def until(event: threading.Event) -> None:
+    while not event.is_set():
+        await asyncio.sleep(0)
 
 
 def test_answers_carry_tokens_logprobs_and_version() -> None:
@@ -154,7 +208,7 @@ def test_answers_carry_tokens_logprobs_and_version() -> None:
 
 
 @pytest.mark.parametrize("trouble", [429, 503, 500, 408, "drop", "slow"])
-def test_what_may_pass_is_tried_again(trouble: Any) -> None:
+def test_errors_that_may_pass_are_tried_again(trouble: Any) -> None:
     async def main() -> None:
         async with serving() as (server, model):
             server.script = [trouble]
@@ -169,7 +223,7 @@ def test_what_may_pass_is_tried_again(trouble: Any) -> None:
     [([401], 1, "status 401"), ([404], 1, "404"), ([503] * 3, 3, "status 503"), (["drop"] * 3, 3, "3 tries"),
      (["malformed"], 1, "malformed"), (["no json"], 1, "malformed")],
 )  # fmt: skip
-def test_what_will_not_pass_says_status_and_address_and_no_key(
+def test_errors_that_will_not_pass_say_status_and_address_and_no_key(
     script: list[Any], calls: int, text: str
 ) -> None:
     async def main() -> None:
@@ -237,21 +291,6 @@ def test_a_train_and_a_judged_batch_through_a_server_in_trouble() -> None:
                 assert len(set(c.list_sink.uids)) == 12 and judge.n_calls == 12
 
     run(main())
-
-
-# -- in this process
-
-
-def torch_model(**fields: Any) -> Any:
-    torch = pytest.importorskip("torch")
-    module = torch.nn.Linear(1, 1)
-
-    def fn(prompts: Any, sampling: Any) -> Any:
-        return [(torch.tensor([len(p), 7]), torch.tensor([-0.1, -0.2])) for p in prompts]
-
-    return rr.TorchModel(
-        fn, module=module, logprobs_fn=lambda rows: [np.full(len(r), -0.5) for r in rows], **fields
-    )
 
 
 def test_calls_that_wait_together_become_one_batch() -> None:
@@ -339,28 +378,6 @@ def test_five_failures_in_a_row_make_a_model_rest_unless_it_is_the_only_one() ->
     assert not resting([Moody()], "ffffffffff")
 
 
-# -- what a server may leave out, and how long it is waited for
-
-
-class Words:
-    """A tokenizer: one token per letter."""
-
-    def encode(self, text: str) -> list[int]:
-        return [ord(letter) for letter in text]
-
-    def decode(self, tokens: list[int]) -> str:
-        return "".join(map(chr, tokens))
-
-    def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
-        assert add_generation_prompt
-        return self.encode("".join(m["content"] for m in messages))
-
-
-def bare(text: str, *logprobs: float, **fields: Any) -> dict[str, Any]:
-    """A reply that says no token ids."""
-    return {"choices": [{"text": text, "logprobs": {"token_logprobs": list(logprobs)}}]} | fields
-
-
 def test_tokens_that_the_server_does_not_say_come_from_the_tokenizer_or_the_prompt() -> None:
     async def main() -> None:
         async with serving(tokenizer=Words()) as (server, model):
@@ -440,59 +457,35 @@ def test_choices_come_in_the_order_of_their_index() -> None:
     run(main())
 
 
-def test_pauses_grow_and_the_servers_word_goes_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    from types import SimpleNamespace
-
-    from recollect.rollout.models import openai
-
-    slept: list[float] = []
-
-    async def sleep(seconds: float) -> None:
-        slept.append(seconds)
-
-    monkeypatch.setattr(openai, "BACKOFF_S", 1.0)
-    monkeypatch.setattr(openai, "BACKOFF_MAX_S", 3.0)
-    monkeypatch.setattr(openai, "asyncio", SimpleNamespace(sleep=sleep))
-
+def test_pauses_grow_to_their_longest_and_the_servers_word_goes_first() -> None:
     async def main() -> None:
-        async with serving(max_retries=3) as (server, model):
-            server.script = ["drop"] * 4
-            with pytest.raises(ModelError, match="4 tries"):
+        async with serving(max_retries=4) as (server, model):
+            model.backoff_s, model.backoff_max_s = 0.01, 0.03
+            server.script = ["drop"] * 5
+            with pytest.raises(ModelError, match="5 tries"):
                 await model.generate("x")
-            assert len(server.bodies) == 4 and len(slept) == 3  # there is nothing to wait for after the last
-            for pause, wanted in zip(slept, (1.0, 2.0, 3.0), strict=True):
-                assert 0.8 * wanted <= pause <= 1.2 * wanted
-            slept.clear()
-            server.script = [503, "drop"]
-            await model.generate("x")
-            assert slept[0] == 0.0 and slept[1] >= 1.6  # Retry-After: 0 came with the first
+            times = server.times  # a busy machine makes pauses longer, never shorter
+            assert len(times) == 5
+            for before, after, pause in zip(times, times[1:], (0.01, 0.02, 0.03, 0.03)):
+                assert after - before >= 0.8 * pause
+            model.backoff_s = model.backoff_max_s = 1e6
+            server.script = [503]
+            await model.generate("x")  # Retry-After: 0 came with it
 
     run(main())
 
 
-def test_retry_after_is_a_number_or_a_date_and_bounded() -> None:
-    from datetime import UTC, datetime, timedelta
-    from email.utils import format_datetime
-
-    from recollect.rollout.models.openai import _retry_after
-
-    assert [_retry_after(text, 7.0) for text in (None, "2.5", "1000", "-3", "soon")] == [
-        7.0,
-        2.5,
-        60.0,
-        0.0,
-        7.0,
-    ]
-    now = datetime.now(UTC)
-    assert 15 < _retry_after(format_datetime(now + timedelta(seconds=20), usegmt=True), 7.0) <= 20
-    assert _retry_after(format_datetime(now - timedelta(seconds=20), usegmt=True), 7.0) == 0.0
+def test_the_pause_before_another_try_doubles_and_varies_by_a_fifth() -> None:
+    model, source = rr.OpenAIModel("http://127.0.0.1:9/v1", "m"), random.Random(0)
+    for attempt, wanted in enumerate((0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0)):
+        pauses = [pause_after(attempt, model.backoff_s, model.backoff_max_s, source) for _ in range(200)]
+        assert 0.8 * wanted <= min(pauses) < wanted < max(pauses) <= 1.2 * wanted
 
 
-def test_a_client_has_the_limits_that_the_model_was_given() -> None:
+def test_a_model_has_the_limits_of_the_contract_and_is_closed_for_good() -> None:
     async def main() -> None:
-        async with serving(timeout_s=5.0, connect_timeout_s=2.0) as (_, model):
-            limits = model._connect().timeout
-            assert (limits.read, limits.connect, limits.pool) == (5.0, 2.0, None)
+        async with serving() as (_, model):
+            pass
         with pytest.raises(ClosedError):
             await model.generate("x")
         plain = rr.OpenAIModel("http://127.0.0.1:9/v1/", "m")
@@ -504,29 +497,7 @@ def test_a_client_has_the_limits_that_the_model_was_given() -> None:
     run(main())
 
 
-# -- in this process, more of it
-
-
-class Slow:
-    """A function for a TorchModel that waits in its thread until it is let go."""
-
-    def __init__(self) -> None:
-        self.inside, self.gate = threading.Event(), threading.Event()
-        self.prompts: list[Any] = []
-
-    def __call__(self, prompts: Any, sampling: Any) -> Any:
-        self.prompts.append(prompts)
-        self.inside.set()
-        self.gate.wait(20)
-        return [([7], [-0.5]) for _ in prompts]
-
-
-async def until(event: threading.Event) -> None:
-    while not event.is_set():
-        await asyncio.sleep(0)
-
-
-def test_a_cancelled_call_is_not_computed_and_one_that_waits_is_told_of_the_close() -> None:
+def test_a_cancelled_call_is_not_computed_and_a_waiting_one_raises_at_the_close() -> None:
     async def main() -> None:
         slow = Slow()
         model = rr.TorchModel(slow)
@@ -592,7 +563,7 @@ def test_weights_are_read_between_batches_and_never_older_ones() -> None:
     run(main())
 
 
-def test_what_a_function_raises_or_leaves_out_reaches_who_asked() -> None:
+def test_an_error_or_a_missing_answer_of_the_function_reaches_its_caller() -> None:
     async def main() -> None:
         def short(prompts: Any, sampling: Any) -> Any:
             if sampling.get("fail"):
@@ -630,5 +601,49 @@ def test_a_tokenizer_makes_texts_and_chats_of_a_model_of_ids() -> None:
         assert (await model.logprobs([1, 2, 3])).tolist() == [0.0, 1.0, 2.0]
         assert (await model.logprobs([1, 2, 3], 3)).tolist() == []
         await model.close()
+
+    run(main())
+
+
+def test_a_call_of_a_sync_workflow_is_cancelled_by_a_fence_whether_or_not_it_is_known_yet() -> None:
+    """The fence comes in the loop while the workflow's thread notes which call it waits for."""
+
+    async def main() -> None:
+        for _ in range(30):
+            models = Models(ModelPool([Fences()], [], [], lambda: 0.0, 30.0))
+            models.loop = asyncio.get_running_loop()
+            Fences.fence = models.fence
+            for said in ("cancelled during the call", "given up"):
+                with pytest.raises(ClosedError, match=said):
+                    await asyncio.to_thread(models.rollout.generate, "?")
+
+    class Fences(rr.ScriptedModel):
+        fence: Any
+
+        def __init__(self) -> None:
+            super().__init__(["x"])
+
+        async def generate(self, prompt: Any, **sampling: Any) -> Any:
+            self.fence()
+            await asyncio.get_running_loop().create_future()
+
+    run(main(), 20)
+
+
+def test_a_model_that_fails_rests_and_the_least_busy_answers() -> None:
+    async def main() -> None:
+        broken = rr.ScriptedModel(["a"], failures=dict.fromkeys(range(100), OSError("down")))
+        works = rr.ScriptedModel(["b"])
+
+        async def asks(task: Any, models: Any) -> Any:
+            [g] = await models["judge"].chat([{"role": "user", "content": "?"}])
+            return rr.Result(metrics={"ok": float(g.text == "b")})
+
+        async with coordinator(
+            auxiliary=[[broken, works]], auxiliary_names=("judge",), max_retries=20, runners=1
+        ) as c:
+            await c.submit_batch(batch_id="e", tasks=[rr.Task(asks) for _ in range(40)], batch_type="eval")
+            result = await c.finalize_eval_batch("e")
+            assert result["ok_task_count"] == 40 and broken.n_calls == 5
 
     run(main())

@@ -1,20 +1,18 @@
-"""Operators: what each does to the experience of a batch, and what a pass lets them do."""
+"""Operators, one by one."""
 
 from __future__ import annotations
 
 from typing import Any
 
 import pytest
-from tests.rollout.make import ListSink, coordinator, experience, run
-from tests.rollout.test_experience import batch, rows
+from tests.rollout.make import batch, coordinator, experience, good, rows, run
 
 import recollect.rollout as rr
-from recollect.errors import PipelineError, SchemaError
-from recollect.rollout.operators import make_operator
-
-
-async def good(task: Any, models: Any) -> Any:
-    return experience()
+from recollect.errors import (
+    PipelineError,
+    SchemaError,
+)
+from recollect.rollout.experience.operators import make_operator
 
 
 def two_steps(last: float, run_id: int) -> Any:
@@ -38,7 +36,7 @@ def test_a_shaped_reward_is_the_reward_and_weighted_metrics() -> None:
     assert len(unknown) == 0 and counts == {"no_reward": 1.0}
 
 
-def test_a_metric_that_no_row_has_is_told_unless_it_may_be_missing() -> None:
+def test_a_metric_that_no_row_has_is_an_error_unless_it_may_be_missing() -> None:
     x = with_metrics({"a": 2.0}, {"a": 4.0})
     with pytest.raises(SchemaError, match=r"got 'b', which no row has; there are \['a'\]"):
         rr.ShapeReward({"a": 1.0, "b": -3.0})(x)
@@ -116,71 +114,36 @@ def test_an_operator_has_one_name_and_may_be_a_function() -> None:
     assert make_operator(rr.Dedupe("uid"))[0] == "dedupe" and make_operator(halves)[0] == "halves"
 
 
-def test_a_pass_takes_operators_in_order_and_commits_them_after_the_sink() -> None:
-    said: list[str] = []
-
-    class Remembers:
-        def __init__(self, name: str) -> None:
-            self.__name__ = name
-
-        def __call__(self, x: Any) -> Any:
-            said.append(self.__name__)
-            return x
-
-        def commit(self) -> None:
-            said.append(f"commit {self.__name__}")
-
-    class Says(ListSink):
-        def write(self, x: Any, commit_id: str) -> None:
-            said.append("write")
-            super().write(x, commit_id)
-
-    async def main() -> None:
-        operators = (Remembers("a"), Remembers("b"), lambda x: (x, {}), rr.LengthFilter(high=9))
-        async with coordinator(sink=Says(), operators=operators) as c:
-            c.list_sink.fail = "before"
-            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
-            with pytest.raises(PipelineError):
-                await c.finalize_train_batch(1)
-            assert said == ["a", "b", "write"]
-            c.list_sink.fail = None
-            await c.finalize_train_batch(1)
-            assert said[3:] == ["a", "b", "write", "commit a", "commit b"]
-
-    run(main())
+def test_grpo_is_the_sample_deviation_of_runs_and_drops_small_groups() -> None:
+    x, counts = rr.GroupAdvantage()(batch((1.0, 2.0, 3.0), (5.0,), (float("nan"), 1.0, 0.0)))
+    assert x.advantage[:3].tolist() == pytest.approx([-1.0, 0.0, 1.0], abs=1e-4)
+    assert counts == {"no_reward": 1.0, "small_group": 1.0} and len(x) == 5
+    raw, _ = rr.GroupAdvantage(scale=False)(batch((1.0, 2.0, 3.0)))
+    assert raw.advantage.tolist() == [-1.0, 0.0, 1.0]
 
 
-@pytest.mark.parametrize(
-    ("made", "text"),
-    [
-        (lambda x: None, "must return Experiences, got NoneType"),
-        (lambda x: [x], "must return Experiences, got list"),
-        (lambda x: x.replace(run_id=x.run_id + 1), "may drop and change rows"),
-        (lambda x: x.where([0, 0]), "may drop and change rows"),
-    ],
-)
-def test_an_operator_returns_rows_that_it_was_given(made: Any, text: str) -> None:
-    async def main() -> None:
-        async with coordinator(operators=(made,)) as c:
-            await c.submit_batch(batch_id=1, tasks=[rr.Task(good)], batch_type="train")
-            with pytest.raises(PipelineError, match=text):
-                await c.finalize_train_batch(1)
-            assert c.stats().staged_nbytes > 0
-
-    run(main())
+def test_all_steps_of_a_run_get_its_last_rewards_advantage() -> None:
+    runs = [
+        rr.decode(rr.encode([experience(9.0), experience(last)], group_id=1, run_id=i))
+        for i, last in enumerate((0.0, 2.0))
+    ]
+    x, _ = rr.GroupAdvantage(scale=False)(rr.Experiences.concat(runs))
+    assert x.advantage.tolist() == [-1.0, -1.0, 1.0, 1.0]
 
 
-def test_what_operators_of_one_name_drop_is_counted_together() -> None:
-    async def sized(task: Any, models: Any) -> Any:
-        return experience(n=task.run_id, model_version=task.run_id)
+def test_filters() -> None:
+    x = batch((1.0, 1.0), (1.0, 2.0))
+    assert len(rr.DropUniformGroups()(x)[0]) == 2
+    assert rr.RewardFilter(low=1.5)(x)[0].reward.tolist() == [2.0]
+    assert len(rr.LengthFilter(high=2)(x)) == 0 and len(rr.LengthFilter(high=3)(x)) == 4
+    assert len(rr.StalenessFilter(1).at(2)(x)) == 0
+    shaped, _ = rr.ShapeReward(fn=lambda x: x.reward * 2, clip=(0, 3))(x)
+    assert shaped.reward.tolist() == [2.0, 2.0, 2.0, 3.0]
 
-    async def main() -> None:
-        operators = (rr.LengthFilter(low=1), rr.LengthFilter(high=4), rr.StalenessFilter(3))
-        async with coordinator(operators=operators, max_staleness=4) as c:
-            await c.submit_batch(batch_id=1, tasks=[rr.Task(sized, repeat_times=6)], batch_type="train")
-            await c.sync_weights(5)
-            m = (await c.finalize_train_batch(1))["metrics"]
-            assert m["pipeline/staleness/dropped"] == 2.0  # run 0 as the pass begins, run 1 by the operator
-            assert m["pipeline/length/dropped"] == 1.0 and m["pipeline/out_count"] == 3.0
 
-    run(main())
+def test_dedupe_remembers_only_what_was_committed() -> None:
+    x, once = batch((1.0, 1.0)), rr.Dedupe()
+    assert len(once(x)) == 1 and len(once(x)) == 1  # tried again, nothing was delivered
+    once.commit()
+    assert len(once(x)) == 0
+    assert len(rr.Dedupe("uid")(x)) == 2

@@ -5,20 +5,16 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.rollout.make import run
+from tests.rollout.make import pool_context, run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, WorkerDiedError
-from recollect.rollout.runners.child import LENGTH, Link
-from recollect.rollout.runners.process import ProcessRunner
+from recollect.rollout.runners.process import ProcessPool
 from recollect.testing import RunnerContract
 from recollect.testing.leftovers import leaves_nothing
 from recollect.testing.rollout_workflows import PREFIX
@@ -32,6 +28,25 @@ def _is_running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
     except (FileNotFoundError, ProcessLookupError):
         return False
+
+
+def pid_in(result: dict[str, Any]) -> int:
+    """What `reports_pid` measured in an eval batch."""
+    [pid] = [value for name, value in result["metrics"].items() if name.endswith("/pid/mean")]
+    return int(pid)
+
+
+async def kill_an_idle_runner(rig: Rig) -> None:
+    """Its death is seen though it has no attempt, and another takes its place."""
+    await rig.c.submit_batch(batch_id="pid", tasks=[rr.Task(WORKFLOWS + "reports_pid")], batch_type="eval")
+    pid = pid_in(await rig.c.finalize_eval_batch("pid", timeout=30))
+    stream = rig.c.events()
+    os.kill(pid, signal.SIGKILL)
+    async with asyncio.timeout(30.0):  # it takes milliseconds where there is a core free
+        assert (await anext(stream)).kind == "runner_died"
+    await stream.aclose()
+    assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
+    await rig.c.sink.get(1)
 
 
 class TestLocal(RunnerContract):
@@ -52,22 +67,12 @@ class TestProcess(RunnerContract):
 
     def test_an_idle_runner_that_dies_is_seen_and_replaced(self, rig: Rig) -> None:
         async def work(rig: Rig) -> None:
-            stream = rig.c.events()
-            runners = rig.c._desk.scheduler.pool.runners
-            while not any(runner.is_ready for runner in runners.values()):
-                await asyncio.sleep(0.01)
-            victim = next(r for r in runners.values() if r.is_ready)
-            os.kill(victim.process.pid, signal.SIGKILL)
-            async with asyncio.timeout(10.0):  # it takes milliseconds where there is a core free
-                assert (await anext(stream)).kind == "runner_died"
-            await stream.aclose()
-            assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
-            await rig.c.sink.get(1)
+            await kill_an_idle_runner(rig)
 
         rig.run(work)
 
     @pytest.mark.parametrize("dies", [False, True])
-    def test_what_a_runner_started_ends_with_it(self, rig: Rig, tmp_path: Path, dies: bool) -> None:
+    def test_processes_that_a_runner_started_end_with_it(self, rig: Rig, tmp_path: Path, dies: bool) -> None:
         """Killed after the grace, or dead by itself: its whole process group goes."""
         path = tmp_path / "pid"
 
@@ -84,7 +89,7 @@ class TestProcess(RunnerContract):
 
         rig.run(work)
 
-    def test_what_a_runner_sent_before_it_died_is_not_lost(self, rig: Rig, tmp_path: Path) -> None:
+    def test_results_that_a_runner_sent_before_it_died_are_kept(self, rig: Rig, tmp_path: Path) -> None:
         """The loop is held up until the runner is dead: its death and its last words are there at once."""
 
         async def work(rig: Rig) -> None:
@@ -115,71 +120,35 @@ class TestProcess(RunnerContract):
         rig.run(work)
 
 
-def test_what_is_in_the_socket_is_read_before_a_runner_is_buried(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop learns of the death first, in the same turn as of the last words."""
-    heard: list[Any] = []
-
-    async def main() -> None:
-        loop = asyncio.get_running_loop()
-        pool = SimpleNamespace(died=lambda runner, why: heard.append("died"))
-        runner = ProcessRunner(pool, 0)  # type: ignore[arg-type]
-        monkeypatch.setattr(runner, "kill", lambda: None)
-        runner.process = SimpleNamespace(pid=0, wait=lambda: 0)  # type: ignore[assignment]
-        runner._pidfd, dies = os.pipe()
-        loop.add_reader(runner._pidfd, runner._died)
-        ours, theirs = socket.socketpair()
-        made: Any = await loop.create_connection(lambda: Link(heard.append, loop.create_future()), sock=ours)
-        runner.transport = made[0]
-        await asyncio.sleep(0)
-        os.write(dies, b"!")
-        theirs.sendall(LENGTH.pack(5) + b"words")
-        await runner.closed()
-        os.close(dies)
-        theirs.close()
-
-    with leaves_nothing():
-        run(main())
-    assert heard == [b"words", "died"]
-
-
 @pytest.mark.process
-def test_a_process_that_was_started_in_vain_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As when the coordinator is shut down while it starts."""
-    made: list[subprocess.Popen[bytes]] = []
-    popen = subprocess.Popen
-
-    def recorded(*args: Any, **kwargs: Any) -> Any:
-        made.append(popen(*args, **kwargs))
-        return made[-1]
-
-    monkeypatch.setattr(subprocess, "Popen", recorded)
-
+def test_a_process_whose_pool_is_closed_while_it_starts_is_ended() -> None:
     async def main() -> None:
-        async def refused(*args: Any, **kwargs: Any) -> Any:
-            raise asyncio.CancelledError
-
-        loop = asyncio.get_running_loop()
-        monkeypatch.setattr(loop, "create_connection", refused)
-        with pytest.raises(asyncio.CancelledError):
-            await ProcessRunner(None, 0).start()  # type: ignore[arg-type]
-        [process] = made
-        assert process.returncode == -signal.SIGKILL
+        for n_turns in range(5):
+            pool = ProcessPool(pool_context(runners=1))
+            starting = asyncio.create_task(pool.start())
+            for _ in range(n_turns):
+                await asyncio.sleep(0)
+            await pool.close()
+            starting.cancel()
+            await asyncio.wait([starting])
 
     with leaves_nothing():
         run(main())
 
 
 @pytest.mark.process
-def test_runners_that_cannot_start_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("recollect.rollout.runners.remote.PAUSE_S", 0.0)
-    monkeypatch.setattr("recollect.rollout.runners.remote.FAILED_STARTS", 2)
+def test_runners_that_cannot_start_say_why() -> None:
+    class Hasty(ProcessPool):
+        pause_s, failed_starts = 0.0, 2
 
     async def main() -> None:
-        fields = {"runner": "process", "runners": 1, "workflow_modules": ("no_such_module",)}
+        pool = Hasty(pool_context(runners=1, workflow_modules=("no_such_module",)))
         with pytest.raises(WorkerDiedError, match="no_such_module"):
-            await rr.RolloutCoordinator(rr.Config(**fields), []).prepare()
+            await pool.start()
+        await pool.close()
 
-    run(main(), 50)
+    with leaves_nothing():
+        run(main(), 50)
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -201,16 +170,7 @@ class TestRay(RunnerContract):
 
     def test_an_idle_actor_that_is_killed_is_seen_and_replaced(self, rig: Rig, ray_cluster: Any) -> None:
         async def work(rig: Rig) -> None:
-            stream = rig.c.events()
-            runners = rig.c._desk.scheduler.pool.runners
-            while not any(runner.is_ready for runner in runners.values()):
-                await asyncio.sleep(0.01)
-            ray_cluster.kill(next(r for r in runners.values() if r.is_ready).actor)
-            async with asyncio.timeout(10.0):
-                assert (await anext(stream)).kind == "runner_died"
-            await stream.aclose()
-            assert (await rig.train(rr.Task(PREFIX + "good")))["ok_task_count"] == 1
-            await rig.c.sink.get(1)
+            await kill_an_idle_runner(rig)
 
         rig.run(work)
 
@@ -222,7 +182,7 @@ def test_the_actor_of_a_name_is_found_again(ray_cluster: Any) -> None:
     judges = [[lambda: rr.ScriptedModel({"5": "1"})]]
     actor = rr.RolloutCoordinator.get_actor(made, models, judges)
     again = rr.RolloutCoordinator.get_actor(made, models, judges)
-    assert again._actor_id == actor._actor_id
+    assert again == actor
     with pytest.raises(ValueError, match="max_retries"):
         rr.RolloutCoordinator.get_actor(made.replace(max_retries=5), models, judges)
     with pytest.raises(TypeError, match="factories"):

@@ -1,4 +1,4 @@
-"""Sinks: a write is all or nothing, is known when it is asked for, and is where the config says."""
+"""Sinks: the public suite over all of them, files that are whole or not there, and the queue."""
 
 from __future__ import annotations
 
@@ -6,24 +6,21 @@ import asyncio
 import inspect
 import json
 import os
+import resource
 import threading
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.process.killing import killed_at, steps
-from tests.rollout.make import config, coordinator, experience, run
-from tests.rollout.test_experience import batch
+from tests.rollout.make import batch, config, experience, good, run
 
 import recollect.rollout as rr
 from recollect.errors import ClosedError, DeadlineError
 from recollect.replay import ReplayBuffer
-from recollect.rollout.schema import plan_of
-from recollect.rollout.sinks import make_sink
-
-
-async def good(task: Any, models: Any) -> Any:
-    return experience()
+from recollect.rollout.experience.sinks import make_sink
+from recollect.rollout.experience.space import plan_of
+from recollect.testing import SinkContract
 
 
 def test_a_replay_sink_writes_all_or_nothing_and_knows_its_groups() -> None:
@@ -107,9 +104,13 @@ def test_a_file_is_synced_renamed_and_never_half_there(
     [line] = [json.loads(text) for text in file.read_text().splitlines()]
     assert (line["batch_id"], line["task_id"], line["group_id"]) == ("3", "t", 5)
     assert (json.loads(line["info"]), json.loads(line["metrics"])) == ({"a": 1}, {"m": 2.0})
-    monkeypatch.setattr("recollect.rollout.sinks._write_jsonl", lambda x, file: file.write(b"half") and 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        sink.write(x, "c/2")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100, hard))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            sink.write(x, "c/2")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert list((tmp_path / "new" / "out").iterdir()) == [file] and not sink.holds("c/2")
     assert rr.FileSink("x").format == "parquet"
     with pytest.raises(ValueError, match="^format: "):
@@ -150,7 +151,7 @@ def test_a_sink_leaves_the_files_of_a_killed_dump_alone(tmp_path: Path) -> None:
         }
 
 
-def test_what_a_killed_sink_left_is_removed_and_nothing_else(tmp_path: Path) -> None:
+def test_temporary_files_of_a_killed_sink_are_removed_and_no_others(tmp_path: Path) -> None:
     sink = rr.FileSink(tmp_path, "jsonl")
     x = rr.decode(rr.encode([experience()], batch_id=1, task_id="t", group_id=1))
     (tmp_path / ".mine.tmp").write_text("mine")
@@ -186,7 +187,7 @@ def test_the_rest_of_a_write_is_still_the_oldest() -> None:
     run(main())
 
 
-def test_a_queue_gives_across_writes_and_wakes_who_waits() -> None:
+def test_a_queue_gives_rows_across_writes_and_wakes_waiting_readers() -> None:
     async def main() -> None:
         sink = rr.QueueSink(4)
         waits = asyncio.create_task(sink.get(3, timeout=20))
@@ -235,8 +236,6 @@ def test_a_writer_that_waits_is_woken(how: str) -> None:
 
     thread = threading.Thread(target=write, daemon=True)
     thread.start()
-    while not sink._changed.n_waiting:
-        pass
     if how == "get":
         assert len(run(sink.get(1))) == 1
     elif how == "min_version":
@@ -249,22 +248,113 @@ def test_a_writer_that_waits_is_woken(how: str) -> None:
         sink.give_up("b")
     thread.join(20)
     assert ended == [{"close": "closed", "give_up": "given up"}.get(how, "written")]
-    assert sink.holds("b") is (ended == ["written"]) and not sink._wanted
+    assert sink.holds("b") is (ended == ["written"])
 
 
-def test_the_space_of_a_given_buffer_is_that_of_the_coordinator() -> None:
-    buffer = rr.experience_buffer(
-        "memory", capacity=9, space=rr.experience_space(extra={"note": ((), "int64")})
+def test_a_write_that_was_given_up_before_it_began_does_not_enter_later() -> None:
+    sink = rr.QueueSink(2)
+    sink.write(batch((1.0, 2.0)), "a")
+    sink.give_up("a")  # it has entered and stays
+    sink.give_up("b")
+    with pytest.raises(DeadlineError, match="given up"):
+        sink.write(batch((3.0,)), "b")
+    assert len(run(sink.get(2))) == 2 and sink.holds("a") and not sink.holds("b")
+    sink.write(batch((3.0,)), "b")  # the next try
+    assert sink.holds("b") and len(sink) == 1
+
+
+class TestFileSink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.FileSink(tmp_path / "out", "jsonl")
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        lines = [
+            json.loads(line) for f in sorted(sink.path.glob("*.jsonl")) for line in f.read_text().splitlines()
+        ]
+        return [(line["group_id"], line["run_id"], line["step"]) for line in lines]
+
+
+class TestReplaySink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.ReplaySink(rr.experience_buffer("memory", capacity=100, max_tokens=4096), owned=True)
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        x = sink.buffer[:]
+        return list(zip(x["group_id"].tolist(), x["run_id"].tolist(), x["step"].tolist()))
+
+
+class TestQueueSink(SinkContract):
+    def make_sink(self, tmp_path: Path) -> Any:
+        return rr.QueueSink()
+
+    def rows_in(self, sink: Any) -> list[Any]:
+        return run(sink.get(len(sink))).uids.tolist() if len(sink) else []
+
+
+def test_parquet_keeps_ids_and_info(tmp_path: Path) -> None:
+    parquet = pytest.importorskip("pyarrow.parquet")
+    payload = rr.encode([experience(info={"a": 1})], batch_id=3, task_id="t", group_id=9, run_id=0)
+    rr.FileSink(tmp_path).write(rr.decode(payload), "c-1")
+    table = parquet.read_table(tmp_path / "c-1.parquet").to_pydict()
+    assert (
+        table["batch_id"] == ["3"] and table["task_id"] == ["t"] and json.loads(table["info"][0]) == {"a": 1}
     )
+    assert table["tokens"] == [[0, 1, 2, 3]] and [p.name for p in tmp_path.iterdir()] == ["c-1.parquet"]
 
-    async def noted(task: Any, models: Any) -> Any:
-        return experience(note=7)
 
+def test_the_queue_gives_exactly_n_or_nothing() -> None:
     async def main() -> None:
-        async with coordinator(sink=buffer) as c:
-            await c.submit_batch(batch_id=1, tasks=[rr.Task(noted)], batch_type="train")
-            await c.finalize_train_batch(1)
-            assert c.sink is buffer and c.config.sink is buffer
-        assert buffer[:]["note"].tolist() == [7]
+        sink = rr.QueueSink(4)
+        sink.write(batch((1.0, 2.0, 3.0)), "a")
+        assert (await sink.get(2)).reward.tolist() == [1.0, 2.0]
+        with pytest.raises(DeadlineError, match="2 rows"):
+            await sink.get(2, timeout=0)
+        assert len(sink) == 1
+        full = threading.Thread(target=sink.write, args=(batch((4.0, 5.0, 6.0, 7.0)), "b"))
+        full.start()  # waits: 1 + 4 > 4
+        first = await sink.get(1)
+        more = await sink.get(4, timeout=10)
+        full.join(10)
+        assert first.reward.tolist() == [3.0] and more.reward.tolist() == [4.0, 5.0, 6.0, 7.0]
+        waiting = asyncio.create_task(sink.get(1, timeout=10))
+        await asyncio.sleep(0)
+        sink.close()
+        with pytest.raises(ClosedError):
+            await waiting
+        with pytest.raises(ClosedError):
+            sink.write(batch((1.0,)), "c")
 
     run(main())
+
+
+def test_the_queue_drops_what_is_too_old_and_counts_it() -> None:
+    async def main() -> None:
+        sink = rr.QueueSink()
+        for version in (1, 2, 3):
+            sink.write(
+                rr.decode(rr.encode([experience()], group_id=version, run_id=0, model_version=version)),
+                str(version),
+            )
+        assert (await sink.get(2, min_version=2)).model_version.tolist() == [2, 3]
+        assert sink.dropped_stale == 1
+
+    run(main())
+
+
+def test_a_batch_larger_than_the_queue_enters_an_empty_one_and_only_that() -> None:
+    sink = rr.QueueSink(2)
+    entered = threading.Event()
+
+    def write(commit_id: str) -> None:
+        sink.write(batch((1.0, 2.0, 3.0)), commit_id)
+        entered.set()
+
+    first = threading.Thread(target=write, args=("a",), daemon=True)
+    first.start()
+    assert entered.wait(20) and len(sink) == 3
+    entered.clear()
+    second = threading.Thread(target=write, args=("b",), daemon=True)
+    second.start()
+    assert len(run(sink.get(2))) == 2 and not sink.holds("b")  # one is left: it waits for that too
+    assert len(run(sink.get(1))) == 1
+    assert entered.wait(20) and sink.holds("b")

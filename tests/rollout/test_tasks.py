@@ -12,7 +12,7 @@ from tests.rollout.make import check_doors, config, coordinator, experience, run
 
 import recollect.rollout as rr
 from recollect.errors import BatchFailed, ClosedError
-from recollect.rollout.models.pool import ModelPool, Models
+from recollect.rollout.models.replicas import ModelPool, Models
 
 
 async def good(task: Any, models: Any) -> Any:
@@ -232,7 +232,7 @@ def test_an_eval_run_that_returns_nothing_has_failed(returned: Any) -> None:
 
 def test_an_exit_or_a_cancel_of_the_workflows_own_is_a_failure() -> None:
     async def leaves(task: Any, models: Any) -> Any:
-        raise (SystemExit(3), asyncio.CancelledError("own"))[task.run_id]
+        raise (SystemExit(3), asyncio.CancelledError("own"))[task.data["how"]]
 
     @rr.workflow("tests.tasks.leaves_together", grouped=True)
     async def together(task: Any, models: Any) -> Any:
@@ -240,12 +240,13 @@ def test_an_exit_or_a_cancel_of_the_workflows_own_is_a_failure() -> None:
 
     async def main() -> None:
         async with coordinator(max_retries=1) as c:
-            given = [rr.Task(flow, repeat_times=2) for flow in (leaves, together)]
+            given = [rr.Task(flow, {"how": how}) for flow in (leaves, together) for how in (0, 1)]
             await c.submit_batch(batch_id=1, tasks=given, batch_type="train")
             await settle(c)
-            for task in c._desk.batches[1].tasks:
-                assert task.attempts == 4
-                assert "SystemExit: 3" in task.failed[0] and "CancelledError: own" in task.failed[1]
+            statuses = c.batch_state(1).statuses
+            assert [statuses[task].attempts for task in range(4)] == [2] * 4
+            for task, said in enumerate(["SystemExit: 3", "CancelledError: own"] * 2):
+                assert statuses[task].state == "failed" and said in statuses[task].error
             check_doors(c)
 
     run(main())
@@ -371,11 +372,10 @@ def test_a_model_that_rests_is_awake_again_after_the_longest_pause() -> None:
         broken, works = rr.ScriptedModel(["a"], failures=dict.fromkeys(range(10), OSError())), Plain("b")
         pool = pool_of([], [broken, works], rest_s=30.0, clock=lambda: now[0])
         models = Models(pool)
-        judge = models._bound(pool.auxiliary[0], pool.auxiliary[0].replicas[0], None)
         for n in range(5):
             assert not pool.stats()[0].resting, n
             with suppress(OSError):
-                await judge.generate("?")
+                await models.auxiliary[0].generate("?")  # the broken one, which has served the fewest calls
         stats = pool.stats()[0]
         assert stats.resting and (stats.served, stats.failed, stats.calls) == (0, 5, 0)
         now[0] = 29.9

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
 import subprocess
@@ -36,3 +37,12 @@ def dies_in_its_third_run(task: Any, models: Any) -> Any:
         (folder / "died").touch()
         os.kill(os.getpid(), signal.SIGKILL)
     return _experience()
+
+
+def reports_pid(task: Any, models: Any) -> Any:
+    """Measure in which process this runs."""
+    return rr.Result(metrics={"pid": float(os.getpid())})
+
+
+async def waits_for_ever(task: Any, models: Any) -> Any:
+    await asyncio.get_running_loop().create_future()

@@ -72,7 +72,7 @@ class Rollout:
             _tell_where(job.config.sink)
 
     def _job(self) -> Any:
-        from recollect.rollout.job import Job
+        from recollect.rollout.job import RolloutJob
 
         sys.path.insert(0, str(self.config.resolve().parent))  # where workflow_modules are
         overrides: dict[str, Any] = {}
@@ -80,7 +80,7 @@ class Rollout:
             overrides["runners"] = self.runners
         if self.journal is not None:
             overrides["journal"] = str(self.journal.resolve())
-        job = Job.from_toml(self.config, **overrides)
+        job = RolloutJob.from_toml(self.config, **overrides)
         if self.steps is not None:
             job.spec.train.steps = self.steps
         return job

@@ -161,7 +161,7 @@ def _is_choice(kind: Any) -> bool:
 
 
 def _check_operators(operators: tuple[Any, ...], modules: tuple[str, ...]) -> None:
-    from recollect.rollout.operators import is_known, make_operator
+    from recollect.rollout.experience.operators import is_known, make_operator
     from recollect.rollout.tasks import import_modules
 
     if not all(map(is_known, operators)):
@@ -171,6 +171,6 @@ def _check_operators(operators: tuple[Any, ...], modules: tuple[str, ...]) -> No
 
 
 def _check_sink(sink: Any) -> None:
-    from recollect.rollout.sinks import check_sink
+    from recollect.rollout.experience.sinks import check_sink
 
     check_sink(sink)

@@ -1,31 +1,41 @@
 """RolloutCoordinator: batches of tasks in, experience out, with every outcome accounted for.
 
-This is the face; the steps of a batch's life are in the modules that `desk` names. All of it lives in one event
-loop; what may block runs in threads and comes back as a future.
+The steps of a batch's life are functions in `batch/`; this module has the public calls, and starts and stops what the
+steps work with. All of it lives in one event loop; what may block runs in threads and comes back as a future.
 """
 
 from __future__ import annotations
 
 import asyncio
 import threading
+import time
 from collections.abc import AsyncIterator, Sequence
+from functools import partial
+from pathlib import Path
 from typing import Any, Self
 
 from recollect.errors import ClosedError, FormatError, class_name
-from recollect.rollout import aborting, admission, finalize, lifecycle
-from recollect.rollout.clock import Clock
+from recollect.rollout.batch import abort, finalize, submit
+from recollect.rollout.batch.deliver import pass_payloads, stop_passes
+from recollect.rollout.batch.end import count_doors, end, forget, tell_finalizers
+from recollect.rollout.batch.finalize import Waiting, why_waiting
+from recollect.rollout.batch.state import BatchId, BatchLifecycleState, BatchState, BatchType, check_id
 from recollect.rollout.config import Config
-from recollect.rollout.decoding import decode
-from recollect.rollout.desk import Desk
-from recollect.rollout.events import Event
-from recollect.rollout.observe import Stats
-from recollect.rollout.passing import pass_payloads
-from recollect.rollout.schema import Plan
-from recollect.rollout.sinks import ReplaySink
-from recollect.rollout.state import BatchId, BatchState, BatchType
-from recollect.rollout.submission import check_id
+from recollect.rollout.context import RolloutContext
+from recollect.rollout.event_loop import Clock, LoopClock, Threads
+from recollect.rollout.events import Event, EventHub, Observer, RolloutTrace
+from recollect.rollout.experience.payload import decode
+from recollect.rollout.experience.pipeline import Pipeline
+from recollect.rollout.experience.sinks import QueueSink, ReplaySink, make_sink
+from recollect.rollout.experience.space import ExperiencePlan
+from recollect.rollout.models.replicas import ModelPool
+from recollect.rollout.runners.base import RunnerContext, make_pool
+from recollect.rollout.runners.execute import LoopLag
+from recollect.rollout.scheduler import Scheduler
+from recollect.rollout.stats import Stats
 from recollect.rollout.tasks import Task
-from recollect.rollout.waiting import Waiting, why_waiting
+
+GROUPS_PER_MS = 2**20  # ids of groups that a coordinator may use in a millisecond
 
 
 class RolloutCoordinator:
@@ -72,7 +82,7 @@ class RolloutCoordinator:
             )
         if any(not models for models in auxiliary):
             raise ValueError("auxiliary_models: each role must have at least one model, got an empty list")
-        self._desk = Desk(config, rollout_model, auxiliary, clock)
+        self._context = RolloutContext(config, rollout_model, auxiliary, clock)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None
 
@@ -82,12 +92,12 @@ class RolloutCoordinator:
         """Open journal and sink and start the runners; does nothing while it is running."""
         if self._closing is not None:
             await asyncio.shield(self._closing)
-        if self._desk.is_open:
+        if self._context.is_open:
             self._check()
             return
         loop = asyncio.get_running_loop()
         if self._starting is None:
-            self._starting = loop.create_task(lifecycle.start(self._desk))
+            self._starting = loop.create_task(_start(self._context))
             self._starting.add_done_callback(self._started)
         elif self._starting.get_loop() is not loop:
             raise _wrong_loop()
@@ -96,22 +106,22 @@ class RolloutCoordinator:
     def _started(self, starting: asyncio.Task[None]) -> None:
         self._starting = None
         if not starting.cancelled():
-            starting.exception()  # nobody may be left to hear of it
+            starting.exception()  # its callers may all have been cancelled
 
     async def shutdown(self) -> None:
         """Wake every waiter with ClosedError, stop all work, and close what the config made."""
         if self._starting is not None:
             await asyncio.wait([self._starting])
-        if not self._desk.is_open and self._closing is None:
+        if not self._context.is_open and self._closing is None:
             return
         if self._closing is None:
             self._check()
-            self._closing = self._desk.loop.create_task(self._stop())
+            self._closing = self._context.loop.create_task(self._stop())
         await asyncio.shield(self._closing)
 
     async def _stop(self) -> None:
         try:
-            await lifecycle.stop(self._desk)
+            await _stop(self._context)
         finally:
             self._closing = None
 
@@ -126,10 +136,10 @@ class RolloutCoordinator:
     async def __aexit__(self, *error: object) -> None:
         await self.shutdown()
 
-    def _check(self) -> Desk:
-        """Return the desk if it is open and the call comes from its loop."""
-        desk = self._desk
-        if not desk.is_open:
+    def _check(self) -> RolloutContext:
+        """Return the context if it is open and the call comes from its loop."""
+        context = self._context
+        if not context.is_open:
             raise ClosedError(
                 "coordinator: must be prepared, got a call before prepare() or after shutdown()"
             )
@@ -137,9 +147,9 @@ class RolloutCoordinator:
             here = asyncio.get_running_loop()
         except RuntimeError:
             here = None
-        if here is not desk.loop and (here is not None or threading.get_ident() != desk.thread):
+        if here is not context.loop and (here is not None or threading.get_ident() != context.thread):
             raise _wrong_loop()
-        return desk
+        return context
 
     # -- batches
 
@@ -156,9 +166,9 @@ class RolloutCoordinator:
 
         With a journal it is recorded then. OSError: it could not be, and it was aborted; it may be submitted again.
         """
-        desk = self._check()
-        batch = await admission.submit(desk, batch_id, tasks, batch_type, min_wait_num, priority)
-        await aborting.unless_recorded(desk, batch)
+        context = self._check()
+        batch = await submit.submit(context, batch_id, tasks, batch_type, min_wait_num, priority)
+        await abort.abort_unless_recorded(context, batch)
 
     async def finalize_train_batch(
         self, batch_id: int | str, *, timeout: float | None = None, below_min: str | None = None
@@ -176,56 +186,56 @@ class RolloutCoordinator:
         self, batch_id: BatchId, *, reason: str, keep_partial_results: bool = False
     ) -> None:
         """Stop a batch; with `keep_partial_results` the good tasks finished by now are delivered first."""
-        desk = self._check()
+        context = self._check()
         check_id(batch_id)
         if type(reason) is not str or not reason:
             raise ValueError(f"reason: must be a non-empty str, got {reason!r}")
-        admission.forget_cancelled(desk)
-        batch = desk.batches.get(batch_id)
+        submit.forget_cancelled(context)
+        batch = context.batches.get(batch_id)
         if batch is not None:
-            await aborting.abort(desk, batch, reason, keep_partial_results)
+            await abort.abort(context, batch, reason, keep_partial_results)
 
     # -- weights
 
     async def sync_weights(self, version: int | None = None) -> int:
         """Load the newest weights into all rollout models; return the lowest version they serve."""
-        desk = self._check()
+        context = self._check()
         if version is not None:
             if isinstance(version, bool) or not isinstance(version, int):
                 raise TypeError(f"version: must be an int or None, got {version!r}")
-            if version < desk.version:
-                raise ValueError(f"version: must not go back from {desk.version}, got {version}")
-        lowest = desk.version + 1 if version is None else version
-        if desk.rollout_models:
-            found = await asyncio.gather(*[model.sync(version) for model in desk.rollout_models])
+            if version < context.version:
+                raise ValueError(f"version: must not go back from {context.version}, got {version}")
+        lowest = context.version + 1 if version is None else version
+        if context.rollout_models:
+            found = await asyncio.gather(*[model.sync(version) for model in context.rollout_models])
             lowest = min(map(int, found))
-        if lowest < desk.version:
+        if lowest < context.version:
             raise ValueError(
-                f"version: must not go back from {desk.version}, got {lowest} from a model's sync"
+                f"version: must not go back from {context.version}, got {lowest} from a model's sync"
             )
-        desk.version = lowest
-        desk.scheduler.pool.synced()
-        desk.observer.event_of("synced", detail=f"version {lowest}")
-        admission.admit(desk)
+        context.version = lowest
+        context.scheduler.pool.synced()
+        context.observer.event_of("synced", detail=f"version {lowest}")
+        submit.admit(context)
         return lowest
 
     @property
     def model_version(self) -> int:
         """The lowest version that the rollout models serve."""
-        return self._desk.version
+        return self._context.version
 
     # -- other code's payloads
 
     async def process_experiences(self, payloads: list[bytes]) -> dict[str, float]:
         """Run payloads of other code through one pass; all are checked before any is used."""
-        desk = self._check()
+        context = self._check()
         if not payloads:
             return {}
         given = list(payloads)
         try:
-            await desk.threads.call(_check_payloads, given, desk.plan)
+            await context.threads.call(_check_payloads, given, context.plan)
         except FormatError:
-            desk.payloads_refused += 1
+            context.payloads_refused += 1
             raise
         return await pass_payloads(self._check(), given)
 
@@ -234,12 +244,12 @@ class RolloutCoordinator:
     @property
     def config(self) -> Config:
         """What it was told."""
-        return self._desk.config
+        return self._context.config
 
     @property
     def sink(self) -> Any:
         """Where experience goes: the queue, the file sink, the given sink, or the given buffer."""
-        sink = self._desk.sink
+        sink = self._context.sink
         return sink.buffer if isinstance(sink, ReplaySink) else sink
 
     def batches(self) -> list[BatchId]:
@@ -249,15 +259,17 @@ class RolloutCoordinator:
     def batch_state(self, batch_id: BatchId) -> BatchState:
         """Return a copy of what is known of a live or remembered batch."""
         check_id(batch_id)
-        return self._desk.state_of(batch_id)
+        return self._context.state_of(batch_id)
 
     def why_waiting(self, batch_id: BatchId) -> Waiting | None:
         """Say why a batch is not done; None when it is done or unknown."""
-        desk = self._check()
-        batch = desk.batches.get(batch_id)
+        context = self._check()
+        batch = context.batches.get(batch_id)
         if batch is None:
             return None
-        return why_waiting(batch, desk.scheduler, desk.pipeline.stage_of(batch.commit_id), desk.clock.time())
+        return why_waiting(
+            batch, context.scheduler, context.pipeline.stage_of(batch.commit_id), context.clock.time()
+        )
 
     def stats(self) -> Stats:
         """Return one moment: doors, attempts, runners, queue, bytes, models."""
@@ -272,16 +284,172 @@ class RolloutCoordinator:
     @classmethod
     def get_actor(cls, config: Config, models: list[Any], auxiliary_models: list[Any]) -> Any:
         """Return the Ray actor `config.name` of this namespace, or make it."""
-        from recollect.rollout.actor import get_actor
+        from recollect.rollout.handles import get_actor
 
         return get_actor(cls, config, models, auxiliary_models)
 
     @classmethod
     def get_local(cls, config: Config, models: list[Any], auxiliary_models: list[Any] | None = None) -> Any:
         """Return the same in a thread of its own: `h.submit_batch(...)` blocks, `.remote(...)` can be awaited."""
-        from recollect.rollout.handle import LocalHandle
+        from recollect.rollout.handles import LocalHandle
 
         return LocalHandle(cls, config, models, auxiliary_models)
+
+
+# -- what `prepare` starts, and in which order `shutdown` ends it
+
+
+async def _start(context: RolloutContext) -> None:
+    """Open journal and sink and start the runners; a failure undoes everything."""
+    _set_up(context)
+    had_sink = context.sink is not None
+    try:
+        if context.config.journal is not None:
+            from recollect.rollout.journal.journal import Journal
+
+            path = str(context.config.journal)
+            context.journal = await Journal.open(path, context.config, context.plan.layout.hash)
+        context.scheduler = _scheduler(context)
+        _set_counters(context)
+        _open_sink(context)
+        await _start_runners(context)
+    except BaseException:
+        if not had_sink and context.sink is not None:
+            if context.sink_is_ours:
+                context.sink.close()
+            context.sink = None
+        if context.journal is not None:
+            await context.journal.close()
+        context.threads.close()
+        raise
+    context.is_open = True
+    context.scheduler.is_paused = False  # only now: which batch goes first is known when all are back
+    context.scheduler.dispatch()
+
+
+def _set_up(context: RolloutContext) -> None:
+    config = context.config
+    context.loop, context.thread = asyncio.get_running_loop(), threading.get_ident()
+    context.clock = context.given_clock or LoopClock(context.loop)
+    context.threads = Threads(context.loop, config.name)
+    context.hub, context.lag, context.journal = EventHub(), LoopLag(), None
+    trace = None if config.trace is None else RolloutTrace(Path(config.trace))
+    context.observer = Observer(context.clock, context.hub, trace)
+    context.models = ModelPool(
+        context.rollout_models, context.auxiliary_models, config.auxiliary_names, context.clock.time,
+        config.retry_backoff_max_s,
+    )  # fmt: skip
+
+
+def _scheduler(context: RolloutContext) -> Scheduler:
+    return Scheduler(
+        context.config, context.clock, context.observer, context.journal,
+        version=context.models.version if context.rollout_models else lambda: context.version,
+        task_ended=partial(finalize.task_ended, context), room_made=partial(submit.room_made, context),
+        runners_broken=partial(finalize.runners_broken, context),
+    )  # fmt: skip
+
+
+def _set_counters(context: RolloutContext) -> None:
+    context.version = max(context.version, context.models.version())
+    if context.first_version is None:
+        context.first_version = context.version
+    # No group id is used twice, by this process or one before it.
+    context.next_group = max(context.next_group, int(time.time() * 1000) * GROUPS_PER_MS)
+
+
+def _open_sink(context: RolloutContext) -> None:
+    if isinstance(context.sink, QueueSink) and context.sink_is_ours:
+        context.sink.reopen()
+    elif context.sink is None or context.sink_is_ours:
+        context.sink, context.sink_is_ours = make_sink(context.config.sink, context.plan)
+    context.pipeline = Pipeline(context.config, context.plan, context.sink, context.threads, context.clock)
+
+
+async def _start_runners(context: RolloutContext) -> None:
+    """Start them, and bring back the work that a journal has for them."""
+    tell = context.observer.model_call if context.observer.trace is not None else None
+    for_runners = RunnerContext(
+        context.scheduler,
+        context.config,
+        context.models,
+        context.plan,
+        context.threads,
+        context.lag,
+        context.clock,
+        tell,
+    )
+    pool = context.scheduler.pool = make_pool(for_runners)
+    try:
+        await pool.start()
+        if context.journal is not None:
+            from recollect.rollout.journal.restore import restore
+
+            restore(context, context.journal)
+    except BaseException:
+        await pool.close()
+        raise
+
+
+async def _stop(context: RolloutContext) -> None:
+    """Wake every waiter with ClosedError, stop all work, and close what the config made."""
+    scheduler = context.scheduler
+    try:
+        context.is_open = False
+        closed = ClosedError("coordinator: was shut down; call prepare() to start again")
+        for sub in list(context.waiting):
+            submit.withdraw(context, sub, closed)
+        for batch in list(context.batches.values()):
+            tell_finalizers(batch, closed)
+        context.hub.close()
+        scheduler.is_paused = True
+        if context.journal is not None and scheduler.attempts:
+            await _drain(scheduler, context.config.drain_s)
+        await stop_passes(context)
+        await _stop_work(context)
+        if context.journal is not None:
+            await context.journal.close()
+        if context.sink_is_ours and context.sink is not None:
+            context.sink.close()
+        if context.observer.trace is not None:
+            context.observer.trace.close()
+    finally:
+        context.threads.close()
+
+
+async def _drain(scheduler: Scheduler, seconds: float) -> None:
+    """With a journal, what runs may finish into it."""
+    waiting = asyncio.ensure_future(scheduler.stopped(list(scheduler.attempts.values())))
+    await asyncio.wait([waiting], timeout=seconds)
+    waiting.cancel()
+
+
+async def _stop_work(context: RolloutContext) -> None:
+    scheduler = context.scheduler
+    live = [*context.batches.values(), *context.carriers]
+    running = [attempt for batch in live for attempt in scheduler.drop_work(batch)]
+    running += [attempt for attempt in scheduler.attempts.values() if attempt not in running]
+    for batch in list(context.batches.values()):
+        if context.journal is None:
+            end(context, batch, BatchLifecycleState.ABORTED, reason="shutdown")
+        else:
+            forget(context, batch)
+    for carrier in context.carriers:
+        if context.journal is None:
+            count_doors(context.doors, carrier, delivered=False)
+        else:
+            context.doors.submitted -= carrier.n_runs  # live again after the next prepare
+        scheduler.stage_bytes(carrier, -carrier.staged_nbytes)
+    context.carriers.clear()
+    stopping = asyncio.ensure_future(scheduler.stopped(running))
+    await asyncio.wait([stopping], timeout=context.config.cancel_grace_s + 1)
+    scheduler.kill_all()
+    await scheduler.pool.close()
+    scheduler.deadlines.close()
+    stopping.cancel()
+
+
+# -- checks
 
 
 def _check_list(name: str, given: Any, what: str, remedy: str) -> None:
@@ -295,7 +463,7 @@ def _wrong_loop() -> RuntimeError:
     )
 
 
-def _check_payloads(payloads: list[bytes], plan: Plan) -> None:
+def _check_payloads(payloads: list[bytes], plan: ExperiencePlan) -> None:
     for position, payload in enumerate(payloads):
         try:
             decode(payload, space=plan)

@@ -20,12 +20,12 @@ import msgspec
 
 from recollect.errors import SchemaError
 from recollect.files.record import read_bytes
+from recollect.rollout.batch.state import BatchLifecycleState
 from recollect.rollout.config import Config, read_toml
 from recollect.rollout.coordinator import RolloutCoordinator
-from recollect.rollout.state import BatchLifecycleState
 from recollect.rollout.tasks import Task, find_workflow, import_modules
 
-Told = Callable[[dict[str, Any]], None]
+OnResult = Callable[[dict[str, Any]], None]
 
 
 class ModelSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
@@ -80,7 +80,7 @@ class JobSpec(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     eval: EvalSource | None = None
 
 
-class Job:
+class RolloutJob:
     """A checked job: its coordinator's config, its models' makers, and its tasks.
 
     Ownership: makes the models when it runs, and closes them.
@@ -92,7 +92,7 @@ class Job:
         self.config = Config.from_fields(_placed(fields, folder))
         sink = self.config.sink
         if "queue" in (sink, sink.get("kind") if isinstance(sink, dict) else None):
-            raise SchemaError("rollout.sink: must keep what is delivered, got a queue that nobody reads; "
+            raise SchemaError("rollout.sink: must keep what is delivered, got a queue, which has no reader here; "
                               'use {kind = "file", path = "out"}')  # fmt: skip
         for number in ("batch_size", "steps", "repeat_times"):
             _check_count(f"train.{number}", getattr(spec.train, number), 1)
@@ -105,7 +105,7 @@ class Job:
         self.eval_rows = [] if spec.eval is None else self._rows("eval", spec.eval)
 
     @classmethod
-    def from_toml(cls, path: str | Path, **overrides: Any) -> Job:
+    def from_toml(cls, path: str | Path, **overrides: Any) -> RolloutJob:
         """Read a job; SchemaError names the place of what is wrong. `overrides` are fields of `[rollout]`."""
         try:
             spec = msgspec.convert(read_toml(path), JobSpec)
@@ -156,7 +156,7 @@ class Job:
 
     # -- running
 
-    async def run(self, watch: Callable[[RolloutCoordinator], Awaitable[None]], told: Told) -> None:
+    async def run(self, watch: Callable[[RolloutCoordinator], Awaitable[None]], told: OnResult) -> None:
         """Run what is left of the job. `watch(c)` runs beside it; `told` gets each batch's result."""
         models = [make_model(spec) for spec in self.spec.models]
         auxiliary = [[make_model(spec) for spec in specs] for specs in self.spec.auxiliary.values()]
@@ -172,7 +172,7 @@ class Job:
             for model in (*models, *(model for role in auxiliary for model in role)):
                 await model.close()
 
-    async def _steps(self, c: RolloutCoordinator, told: Told) -> None:
+    async def _steps(self, c: RolloutCoordinator, told: OnResult) -> None:
         steps, ahead = self.spec.train.steps, self.spec.train.ahead
         first = first_step(c, steps)
         submitted = first
@@ -189,7 +189,7 @@ class Job:
         tasks, least = self.train_tasks(step), self.spec.train.min_wait_num
         await c.submit_batch(batch_id=step, tasks=tasks, batch_type="train", min_wait_num=least)
 
-    async def _evaluate(self, c: RolloutCoordinator, step: int, told: Told) -> None:
+    async def _evaluate(self, c: RolloutCoordinator, step: int, told: OnResult) -> None:
         source = self.spec.eval
         if source is None or (step % source.every and step < self.spec.train.steps):
             return
@@ -203,7 +203,7 @@ class Job:
 
 
 def state_of(c: RolloutCoordinator, batch_id: int | str) -> BatchLifecycleState | None:
-    """Where a batch is; None if nobody knows it."""
+    """Where a batch is; None if the coordinator does not know it."""
     try:
         return c.batch_state(batch_id).state
     except KeyError:

@@ -1,19 +1,24 @@
-"""Numbers about a batch: over good tasks, each by the mean of its good runs."""
+"""What a batch's result says: counts, and numbers over good tasks, each by the mean of its good runs."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from recollect.rollout.execute import Outcome
-from recollect.rollout.records import TaskRecord
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
+
+if TYPE_CHECKING:
+    from recollect.rollout.batch.records import BatchRecord, Cut, TaskRecord
+    from recollect.rollout.experience.pipeline import Delivery
+    from recollect.rollout.tasks import RunOutcome
+
+ERRORS_SHOWN = 8
 
 
-def run_metrics(outcome: Outcome) -> dict[str, float]:
+def run_metrics(outcome: RunOutcome) -> dict[str, float]:
     """The numbers of one good run."""
     found = dict(outcome.metrics)
     if outcome.reward is not None:
@@ -107,3 +112,50 @@ def train_metrics(tasks: list[TaskRecord], version: int) -> dict[str, float]:
 def counts(record: dict[str, Any], prefix: str) -> dict[str, float]:
     """Counts of the result as metrics."""
     return {f"{prefix}/{name}": float(value) for name, value in record.items() if name.endswith("_count")}
+
+
+def eval_result(batch: BatchRecord, cut: Cut) -> dict[str, Any]:
+    """The result of an eval batch."""
+    result = _result(batch, cut, 0)
+    prefix = f"eval/{eval_name(batch.id)}"
+    result["metrics"] = eval_metrics(cut.tasks, batch.id) | counts(result, prefix) | _troubles(batch, prefix)
+    return result
+
+
+def train_result(batch: BatchRecord, cut: Cut, delivery: Delivery, version: int) -> dict[str, Any]:
+    """The result of a train batch."""
+    result = _result(batch, cut, delivery.n_out)
+    metrics = train_metrics(cut.tasks, version) | counts(result, "rollout") | _troubles(batch, "rollout")
+    if cut.carried_in:
+        metrics["rollout/carried_in_count"] = float(len(cut.carried_in))
+    result["metrics"] = metrics | delivery.metrics
+    return result
+
+
+def _result(batch: BatchRecord, cut: Cut, n_experiences: int) -> dict[str, Any]:
+    state, by = batch.state, batch.counts
+    errors = [(task.task_id, task.error) for task in batch.tasks if task.failed]
+    return {
+        "batch_id": state.batch_id,
+        "batch_type": state.batch_type,
+        "finished_task_count": by["ok"] + by["partial"] + by["failed"],
+        "metrics": {},
+        "expected_task_count": state.expected_task_count,
+        "ok_task_count": by["ok"],
+        "partial_task_count": by["partial"],
+        "failed_task_count": by["failed"],
+        "cancelled_task_count": cut.cancelled,
+        "carried_task_count": cut.carried,
+        "experience_count": n_experiences,
+        "errors": dict(errors[:ERRORS_SHOWN]),
+    }
+
+
+def _troubles(batch: BatchRecord, prefix: str) -> dict[str, float]:
+    return {
+        f"{prefix}/retry_count": float(batch.retry_count),
+        f"{prefix}/timeout_count": float(batch.timeout_count),
+        f"{prefix}/requeue_count": float(batch.requeue_count),
+        f"{prefix}/late_count": float(batch.late_count),
+        f"{prefix}/bad_metric_count": float(batch.bad_metric_count),
+    }

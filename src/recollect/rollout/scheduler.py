@@ -1,4 +1,4 @@
-"""The scheduler: which unit starts next, how long it may take, and what becomes of it when it fails.
+"""The scheduler: which attempt starts next, how long it may take, which results are taken, and what is tried again.
 
 Concurrency: everything happens in the coordinator's event loop, in callbacks that never wait. At most one attempt of
 a unit is alive: the next is queued when the last has really ended, was killed or is fenced.
@@ -12,38 +12,46 @@ import random
 from bisect import insort
 from collections import deque
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from recollect.rollout.clock import Clock, Deadlines
-from recollect.rollout.execute import Outcome
+from recollect.rollout.batch.records import Attempt, BatchRecord, TaskRecord, Unit
+from recollect.rollout.batch.state import TaskStatus
+from recollect.rollout.event_loop import Clock, Deadlines
+from recollect.rollout.events import Observer
 from recollect.rollout.metrics import task_means
-from recollect.rollout.observe import AttemptDoors, Observer
-from recollect.rollout.records import Attempt, BatchRecord, TaskRecord, Unit
-from recollect.rollout.runners.base import RunnerPool
-from recollect.rollout.state import TaskStatus
+from recollect.rollout.stats import AttemptDoors
+from recollect.rollout.tasks import AttemptSpec, RunOutcome, run_seed
+
+if TYPE_CHECKING:
+    from recollect.rollout.config import Config
+    from recollect.rollout.journal.journal import Journal
+    from recollect.rollout.runners.base import RunnerPool
 
 LAST_RUNS = 1024
-
-
-class Owner(Protocol):
-    """Who is told that a task has ended, and keeps what a run made."""
-
-    def task_ended(self, task: TaskRecord) -> None: ...
-    def run_staged(self, task: TaskRecord, outcome: Outcome) -> None: ...
-    def run_failed(self, task: TaskRecord, run_id: int, error: str) -> None: ...
-    def room_made(self) -> None: ...
-    def runners_broken(self, why: str) -> None: ...
 
 
 class Scheduler:
     """Live batches in order, their attempts on the runners, and the clock that bounds both."""
 
-    def __init__(self, config: Any, clock: Clock, owner: Owner, observer: Observer) -> None:
-        self.config, self.clock, self.owner, self.observer = config, clock, owner, observer
+    def __init__(
+        self,
+        config: Config,
+        clock: Clock,
+        observer: Observer,
+        journal: Journal | None,
+        *,
+        version: Callable[[], int],
+        task_ended: Callable[[TaskRecord], None],
+        room_made: Callable[[], None],
+        runners_broken: Callable[[str], None],
+    ) -> None:
+        """`version` of the weights now; the others are called when what they name has happened."""
+        self.config, self.clock, self.observer, self.journal = config, clock, observer, journal
+        self.version, self.room_made = version, room_made
+        self._task_ended, self._tell_broken = task_ended, runners_broken
         self.pool: RunnerPool
-        self.version: Callable[[], int] = lambda: 0
         self.batches: list[BatchRecord] = []
         self.attempts: dict[int, Attempt] = {}
         self.doors = AttemptDoors()
@@ -107,7 +115,7 @@ class Scheduler:
                 break
             self._start(batch.next_unit(), batch)
         if self.n_queued < before:
-            self.owner.room_made()
+            self.room_made()
 
     def _pick(self) -> BatchRecord | None:
         full = self.staged_nbytes > self.config.max_staged_nbytes
@@ -115,12 +123,13 @@ class Scheduler:
         for batch in self.batches:
             if not batch.has_work() or (full and not batch.finalizers and batch.serial != oldest):
                 continue
-            if batch.is_eval and self.n_eval_running >= self._eval_most() and self._train_waits():
+            if batch.is_eval and self.n_eval_running >= self.eval_limit() and self._train_waits():
                 continue
             return batch
         return None
 
-    def _eval_most(self) -> int:
+    def eval_limit(self) -> int:
+        """How many runners eval may hold while train work waits."""
         share: float = self.config.eval_share
         return math.ceil(share * self.pool.size)
 
@@ -133,8 +142,8 @@ class Scheduler:
         unit.backs_off_until = None
         self._next_id = ident = self._next_id + 1
         limit, dynamic = self._limit_of(task, len(unit.run_ids))
-        job = unit.job(ident, unit.attempts, self.version())
-        attempt = Attempt(ident, unit, unit.attempts, job, limit, dynamic, now)
+        spec = _spec_of(unit, ident, self.version())
+        attempt = Attempt(ident, unit, unit.attempts, limit, dynamic, now)
         self.attempts[ident] = unit.attempt = attempt
         batch.running.add(attempt)
         batch.n_queued -= len(unit.run_ids)
@@ -144,7 +153,7 @@ class Scheduler:
         task.attempts += 1
         self.doors.started += 1
         attempt.timer = self.deadlines.put(now + limit, self._overdue, attempt)
-        attempt.runner = self.pool.launch(job, task.workflow, unit.last_runner)
+        attempt.runner = self.pool.launch(spec, task.workflow, unit.last_runner)
         unit.last_runner = attempt.runner
         if self.observer.listens:
             self.observer.attempt_started(attempt, now)
@@ -197,9 +206,10 @@ class Scheduler:
         if waiting:
             await asyncio.wait(waiting)
 
-    # -- what the runners say
+    # -- what the runners report
 
-    def run_ended(self, attempt_id: int, outcome: Outcome) -> None:
+    def run_ended(self, attempt_id: int, outcome: RunOutcome) -> None:
+        """Take the result of a run, once; one of an attempt that is no longer alive is refused and counted as late."""
         attempt = self.attempts.get(attempt_id)
         if attempt is None:
             return
@@ -217,14 +227,15 @@ class Scheduler:
             if outcome.final:
                 self._fail(task, outcome.run_id, outcome.error)
 
-    def _stage(self, task: TaskRecord, outcome: Outcome) -> None:
+    def _stage(self, task: TaskRecord, outcome: RunOutcome) -> None:
         batch = task.batch
         task.good[outcome.run_id] = outcome
         batch.bad_metric_count += outcome.bad_metrics
         if outcome.payload is not None:
             self.stage_bytes(batch, len(outcome.payload))
             batch.seconds.append(outcome.seconds)
-        self.owner.run_staged(task, outcome)
+        if self.journal is not None:
+            self.journal.record_run(task, outcome)
 
     def stage_bytes(self, batch: BatchRecord, nbytes: int) -> None:
         """Count bytes that a batch holds, or (negative) no longer holds."""
@@ -232,6 +243,7 @@ class Scheduler:
         self.staged_nbytes += nbytes
 
     def attempt_ended(self, attempt_id: int, error: str = "") -> None:
+        """Count how an attempt ended, and try the runs that are not good again if they may be."""
         attempt = self._take(attempt_id)
         if attempt is None:
             return
@@ -310,12 +322,14 @@ class Scheduler:
         self.dispatch()
 
     def runners_changed(self) -> None:
+        """Start work on a runner that is new or free again."""
         self.broken = None
         self.dispatch()
 
     def runners_broken(self, why: str) -> None:
+        """No runner can be started."""
         self.broken = why
-        self.owner.runners_broken(why)
+        self._tell_broken(why)
 
     # -- retries
 
@@ -349,7 +363,8 @@ class Scheduler:
     def _fail(self, task: TaskRecord, run_id: int, error: str) -> None:
         """A run has failed for good."""
         task.failed[run_id] = error
-        self.owner.run_failed(task, run_id, error)
+        if self.journal is not None:
+            self.journal.record_run(task, RunOutcome(run_id, False, 0.0, error=error, final=True))
 
     def _is_wanted(self, task: TaskRecord) -> bool:
         return task.batch in self.batches
@@ -374,7 +389,7 @@ class Scheduler:
         if task.status is not None or n_good + n_failed < task.n_runs or not self._is_wanted(task):
             return
         self.finish(task)
-        self.owner.task_ended(task)
+        self._task_ended(task)
 
     def finish(self, task: TaskRecord) -> None:
         """Set the status of a task and count it in its batch."""
@@ -388,3 +403,14 @@ class Scheduler:
             batch.n_good += 1
             if batch.n_good == (batch.state.min_wait_num or 0):
                 batch.min_reached_at = self.clock.time()
+
+
+def _spec_of(unit: Unit, attempt_id: int, version: int) -> AttemptSpec:
+    """What a runner is told of the attempt that begins now."""
+    task = unit.task
+    state = task.batch.state
+    seeds = tuple([run_seed(task.key, run_id) for run_id in unit.run_ids])
+    return AttemptSpec(
+        attempt_id, task.workflow.name, task.data, task.n_runs, task.task_id, state.batch_id,
+        state.batch_type == "eval", unit.run_ids, unit.attempts, seeds, task.group_id, version,
+    )  # fmt: skip

@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 
 from recollect.errors import SchemaError
-from recollect.rollout.state import BatchId
+from recollect.rollout.batch.state import BatchId
 
 WorkflowFunction = Callable[..., Any]
 _MASK = 2**64 - 1
@@ -243,3 +243,38 @@ def as_result(returned: Any) -> Result:
     if isinstance(returned, list | tuple):
         return Result(list(returned))
     return Result([returned])
+
+
+class AttemptSpec(msgspec.Struct, array_like=True):
+    """An attempt as it is sent to a runner."""
+
+    attempt_id: int
+    workflow: str
+    data: bytes  # msgpack of (data, args)
+    repeat_times: int
+    task_id: BatchId
+    batch_id: BatchId
+    is_eval: bool
+    run_ids: tuple[int, ...]
+    number: int
+    seeds: tuple[int, ...]
+    group_id: int
+    version: int
+    rollout: int = -1  # the rollout replica chosen for it
+
+
+class RunOutcome(msgspec.Struct, array_like=True):
+    """How a run ended."""
+
+    run_id: int
+    ok: bool
+    seconds: float
+    metrics: dict[str, float] = {}
+    bad_metrics: int = 0
+    payload: bytes | None = None
+    n: int = 0
+    reward: float | None = None
+    response_length: int | None = None
+    version: int = 0
+    error: str = ""
+    final: bool = False  # another attempt would not help

@@ -9,7 +9,7 @@ import msgspec
 import numpy as np
 
 from recollect.errors import SchemaError
-from recollect.rollout.experience import Experience
+from recollect.rollout.experience.experience import Experience
 
 Prompt = str | Sequence[int]
 Messages = Sequence[dict[str, Any]]

@@ -15,7 +15,6 @@ from recollect.errors import ClosedError, MissingExtraError, ModelError, SchemaE
 from recollect.rollout.models.base import Generation, Messages, Prompt
 
 RETRIED = frozenset({408, 429, *range(500, 600)})
-BACKOFF_S, BACKOFF_MAX_S = 0.5, 30.0
 
 
 class OpenAIHandle(msgspec.Struct, array_like=True):
@@ -59,6 +58,7 @@ class OpenAIModel:
         self.address, self.model, self._api_key = base_url.rstrip("/"), model, api_key
         self.timeout_s, self.connect_timeout_s = timeout_s, connect_timeout_s
         self.max_retries, self.max_connections, self.tokenizer = max_retries, max_connections, tokenizer
+        self.backoff_s, self.backoff_max_s = 0.5, 30.0  # the first and the longest pause before another try
         self._version = version
         self._client: Any = None
         self._closed = False
@@ -165,7 +165,7 @@ class OpenAIModel:
 
         url, last = self.address + path, ""
         for attempt in range(self.max_retries + 1):
-            wait = min(BACKOFF_S * 2**attempt, BACKOFF_MAX_S) * self._random.uniform(0.8, 1.2)
+            wait = pause_after(attempt, self.backoff_s, self.backoff_max_s, self._random)
             try:
                 reply = await client.post(url, json=body)
             except httpx.TransportError as error:
@@ -176,7 +176,7 @@ class OpenAIModel:
                 last = f"status {reply.status_code}: {reply.text[:200]}"
                 if reply.status_code not in RETRIED:
                     raise ModelError(f"{url}: must answer 200, got {self._hidden(last)}")
-                wait = _retry_after(reply.headers.get("retry-after"), wait)
+                wait = retry_after(reply.headers.get("retry-after"), wait)
             if attempt < self.max_retries:
                 await asyncio.sleep(wait)
         raise ModelError(
@@ -263,7 +263,13 @@ def _logprobs(given: Any) -> list[float] | None:
     return None if found is None else [float(value) for value in found]
 
 
-def _retry_after(value: str | None, otherwise: float) -> float:
+def pause_after(attempt: int, first_s: float, longest_s: float, source: random.Random) -> float:
+    """Seconds before another try: doubling from the first to the longest, ±20 %."""
+    seconds: float = min(first_s * 2**attempt, longest_s)
+    return seconds * source.uniform(0.8, 1.2)
+
+
+def retry_after(value: str | None, otherwise: float) -> float:
     """Seconds to wait as the server asks, by a number or a date; never more than the longest pause."""
     if value is None:
         return otherwise

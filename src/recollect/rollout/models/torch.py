@@ -101,7 +101,7 @@ class TorchModel:
 
     async def _serve(self) -> None:
         """One batch after another, each of those that wait with equal sampling."""
-        await asyncio.sleep(0)  # who asks in this turn of the loop comes along
+        await asyncio.sleep(0)  # calls of this turn of the loop join the batch
         while self._asked:
             key = self._asked[0][1]
             batch = [asked for asked in self._asked if asked[1] == key and not asked[3].cancelled()][

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from recollect.rollout.execute import Job, Lag, Outcome
-from recollect.rollout.models.pool import ModelPool
-from recollect.rollout.schema import Plan
-from recollect.rollout.threads import Threads
+if TYPE_CHECKING:
+    from recollect.rollout.event_loop import Threads
+    from recollect.rollout.experience.space import ExperiencePlan
+    from recollect.rollout.models.replicas import ModelPool
+    from recollect.rollout.runners.execute import LoopLag
+    from recollect.rollout.tasks import AttemptSpec, RunOutcome
 
 
-class Owner(Protocol):
-    """Who is told what happens on the runners; all calls come in its event loop."""
+class RunnerReports(Protocol):
+    """What a pool tells the scheduler; all calls come in the coordinator's event loop."""
 
-    def run_ended(self, attempt_id: int, outcome: Outcome) -> None: ...
+    def run_ended(self, attempt_id: int, outcome: RunOutcome) -> None: ...
     def attempt_ended(self, attempt_id: int, error: str = "") -> None: ...
     def runner_lost(self, runner: int, attempt_id: int | None, why: str) -> None: ...
     def runners_changed(self) -> None: ...
@@ -23,15 +25,15 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class Surroundings:
+class RunnerContext:
     """What a pool needs of the coordinator."""
 
-    owner: Owner
+    reports: RunnerReports
     config: Any
     models: ModelPool
-    plan: Plan
+    plan: ExperiencePlan
     threads: Threads
-    lag: Lag
+    lag: LoopLag
     clock: Any
     tell: Callable[[str, float], None] | None = None  # of model calls, for a trace
 
@@ -51,7 +53,7 @@ class RunnerPool(Protocol):
     def n_free(self) -> int:
         """How many attempts could start now."""
 
-    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+    def launch(self, spec: AttemptSpec, workflow: Any, avoid: int) -> int:
         """Start an attempt on a free runner, not `avoid` if there is another; return which."""
 
     def cancel(self, attempt_id: int) -> None:
@@ -71,3 +73,19 @@ class RunnerPool(Protocol):
 
     async def close(self) -> None:
         """Stop everything."""
+
+
+def make_pool(context: RunnerContext) -> RunnerPool:
+    """Return a pool of the config's kind; it is not started."""
+    kind = context.config.runner
+    if kind == "local":
+        from recollect.rollout.runners.local import LocalPool
+
+        return LocalPool(context)
+    if kind == "process":
+        from recollect.rollout.runners.process import ProcessPool
+
+        return ProcessPool(context)
+    from recollect.rollout.runners.ray import RayPool
+
+    return RayPool(context)

@@ -5,7 +5,7 @@ its next model call raises, and its place is given to another. As many of them a
 starts any more.
 
 An asyncio task serves its place for as long as one attempt follows another there: to make a task and to go once
-around the loop for each would cost a quarter of a small attempt. Each still has its own context, and after a turn of
+context the loop for each would cost a quarter of a small attempt. Each still has its own context, and after a turn of
 2 ms others in the loop come first.
 """
 
@@ -17,22 +17,23 @@ from functools import partial
 from time import perf_counter
 from typing import Any
 
-from recollect.rollout.execute import Job, Outcome, execute
-from recollect.rollout.models.pool import Models
-from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.models.replicas import Models
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.runners.execute import execute
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 
 DEFAULT_SIZE = 256
 TURN_S = 0.002  # attempts that never wait follow each other that long before the loop sees to anything else
-AT_ONCE = 8  # who wait for a turn and are let in together; in a turn that is over they would only wait again
+AT_ONCE = 8  # attempts that are let in together; more might find the turn over and wait again
 
 
 class Place:
     """An attempt at its place."""
 
-    __slots__ = ("fenced", "is_started", "is_unwanted", "job", "models", "number", "task", "workflow")
+    __slots__ = ("fenced", "is_started", "is_unwanted", "models", "number", "spec", "task", "workflow")
 
-    def __init__(self, job: Job, workflow: Any, models: Models, number: int) -> None:
-        self.job, self.workflow, self.models, self.number = job, workflow, models, number
+    def __init__(self, spec: AttemptSpec, workflow: Any, models: Models, number: int) -> None:
+        self.spec, self.workflow, self.models, self.number = spec, workflow, models, number
         self.fenced = self.is_started = self.is_unwanted = False
         self.task: asyncio.Task[None]
 
@@ -43,9 +44,9 @@ class LocalPool:
     Concurrency: one event loop. Ownership: models, threads and plan are the coordinator's.
     """
 
-    def __init__(self, around: Surroundings) -> None:
-        self.around = around
-        self.size = around.config.runners or DEFAULT_SIZE
+    def __init__(self, context: RunnerContext) -> None:
+        self.context = context
+        self.size = context.config.runners or DEFAULT_SIZE
         self.places: dict[int, Place] = {}
         self.free = list(range(self.size - 1, -1, -1))
         self.fenced: set[Place] = set()
@@ -68,14 +69,14 @@ class LocalPool:
     def n_alive(self) -> int:
         return self.size
 
-    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+    def launch(self, spec: AttemptSpec, workflow: Any, avoid: int) -> int:
         number = self.free.pop()
         if number == avoid and self.free:
             number, other = self.free.pop(), number
             self.free.append(other)
-        models = Models(self.around.models, self.around.tell)
-        place = Place(job, workflow, models, number)
-        self.places[job.attempt_id] = place
+        models = Models(self.context.models, self.context.tell)
+        place = Place(spec, workflow, models, number)
+        self.places[spec.attempt_id] = place
         if number == self._vacant:
             self._vacant, self._next = -1, place
         else:
@@ -106,9 +107,9 @@ class LocalPool:
 
     async def _work(self, place: Place) -> None:
         place.is_started = True
-        around = self.around
+        context = self.context
         await execute(
-            place.job, place.workflow, place.models, around.plan, around.threads, around.lag,
+            place.spec, place.workflow, place.models, context.plan, context.threads, context.lag,
             partial(self._report, place),
         )  # fmt: skip
 
@@ -132,21 +133,21 @@ class LocalPool:
             is_over = perf_counter() >= self._turn_ends
             self._loop.call_soon(self._new_turn if is_over else self._let_in)
 
-    def _report(self, place: Place, outcome: Outcome) -> None:
+    def _report(self, place: Place, outcome: RunOutcome) -> None:
         if not place.fenced:
-            self.around.owner.run_ended(place.job.attempt_id, outcome)
+            self.context.reports.run_ended(place.spec.attempt_id, outcome)
 
     def _ended(self, place: Place, error: str) -> Place | None:
         """Say that an attempt has ended; return the next at its place, if there is one."""
         place.models.release()
         if place.fenced:
             self.fenced.discard(place)
-            self.around.owner.runners_changed()
+            self.context.reports.runners_changed()
             return None
         self._vacate(place)
         self._vacant = place.number
         try:
-            self.around.owner.attempt_ended(place.job.attempt_id, error)
+            self.context.reports.attempt_ended(place.spec.attempt_id, error)
         except BaseException:
             if self._next is not None:  # it was given this place, and this task ends here
                 self._next.task = self._loop.create_task(self._serve(self._next))
@@ -156,7 +157,7 @@ class LocalPool:
         return following
 
     def _vacate(self, place: Place) -> None:
-        del self.places[place.job.attempt_id]
+        del self.places[place.spec.attempt_id]
         self.free.append(place.number)
 
     def cancel(self, attempt_id: int) -> None:
@@ -166,9 +167,7 @@ class LocalPool:
         if not place.workflow.is_async and not place.models.fenced:
             # The thread cannot be interrupted; its model call can, and the next one is refused. The task goes on
             # to wait for the thread, so that the attempt ends when its code does.
-            place.models.fenced = True
-            if place.models.in_flight is not None:
-                place.models.in_flight.cancel()
+            place.models.fence()
             return
         if place.is_started:
             place.task.cancel()
@@ -182,7 +181,7 @@ class LocalPool:
         place.fenced = place.models.fenced = True
         self.fenced.add(place)
         self._vacate(place)
-        self.around.owner.attempt_ended(attempt_id)
+        self.context.reports.attempt_ended(attempt_id)
 
     def synced(self) -> None:
         """The models are those that were synced."""

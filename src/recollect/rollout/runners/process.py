@@ -11,18 +11,18 @@ import subprocess
 import sys
 from typing import Any
 
-from recollect.rollout.runners.base import Surroundings
-from recollect.rollout.runners.child import LENGTH, Link
-from recollect.rollout.runners.remote import FarRunner, RemotePool
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.runners.child import LENGTH, MessageSocket
+from recollect.rollout.runners.remote import RemotePool, RemoteRunner
 
 PROGRAM = "from recollect.rollout.runners.child import main; main({fd})"
 
 
-class ProcessRunner(FarRunner):
+class ProcessRunner(RemoteRunner):
     """A spawned process. Its death is seen by a pidfd, whatever it was doing."""
 
-    def __init__(self, pool: RemotePool, number: int) -> None:
-        super().__init__(pool, number)
+    def __init__(self, number: int, on_message: Any, on_death: Any) -> None:
+        super().__init__(number, on_message, on_death)
         self.process: subprocess.Popen[bytes]
         self.transport: asyncio.Transport
         self._loop = asyncio.get_running_loop()
@@ -43,16 +43,18 @@ class ProcessRunner(FarRunner):
             theirs.close()
         try:
             self._pidfd = os.pidfd_open(self.process.pid)
-        except OSError:  # nobody could look after it
+        except OSError:  # its death could not be seen
             ours.close()
             self.kill()
             self.process.wait()
             raise
-        self._loop.add_reader(self._pidfd, self._died)
+        self._loop.add_reader(self._pidfd, self._exited)
         ours.setblocking(False)
         closed: asyncio.Future[None] = self._loop.create_future()
         try:
-            made: Any = await self._loop.create_connection(lambda: Link(self.received, closed), sock=ours)
+            made: Any = await self._loop.create_connection(
+                lambda: MessageSocket(self.received, closed), sock=ours
+            )
         except BaseException:
             self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
@@ -70,7 +72,7 @@ class ProcessRunner(FarRunner):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _died(self) -> None:
+    def _exited(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self.kill()  # what it left in its group
@@ -82,7 +84,7 @@ class ProcessRunner(FarRunner):
         self.transport.abort()
         if not self._gone.done():
             self._gone.set_result(None)
-        self.pool.died(self, f"process {self.process.pid} ended with {_meaning(code)}")
+        self.died(f"process {self.process.pid} ended with {_meaning(code)}")
 
     async def closed(self) -> None:
         await asyncio.wait([self._gone], timeout=5.0)
@@ -95,10 +97,10 @@ def _meaning(code: int) -> str:
 class ProcessPool(RemotePool):
     """Runners as processes, one per CPU unless the config says otherwise."""
 
-    def __init__(self, around: Surroundings) -> None:
-        super().__init__(around, around.config.runners or len(os.sched_getaffinity(0)))
+    def __init__(self, context: RunnerContext) -> None:
+        super().__init__(context, context.config.runners or len(os.sched_getaffinity(0)))
 
-    async def make_runner(self, number: int) -> FarRunner:
-        runner = ProcessRunner(self, number)
+    async def make_runner(self, number: int) -> RemoteRunner:
+        runner = ProcessRunner(number, self.received, self.died)
         await runner.start()
         return runner

@@ -12,9 +12,9 @@ from collections.abc import AsyncIterator
 from typing import Any
 
 from recollect.errors import MissingExtraError
-from recollect.rollout.runners.base import Surroundings
-from recollect.rollout.runners.child import Session
-from recollect.rollout.runners.remote import FarRunner, RemotePool
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.runners.child import RunnerSession
+from recollect.rollout.runners.remote import RemotePool, RemoteRunner
 
 
 def need_ray() -> Any:
@@ -33,12 +33,12 @@ class RunnerActor:
 
     def __init__(self) -> None:
         self.outbox: asyncio.Queue[bytes] | None = None
-        self.session: Session | None = None
+        self.session: RunnerSession | None = None
 
-    def _open(self) -> Session:
+    def _open(self) -> RunnerSession:
         if self.session is None:
             self.outbox = asyncio.Queue()
-            self.session = Session(self.outbox.put_nowait)
+            self.session = RunnerSession(self.outbox.put_nowait)
         return self.session
 
     async def receive(self, data: bytes) -> None:
@@ -52,11 +52,11 @@ class RunnerActor:
             yield await self.outbox.get()
 
 
-class RayRunner(FarRunner):
+class RayRunner(RemoteRunner):
     """A Ray actor."""
 
-    def __init__(self, pool: RemotePool, number: int, ray: Any, actor: Any) -> None:
-        super().__init__(pool, number)
+    def __init__(self, number: int, on_message: Any, on_death: Any, ray: Any, actor: Any) -> None:
+        super().__init__(number, on_message, on_death)
         self.ray, self.actor = ray, actor
         self.listening = asyncio.get_running_loop().create_task(self._listen())
 
@@ -69,7 +69,7 @@ class RayRunner(FarRunner):
             raise
         except Exception as error:
             why = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error) else ''}"
-        self.pool.died(self, f"Ray actor: {why}")
+        self.died(f"Ray actor: {why}")
 
     def send(self, data: bytes) -> None:
         if not self.is_dead:
@@ -88,12 +88,12 @@ class RayRunner(FarRunner):
 class RayPool(RemotePool):
     """Runners as Ray actors, one per CPU of the cluster unless the config says otherwise."""
 
-    def __init__(self, around: Surroundings) -> None:
+    def __init__(self, context: RunnerContext) -> None:
         self.ray = need_ray()
-        size = around.config.runners or max(1, int(self.ray.cluster_resources().get("CPU", 1)))
-        super().__init__(around, size)
+        size = context.config.runners or max(1, int(self.ray.cluster_resources().get("CPU", 1)))
+        super().__init__(context, size)
 
-    async def make_runner(self, number: int) -> FarRunner:
-        options = {"max_concurrency": 1000, "max_restarts": 0} | dict(self.around.config.ray_options)
+    async def make_runner(self, number: int) -> RemoteRunner:
+        options = {"max_concurrency": 1000, "max_restarts": 0} | dict(self.context.config.ray_options)
         actor = self.ray.remote(RunnerActor).options(**options).remote()
-        return RayRunner(self, number, self.ray, actor)
+        return RayRunner(number, self.received, self.died, self.ray, actor)

@@ -1,37 +1,44 @@
 """Runners outside the coordinator's process: what processes and Ray actors have in common.
 
 A runner has one attempt at a time. It is started, said to be ready, and replaced when it dies or is killed. Starting
-again backs off; after five failures in a row and with no runner left, those who wait are told why.
+again backs off; after five failures in a row and with no runner left, finalizers are told why.
 """
 
 from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
 import numpy as np
 
 from recollect.errors import FormatError, WorkerDiedError
-from recollect.rollout.decoding import decode
-from recollect.rollout.execute import Job, Outcome
+from recollect.rollout.event_loop import Timer
+from recollect.rollout.experience.payload import decode
 from recollect.rollout.models.base import to_wire
-from recollect.rollout.models.pool import Bound, Models
-from recollect.rollout.runners import wire
-from recollect.rollout.runners.base import Surroundings
+from recollect.rollout.models.replicas import Bound, Models
+from recollect.rollout.runners import messages
+from recollect.rollout.runners.base import RunnerContext
+from recollect.rollout.tasks import AttemptSpec, RunOutcome
 from recollect.text import told_briefly
 
-FAILED_STARTS = 5
-START_S = 60.0
-PAUSE_S, PAUSE_MAX_S = 0.1, 30.0
 
+class RemoteRunner(ABC):
+    """One runner elsewhere: the attempt that it has, and the model calls of that attempt.
 
-class FarRunner(ABC):
-    """One runner elsewhere."""
+    `on_message` and `on_death` get the runner, and the bytes it sent or the reason of its end.
+    """
 
-    def __init__(self, pool: RemotePool, number: int) -> None:
-        self.pool, self.number = pool, number
+    def __init__(
+        self,
+        number: int,
+        on_message: Callable[[RemoteRunner, bytes], None],
+        on_death: Callable[[RemoteRunner, str], None],
+    ) -> None:
+        self.number = number
+        self._on_message, self._on_death = on_message, on_death
         self.is_ready = self.is_dead = self.is_killed = False
         self.attempt_id: int | None = None
         self.models: Models | None = None
@@ -50,35 +57,25 @@ class FarRunner(ABC):
         """Let go of everything, once it is dead."""
 
     def received(self, data: bytes) -> None:
-        """Act on one message."""
-        try:
-            message = wire.decode_up(data)
-        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
-            self.pool.n_refused += 1
-            self.kill_for(f"it sent a malformed message ({error})")
-            return
-        if isinstance(message, wire.Ran):
-            self.pool.ran(self, message)
-        elif isinstance(message, wire.Call):
-            self.calls[message.call_id] = asyncio.get_running_loop().create_task(self._call(message))
-        elif isinstance(message, wire.Uncall):
-            call = self.calls.pop(message.call_id, None)
-            if call is not None:
-                call.cancel()
-        elif isinstance(message, wire.Ready):
-            self.is_ready = True
-            self.pool.ready(self)
-        else:
-            self.pool.cause = message.why
-            self.kill()
+        """Pass on a message that the runner sent."""
+        self._on_message(self, data)
 
-    def kill_for(self, why: str) -> None:
-        self.pool.cause = why
-        self.kill()
+    def died(self, why: str) -> None:
+        """Pass on that the runner is dead."""
+        self._on_death(self, why)
 
-    async def _call(self, call: wire.Call) -> None:
+    def begin_call(self, call: messages.ModelCall) -> None:
         """Ask a model on behalf of the attempt."""
-        answer = wire.Answer(call.call_id)
+        self.calls[call.call_id] = asyncio.get_running_loop().create_task(self._call(call))
+
+    def cancel_call(self, call_id: int) -> None:
+        """Cancel a model call that the attempt no longer waits for."""
+        call = self.calls.pop(call_id, None)
+        if call is not None:
+            call.cancel()
+
+    async def _call(self, call: messages.ModelCall) -> None:
+        answer = messages.Answer(call.call_id)
         try:
             args, kwargs = msgspec.msgpack.decode(call.args)
             models = self.models
@@ -92,11 +89,11 @@ class FarRunner(ABC):
                 answer.logprobs = np.asarray(found, np.float32).tobytes()
             else:
                 answer.generations = [to_wire(g) for g in found]
-            data = wire.encode(answer)
+            data = messages.encode(answer)
         except asyncio.CancelledError:
             raise
         except BaseException as error:
-            data = wire.encode(wire.Answer(call.call_id, error=told_briefly(error)))
+            data = messages.encode(messages.Answer(call.call_id, error=told_briefly(error)))
         self.calls.pop(call.call_id, None)
         self.send(data)
 
@@ -116,25 +113,29 @@ class RemotePool(ABC):
     Ownership: owns the runners and ends them in `close()`. Concurrency: one event loop.
     """
 
-    def __init__(self, around: Surroundings, size: int) -> None:
-        self.around, self.size = around, size
-        self.runners: dict[int, FarRunner] = {}
-        self.by_attempt: dict[int, FarRunner] = {}
+    failed_starts = 5  # in a row, after which finalizers are told
+    start_s = 60.0  # in which a runner must be ready
+    pause_s, pause_max_s = 0.1, 30.0  # before the first and between the later starts
+
+    def __init__(self, context: RunnerContext, size: int) -> None:
+        self.context, self.size = context, size
+        self.runners: dict[int, RemoteRunner] = {}
+        self.by_attempt: dict[int, RemoteRunner] = {}
         self.n_fenced = self.n_refused = 0
         self.n_failed_starts = 0
         self.cause = ""
         self.is_closed = False
-        self._timers: set[Any] = set()
+        self._timers: dict[int, Timer] = {}
         self._starting: set[asyncio.Task[None]] = set()
         self._first: asyncio.Future[None] | None = None
-        plan, config = around.plan, around.config
-        rollout = [getattr(r.model, "handle", None) for r in around.models.rollout.replicas]
+        plan, config = context.plan, context.config
+        rollout = [getattr(r.model, "handle", None) for r in context.models.rollout.replicas]
         auxiliary = [
-            [getattr(r.model, "handle", None) for r in role.replicas] for role in around.models.auxiliary
+            [getattr(r.model, "handle", None) for r in role.replicas] for role in context.models.auxiliary
         ]
-        names = [role.name for role in around.models.auxiliary]
-        self._setup = wire.encode(
-            wire.Setup(
+        names = [role.name for role in context.models.auxiliary]
+        self._setup = messages.encode(
+            messages.Setup(
                 plan.layout.to_json(),
                 list(config.workflow_modules),
                 rollout,
@@ -145,7 +146,7 @@ class RemotePool(ABC):
         )
 
     @abstractmethod
-    async def make_runner(self, number: int) -> FarRunner:
+    async def make_runner(self, number: int) -> RemoteRunner:
         """Start a runner; it says Ready by itself once it was sent its setup."""
 
     # -- life
@@ -174,21 +175,47 @@ class RemotePool(ABC):
             runner.kill()
             return
         runner.send(self._setup)
-        loop = asyncio.get_running_loop()
-        loop.call_later(START_S, self._check_start, runner)
+        self._call_later(runner.number, self.start_s, self._check_start, runner)
 
-    def _check_start(self, runner: FarRunner) -> None:
+    def _check_start(self, runner: RemoteRunner) -> None:
         if not runner.is_ready and not runner.is_dead and not self.is_closed:
-            runner.kill_for(f"it was not ready within {START_S:g} s")
+            self._kill_for(runner, f"it was not ready within {self.start_s:g} s")
 
-    def ready(self, runner: FarRunner) -> None:
+    # -- what the runners send
+
+    def received(self, runner: RemoteRunner, data: bytes) -> None:
+        """Act on one message of a runner."""
+        try:
+            message = messages.decode_up(data)
+        except (ValueError, RecursionError) as error:  # text that is not UTF-8 is no MsgspecError
+            self.n_refused += 1
+            self._kill_for(runner, f"it sent a malformed message ({error})")
+            return
+        if isinstance(message, messages.Ran):
+            self._ran(runner, message)
+        elif isinstance(message, messages.ModelCall):
+            runner.begin_call(message)
+        elif isinstance(message, messages.Uncall):
+            runner.cancel_call(message.call_id)
+        elif isinstance(message, messages.Ready):
+            self._ready(runner)
+        else:
+            self._kill_for(runner, message.why)
+
+    def _kill_for(self, runner: RemoteRunner, why: str) -> None:
+        self.cause = why
+        runner.kill()
+
+    def _ready(self, runner: RemoteRunner) -> None:
+        runner.is_ready = True
+        self._cancel_timer(runner.number)
         self.n_failed_starts = 0
         if self._first is not None and not self._first.done():
             self._first.set_result(None)
-        self.around.owner.runners_changed()
+        self.context.reports.runners_changed()
 
-    def died(self, runner: FarRunner, why: str) -> None:
-        """A runner is gone: tell whose attempt it had, and start another."""
+    def died(self, runner: RemoteRunner, why: str) -> None:
+        """A runner is gone: report the attempt that it had, and start another."""
         if runner.is_dead:
             return
         runner.is_dead = True
@@ -202,24 +229,33 @@ class RemotePool(ABC):
         if was_ready:
             self._begin(runner.number)
             if runner.is_killed and attempt_id is not None:
-                self.around.owner.attempt_ended(attempt_id)
+                self.context.reports.attempt_ended(attempt_id)
             else:
-                self.around.owner.runner_lost(runner.number, attempt_id, why)
+                self.context.reports.runner_lost(runner.number, attempt_id, why)
         else:
             self.cause = self.cause or why
             self._start_failed(runner.number)
 
     def _start_failed(self, number: int) -> None:
         self.n_failed_starts += 1
-        pause = min(PAUSE_S * 2 ** (self.n_failed_starts - 1), PAUSE_MAX_S)
-        if self.n_failed_starts >= FAILED_STARTS and not self.n_alive():
+        pause = min(self.pause_s * 2 ** (self.n_failed_starts - 1), self.pause_max_s)
+        if self.n_failed_starts >= self.failed_starts and not self.n_alive():
             if self._first is not None and not self._first.done():
                 self._first.set_exception(WorkerDiedError(f"runners: none could be started; {self.cause}"))
                 return
-            self.around.owner.runners_broken(self.cause)
-        loop = asyncio.get_running_loop()
-        timer = loop.call_later(pause, self._begin, number)
-        self._timers.add(timer)
+            self.context.reports.runners_broken(self.cause)
+        self._call_later(number, pause, self._begin, number)
+
+    def _call_later(self, number: int, seconds: float, callback: Callable[..., None], *args: Any) -> None:
+        """Each runner waits for one thing at a time: to be started again, or to be ready."""
+        self._cancel_timer(number)
+        clock = self.context.clock
+        self._timers[number] = clock.call_at(clock.time() + seconds, callback, *args)
+
+    def _cancel_timer(self, number: int) -> None:
+        timer = self._timers.pop(number, None)
+        if timer is not None:
+            timer.cancel()
 
     def n_alive(self) -> int:
         return sum(runner.is_ready for runner in self.runners.values())
@@ -229,45 +265,42 @@ class RemotePool(ABC):
 
     # -- attempts
 
-    def launch(self, job: Job, workflow: Any, avoid: int) -> int:
+    def launch(self, spec: AttemptSpec, workflow: Any, avoid: int) -> int:
         free = [r for r in self.runners.values() if r.is_ready and r.attempt_id is None]
         runner = next((r for r in free if r.number != avoid), free[0])
-        runner.attempt_id = job.attempt_id
-        self.by_attempt[job.attempt_id] = runner
-        models = runner.models = Models(self.around.models, self.around.tell)
-        replicas = self.around.models.rollout.replicas
-        if replicas:
-            models.rollout  # chosen now, the same throughout  # noqa: B018
-            job.rollout = replicas.index(models._replica)  # type: ignore[arg-type]
-        runner.send(wire.encode(wire.Start(job)))
+        runner.attempt_id = spec.attempt_id
+        self.by_attempt[spec.attempt_id] = runner
+        models = runner.models = Models(self.context.models, self.context.tell)
+        spec.rollout = models.choose()
+        runner.send(messages.encode(messages.Start(spec)))
         return runner.number
 
-    def ran(self, runner: FarRunner, message: wire.Ran) -> None:
+    def _ran(self, runner: RemoteRunner, message: messages.Ran) -> None:
         if message.attempt_id != runner.attempt_id:
             return
-        owner = self.around.owner
+        reports = self.context.reports
         if message.outcome is not None:
-            owner.run_ended(message.attempt_id, self._checked(message.outcome))
+            reports.run_ended(message.attempt_id, self._checked(message.outcome))
         if message.last:
             runner.release()
             self.by_attempt.pop(message.attempt_id, None)
-            owner.attempt_ended(message.attempt_id, message.error)
+            reports.attempt_ended(message.attempt_id, message.error)
 
-    def _checked(self, outcome: Outcome) -> Outcome:
+    def _checked(self, outcome: RunOutcome) -> RunOutcome:
         """A payload is decoded on arrival; a malformed one is a failed run."""
         if outcome.payload is None:
             return outcome
         try:
-            decode(outcome.payload, space=self.around.plan)
+            decode(outcome.payload, space=self.context.plan)
         except FormatError as error:
             self.n_refused += 1
-            return Outcome(outcome.run_id, False, outcome.seconds, error=f"FormatError: {error}")
+            return RunOutcome(outcome.run_id, False, outcome.seconds, error=f"FormatError: {error}")
         return outcome
 
     def cancel(self, attempt_id: int) -> None:
         runner = self.by_attempt.get(attempt_id)
         if runner is not None:
-            runner.send(wire.encode(wire.Cancel(attempt_id)))
+            runner.send(messages.encode(messages.Cancel(attempt_id)))
 
     def kill(self, attempt_id: int) -> None:
         runner = self.by_attempt.get(attempt_id)
@@ -277,10 +310,10 @@ class RemotePool(ABC):
 
     def synced(self) -> None:
         """Tell the runners what the rollout models serve now: some have opened them anew."""
-        versions = [int(replica.model.version) for replica in self.around.models.rollout.replicas]
+        versions = [int(replica.model.version) for replica in self.context.models.rollout.replicas]
         for runner in self.runners.values():
             if runner.is_ready:
-                runner.send(wire.encode(wire.Synced(versions)))
+                runner.send(messages.encode(messages.Synced(versions)))
 
     def doing(self, attempt_id: int) -> str | None:
         runner = self.by_attempt.get(attempt_id)
@@ -288,8 +321,8 @@ class RemotePool(ABC):
 
     async def close(self) -> None:
         self.is_closed = True
-        for timer in self._timers:
-            timer.cancel()
+        for number in list(self._timers):
+            self._cancel_timer(number)
         for task in list(self._starting):
             task.cancel()
         if self._starting:

@@ -1,0 +1,1 @@
+"""The journal: what a coordinator records, and how a later one goes on with it."""
