@@ -106,14 +106,22 @@ class RolloutCoordinator:
             return
         if self._closing is None:
             self._check()
-            self._closing = self._desk.loop.create_task(self._stop())
-        await asyncio.shield(self._closing)
-
-    async def _stop(self) -> None:
+            self._closing = self._desk.loop.create_task(lifecycle.stop(self._desk))
+            self._closing.add_done_callback(self._stopped)
+        closing = self._closing
         try:
-            await lifecycle.stop(self._desk)
-        finally:
-            self._closing = None
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            if (
+                not closing.done()
+            ):  # asyncio.run would cancel it next, at Ctrl-C, and the journal would stay locked
+                await asyncio.wait([closing])
+            raise
+
+    def _stopped(self, closing: asyncio.Task[None]) -> None:
+        self._closing = None
+        if not closing.cancelled():
+            closing.exception()  # nobody may be left to hear of it
 
     async def __aenter__(self) -> Self:
         try:

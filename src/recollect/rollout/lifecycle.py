@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+from contextlib import AsyncExitStack
 from pathlib import Path
 
 from recollect.errors import ClosedError
@@ -108,9 +109,21 @@ async def _start_runners(desk: Desk) -> None:
 
 
 async def stop(desk: Desk) -> None:
-    """Wake every waiter with ClosedError, stop all work, and close what the config made."""
+    """Wake every waiter with ClosedError, stop all work, and close what the config made.
+
+    Each step is taken, also where one before it raised or was cancelled.
+    """
     scheduler = desk.scheduler
-    try:
+    async with AsyncExitStack() as steps:  # the last one first
+        steps.callback(desk.threads.close)
+        if desk.observer.trace is not None:
+            steps.callback(desk.observer.trace.close)
+        if desk.sink_is_ours and desk.sink is not None:
+            steps.callback(desk.sink.close)
+        if desk.journal is not None:
+            steps.push_async_callback(desk.journal.close)
+        steps.push_async_callback(_stop_work, desk)
+        steps.push_async_callback(stop_passes, desk)
         desk.is_open = False
         closed = ClosedError("coordinator: was shut down; call prepare() to start again")
         for sub in list(desk.waiting):
@@ -121,16 +134,6 @@ async def stop(desk: Desk) -> None:
         scheduler.is_paused = True
         if desk.journal is not None and scheduler.attempts:
             await _drain(scheduler, desk.config.drain_s)
-        await stop_passes(desk)
-        await _stop_work(desk)
-        if desk.journal is not None:
-            await desk.journal.close()
-        if desk.sink_is_ours and desk.sink is not None:
-            desk.sink.close()
-        if desk.observer.trace is not None:
-            desk.observer.trace.close()
-    finally:
-        desk.threads.close()
 
 
 async def _drain(scheduler: Scheduler, seconds: float) -> None:
@@ -158,8 +161,12 @@ async def _stop_work(desk: Desk) -> None:
         scheduler.stage_bytes(carrier, -carrier.staged_nbytes)
     desk.carriers.clear()
     stopping = asyncio.ensure_future(scheduler.stopped(running))
-    await asyncio.wait([stopping], timeout=desk.config.cancel_grace_s + 1)
-    scheduler.kill_all()
-    await scheduler.pool.close()
-    scheduler.deadlines.close()
-    stopping.cancel()
+    try:
+        await asyncio.wait([stopping], timeout=desk.config.cancel_grace_s + 1)
+    finally:
+        scheduler.kill_all()
+        try:
+            await scheduler.pool.close()
+        finally:
+            scheduler.deadlines.close()
+            stopping.cancel()
