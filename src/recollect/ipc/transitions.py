@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core
+from recollect import _core, interrupts
 from recollect.errors import DtypeError, SchemaError
 from recollect.ipc.shared_buffer import check_count
 from recollect.spaces import Layout, compile_layout
@@ -69,8 +69,7 @@ def fields_of(block: Any, layout: Any) -> dict[str, Any]:
 
 
 def _tensor_field(column: Any, f: Any) -> Any:
-    import torch
-
+    torch: Any = interrupts.import_whole("torch")
     typed = column.view(getattr(torch, f.dtype.name))
     return typed.view(len(column), *f.shape) if f.shape else typed.squeeze(1)
 

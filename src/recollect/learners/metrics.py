@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
+from recollect import interrupts
 from recollect.errors import MissingExtraError, check_installed
 from recollect.files import open_inside
 from recollect.learners.episodes import PHASES, WINDOW, Report
@@ -78,6 +79,7 @@ class TensorBoard:
     def __init__(self, directory: Path) -> None:
         check_installed('logger="tensorboard"', "torch", "tensorboard")
         try:
+            interrupts.import_whole("torch.utils.tensorboard")
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError(
