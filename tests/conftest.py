@@ -33,6 +33,16 @@ hypothesis.settings.register_profile("soak", max_examples=2_000, stateful_step_c
 hypothesis.settings.load_profile("small")
 
 
+SOAK_S = 7200.0
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """A long run that says no time of its own has two hours, not the five minutes of the others."""
+    for item in items:
+        if item.get_closest_marker("soak") and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SOAK_S))
+
+
 @pytest.fixture
 def leaves_nothing() -> Iterator[None]:
     """Fails the test if it leaves a child process, a descriptor or shared memory behind."""

@@ -50,22 +50,35 @@ def test_other_threads_import_as_ever() -> None:
     assert found == [sys.modules["json"]]
 
 
-def test_runners_import_torch_whole(tmp_path: Path) -> None:
-    (tmp_path / "torch.py").write_text(TORCH)
+def test_torch_is_imported_whole(tmp_path: Path) -> None:
+    """By whatever needs it first; so is what its first optimizer would import in the midst of `learn`."""
+    (tmp_path / "torch").mkdir()
+    (tmp_path / "torch/__init__.py").write_text(TORCH)
+    (tmp_path / "torch/_dynamo.py").write_text(TORCH)
     code = """
 import sys
+from recollect.backends import get_backend
+from recollect.datasets.torch import _torch_dataset_class
 from recollect.ipc.async_runner import best_device
+from recollect.ipc.transitions import _tensor_field
 from recollect.learners.run import need_torch
-for call in (best_device, need_torch):
+for call in (best_device, lambda: get_backend("torch"), _torch_dataset_class, lambda: _tensor_field(1, 2), need_torch):
     assert "torch" not in sys.modules
     try:
         call()
     except KeyboardInterrupt:
         print(sys.modules.pop("torch").is_whole)
+open(sys.argv[1], "w").close()  # this one is not interrupted
+try:
+    need_torch()
+except KeyboardInterrupt:
+    print(sys.modules["torch._dynamo"].is_whole)
+need_torch()
 """
     path = os.pathsep.join([str(tmp_path), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False,
+        [sys.executable, "-c", code, str(tmp_path / "torch/__init__.py")],
+        capture_output=True, text=True, timeout=60, check=False,
         env={**os.environ, "PYTHONPATH": path},
     )  # fmt: skip
-    assert done.stdout == "True\nTrue\n", done.stderr
+    assert done.stdout == "True\n" * 6, done.stderr

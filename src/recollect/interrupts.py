@@ -124,7 +124,12 @@ def undivided(function: Callable[P, T]) -> Callable[P, T]:
 
 
 def import_whole(name: str) -> ModuleType:
-    """Import a module; Ctrl-C meanwhile is raised when that is done. Inside of torch it would abort the process."""
+    """Import a module; Ctrl-C meanwhile is raised when that is done.
+
+    Inside of torch it would abort the process, or leave parts that no later import mends.
+    """
+    if name in sys.modules:
+        return import_module(name)  # which waits, if another thread imports it just now
     with deferred():
         return import_module(name)
 

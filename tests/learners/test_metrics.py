@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 from tests.learners.test_environment import ACT, NAN, Vector, result
 
-from recollect.errors import MissingExtraError
+from recollect.errors import FormatError, MissingExtraError
 from recollect.learners import episodes, metrics
 from recollect.learners.environment import EnvDriver
 from recollect.learners.episodes import WINDOW, EpisodeBoard, Report, Tally
@@ -174,6 +175,23 @@ def test_lines_are_json_and_appended(tmp_path: Path) -> None:
         sink.close()
     lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert lines == [{"iteration": 10, "loss/critic": 1.5}, {"iteration": 20, "loss/critic": 1.5}]
+
+
+def test_a_line_that_a_kill_cut_short_spoils_no_other(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"iteration": 1}\n{"iteration": 2, "loss/cri')
+    sink = JsonLines(tmp_path)
+    sink.write(2, {"loss/critic": 1.5})
+    sink.close()
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["iteration"] for line in (lines[0], lines[2])] == [1, 2] and len(lines) == 3
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: path.symlink_to(path.parent / "other")])
+def test_a_link_or_a_pipe_is_not_written(make: Any, tmp_path: Path) -> None:
+    (tmp_path / "other").touch()
+    make(tmp_path / "metrics.jsonl")
+    with pytest.raises(FormatError, match="plain file"):
+        JsonLines(tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -140,6 +141,7 @@ def test_what_is_no_living_job_of_here_is_ignored(runtime_dir: Path) -> None:
         (runtime_dir / "negative.json").write_bytes(
             msgspec.json.encode({**msgspec.to_builtins(mine), "process": -1})
         )
+        os.mkfifo(runtime_dir / "pipe.json")
         Beacon("train", "y").close()  # none of these keeps a job from being watched
         found = find_jobs()
         assert [job.title for job in found] == ["x"]
@@ -150,7 +152,20 @@ def test_what_is_no_living_job_of_here_is_ignored(runtime_dir: Path) -> None:
             "junk",
             "no_text",
             "negative",
+            "pipe",
         }
+
+
+def test_a_job_without_free_descriptors_goes_on_unwatched(caplog: pytest.LogCaptureFixture) -> None:
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (3, hard))
+    try:
+        beacon = Beacon("train", "x")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    beacon.publish({"a": 1.0})
+    beacon.close()
+    assert "cannot be watched" in caplog.text
 
 
 @pytest.mark.parametrize("change", [{"figures": 3}, {"title": 7}, {"elapsed_s": float("nan")}])

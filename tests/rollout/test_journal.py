@@ -31,6 +31,7 @@ from recollect.errors import (
     PipelineError,
 )
 from recollect.rollout.journal.format import decode_batch
+from recollect.rollout.journal.journal import Journal
 from recollect.testing import FakeClock
 
 ROOT = Path(__file__).parents[2]
@@ -572,6 +573,85 @@ def test_a_cut_comes_back_and_can_still_be_aborted(tmp_path: Path) -> None:
             stats = c.stats()
             assert (stats.queue.queued_runs, stats.staged_nbytes, stats.runs.live) == (0, 0, 0)
             check_doors(c)
+
+    run(main())
+
+
+@pytest.mark.parametrize("left", [0, 8192, 16384, 24576])
+def test_a_journal_that_a_full_disk_left_half_made_can_be_opened(small_disk: Path, left: int) -> None:
+    path, filler = str(small_disk / "j.sqlite"), small_disk / "filler"
+
+    async def opened() -> None:
+        await (await Journal.open(path, config(), "h")).close()
+
+    with open(filler, "wb") as f, contextlib.suppress(OSError):
+        while True:
+            os.write(f.fileno(), bytes(4096))
+    os.truncate(filler, filler.stat().st_size - left)
+    with pytest.raises(OSError, match="free the disk"):
+        run(opened())
+    filler.unlink()
+    run(opened())
+
+
+class _Stop(BaseException):
+    """As a second Ctrl-C: it ends the loop at once."""
+
+
+def stopped(path: Path, verb: str, n: int) -> bool:
+    """Have asyncio.run end after n turns of a verb; whether that was before its end."""
+    came = False
+
+    async def main() -> None:
+        nonlocal came
+        c = made(path)
+        if verb != "prepare":
+            await c.prepare()
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED)], batch_type="train")
+        call = asyncio.ensure_future(c.prepare() if verb == "prepare" else c.shutdown())
+        if verb != "nothing":
+            for _ in range(n):
+                await asyncio.sleep(0)
+            if call.done():
+                return await c.shutdown()
+        came = True
+        raise _Stop
+
+    with contextlib.suppress(_Stop):
+        asyncio.run(main())
+    return came
+
+
+@pytest.mark.parametrize("verb", ["prepare", "nothing", "shutdown"])
+def test_a_journal_is_free_after_the_loop_of_its_coordinator_ended(tmp_path: Path, verb: str) -> None:
+    async def again(n: int) -> None:
+        async with made(tmp_path / str(n)) as c:
+            assert c.batches() == ([] if verb == "prepare" else [1])
+
+    n, came = 0, True
+    while came and n < (1 if verb == "nothing" else 1000):
+        (tmp_path / str(n)).mkdir()
+        came = stopped(tmp_path / str(n), verb, n)
+        run(again(n))
+        n += 4 if verb == "shutdown" else 1
+    assert n > (0 if verb == "nothing" else 2)
+
+
+def test_a_shutdown_that_is_cancelled_goes_on_to_its_end(tmp_path: Path) -> None:
+    async def main() -> None:
+        HOLD.add(0)
+        c = made(tmp_path, drain_s=0.2)
+        await c.prepare()
+        await c.submit_batch(batch_id=1, tasks=[rr.Task(NAMED, task_id=0)], batch_type="train")
+        ending = asyncio.ensure_future(c.shutdown())
+        await asyncio.sleep(0)
+        ending.cancel()  # as asyncio.run does at a Ctrl-C
+        with pytest.raises(asyncio.CancelledError):
+            await ending
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        assert not any("_stop" in str(task) for task in left)
+        async with made(tmp_path) as other:
+            assert other.batches() == [1]
 
     run(main())
 

@@ -187,6 +187,28 @@ def test_the_rest_of_a_write_is_still_the_oldest() -> None:
     run(main())
 
 
+def test_a_get_whose_loop_was_closed_holds_up_no_other() -> None:
+    """As after a Ctrl-C in a notebook, which goes on with a new loop."""
+    sink, loop, found = rr.QueueSink(), asyncio.new_event_loop(), []
+
+    async def begin() -> Any:
+        getting = asyncio.ensure_future(sink.get(2, 600.0))
+        await asyncio.sleep(0)
+        return getting
+
+    getting = loop.run_until_complete(begin())
+    loop.close()
+    other = threading.Thread(target=lambda: found.append(len(asyncio.run(sink.get(2, 60.0)))))
+    other.start()
+    while len(sink._waiting) < 2:
+        threading.Event().wait(0.001)
+    sink.write(batch((1.0,), (2.0,)), "c")
+    other.join(60.0)
+    assert found == [2]
+    getting._log_destroy_pending = False
+    del getting
+
+
 def test_a_queue_gives_rows_across_writes_and_wakes_waiting_readers() -> None:
     async def main() -> None:
         sink = rr.QueueSink(4)

@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 
+from recollect import interrupts
 from recollect.backends.base import Backend
 from recollect.backends.numpy import NumpyBackend
 from recollect.errors import MissingExtraError
@@ -34,7 +35,7 @@ def get_backend(spec: str | Backend | None = None) -> Backend:
 
 def _load(name: str) -> Backend:
     try:
-        import_module(name)
+        interrupts.import_whole(name)
     except ImportError as error:
         raise MissingExtraError(
             f'backend {name!r}: needs {name}; run pip install "recollect[{name}]"'

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.backends import move
 from recollect.batch import BatchBase
 from recollect.batch.structure import fill, unbatch
@@ -44,6 +45,7 @@ _made: list[type] = []
 
 def _torch_dataset_class() -> Any:
     if not _made:
+        interrupts.import_whole("torch")
         import torch
 
         class TorchDataset(_BatchDataset, torch.utils.data.Dataset):  # type: ignore[misc]

@@ -259,7 +259,12 @@ def _lock(path: Path) -> int | str:
     """The locked descriptor of a directory's list, or which process has it."""
     file = path / NAME
     while True:
-        fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        try:
+            fd = os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o644)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise FormatError(f"{file}: must be the list of a writer, got a link; remove it") from None
         try:
             _check_ours(file, fd)
             if not lock_file(fd, file):

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from recollect import _core, checks
+from recollect import _core, checks, interrupts
 from recollect.errors import DtypeError, SchemaError
 from recollect.spaces import Layout, compile_layout
 from recollect.spaces.arrays import as_numpy
@@ -68,8 +68,7 @@ def fields_of(block: Any, layout: Any) -> dict[str, Any]:
 
 
 def _tensor_field(column: Any, f: Any) -> Any:
-    import torch
-
+    torch: Any = interrupts.import_whole("torch")
     typed = column.view(getattr(torch, f.dtype.name))
     return typed.view(len(column), *f.shape) if f.shape else typed.squeeze(1)
 

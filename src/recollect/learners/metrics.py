@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import json
 import math
+import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from recollect import checks
+from recollect import checks, interrupts
 from recollect.errors import MissingExtraError, check_installed
+from recollect.files import open_inside
 from recollect.learners.episodes import PHASES, WINDOW, Report
 
 RECENT = 20  # episodes of reward/recent, which follows a policy that changes fast
@@ -48,16 +50,22 @@ class MetricsSink(Protocol):
 
 
 class JsonLines:
-    """metrics.jsonl: one object per line, flushed, numbers that are not finite left out."""
+    """metrics.jsonl: one object per line, flushed, numbers that are not finite left out.
+
+    It goes on behind the lines that are there, the last of which may have been cut short by a kill.
+    """
 
     def __init__(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        self._file = open(directory / "metrics.jsonl", "a", encoding="utf-8")  # noqa: SIM115
+        self._file = open_inside(directory, "metrics.jsonl", os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        end = os.fstat(self._file.fileno()).st_size
+        if end and os.pread(self._file.fileno(), 1, end - 1) != b"\n":
+            self._file.write(b"\n")
 
     def write(self, iteration: int, values: Mapping[str, float]) -> None:
         """Append one line."""
         finite = {name: x for name, x in values.items() if math.isfinite(x)}
-        self._file.write(json.dumps({"iteration": iteration, **finite}) + "\n")
+        self._file.write(json.dumps({"iteration": iteration, **finite}).encode() + b"\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -71,6 +79,7 @@ class TensorBoard:
     def __init__(self, directory: Path) -> None:
         check_installed('logger="tensorboard"', "torch", "tensorboard")
         try:
+            interrupts.import_whole("torch.utils.tensorboard")
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
             raise MissingExtraError(

@@ -390,6 +390,8 @@ def need_torch(logger: str | None = None) -> None:
         raise MissingExtraError(
             'the reference learners need torch; run pip install "recollect[torch]"'
         ) from error
+    with suppress(ImportError):  # the first optimizer imports it, and half of it spoils every later one
+        interrupts.import_whole("torch._dynamo")
 
 
 def _check_arguments(max_iterations: Any, save_interval: Any, log_dir: Path, logger: Any, keep: Any) -> None:

@@ -77,15 +77,16 @@ class Beacon:
             self._light()
 
     def _light(self) -> None:
-        box = Latest.create([8 + MAX_NBYTES])
+        box: Latest | None = None
         try:
-            self._box = box
+            self._box = box = Latest.create([8 + MAX_NBYTES])
             self._publish({}, {}, STARTING)
             path = register(self.kind, self.title, self.started, box.name)
-        except (OSError, RecollectError) as error:
+        except (OSError, MemoryError, RecollectError) as error:
             _log.warning("this job cannot be watched: %s", error)
             self._box = None
-            box.cleanup()
+            if box is not None:
+                box.cleanup()
             return
         self._forget = weakref.finalize(self, _forget, path, self._pid)  # runs at exit too
 

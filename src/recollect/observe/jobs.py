@@ -25,6 +25,7 @@ import numpy as np
 
 from recollect import _core
 from recollect.errors import AttachError, RecollectError
+from recollect.files.record import read_bytes
 from recollect.memory.latest import Latest
 from recollect.text import encoded
 
@@ -32,6 +33,7 @@ STARTING, RUNNING = "starting", "running"
 COMPLETED, INTERRUPTED, FAILED = "completed", "interrupted", "failed"
 LOST = "lost"  # what a reader says of a job that was killed
 RECORDED = "recorded"  # and of one that is read from disk, where nothing says how it ended
+_MOST_NBYTES = 1 << 20  # of a job's file
 ENDED = (COMPLETED, INTERRUPTED, FAILED, LOST)
 Cell = str | float | int | bool | None
 Table = list[dict[str, Cell]]
@@ -199,9 +201,9 @@ def _living() -> list[JobEntry]:
 
 
 def _read(path: Path) -> JobEntry | None:
-    """Read a job's file; None if it has just gone, is damaged, or is of another release."""
+    """Read a job's file; None if it has just gone, is damaged or no plain file, or is of another release."""
     try:
-        found = msgspec.json.decode(path.read_bytes(), type=JobEntry)
+        found = msgspec.json.decode(read_bytes(path, most=_MOST_NBYTES), type=JobEntry)
     except (OSError, ValueError):  # ValueError: text that is no UTF-8, too
         return None
     sound = 0 <= found.process < 1 << 64 and math.isfinite(found.started)

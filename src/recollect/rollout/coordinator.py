@@ -10,6 +10,7 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator, Sequence
+from contextlib import AsyncExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any, Self
@@ -116,14 +117,22 @@ class RolloutCoordinator:
             return
         if self._closing is None:
             self._check()
-            self._closing = self._context.loop.create_task(self._stop())
-        await asyncio.shield(self._closing)
-
-    async def _stop(self) -> None:
+            self._closing = self._context.loop.create_task(_stop(self._context))
+            self._closing.add_done_callback(self._stopped)
+        closing = self._closing
         try:
-            await _stop(self._context)
-        finally:
-            self._closing = None
+            await asyncio.shield(closing)
+        except asyncio.CancelledError:
+            if (
+                not closing.done()
+            ):  # asyncio.run would cancel it next, at Ctrl-C, and the journal would stay locked
+                await asyncio.wait([closing])
+            raise
+
+    def _stopped(self, closing: asyncio.Task[None]) -> None:
+        self._closing = None
+        if not closing.cancelled():
+            closing.exception()  # nobody may be left to hear of it
 
     async def __aenter__(self) -> Self:
         try:
@@ -392,9 +401,21 @@ async def _start_runners(context: RolloutContext) -> None:
 
 
 async def _stop(context: RolloutContext) -> None:
-    """Wake every waiter with ClosedError, stop all work, and close what the config made."""
+    """Wake every waiter with ClosedError, stop all work, and close what the config made.
+
+    Each step is taken, also where one before it raised or was cancelled.
+    """
     scheduler = context.scheduler
-    try:
+    async with AsyncExitStack() as steps:  # the last one first
+        steps.callback(context.threads.close)
+        if context.observer.trace is not None:
+            steps.callback(context.observer.trace.close)
+        if context.sink_is_ours and context.sink is not None:
+            steps.callback(context.sink.close)
+        if context.journal is not None:
+            steps.push_async_callback(context.journal.close)
+        steps.push_async_callback(_stop_work, context)
+        steps.push_async_callback(stop_passes, context)
         context.is_open = False
         closed = ClosedError("coordinator: was shut down; call prepare() to start again")
         for sub in list(context.waiting):
@@ -405,16 +426,6 @@ async def _stop(context: RolloutContext) -> None:
         scheduler.is_paused = True
         if context.journal is not None and scheduler.attempts:
             await _drain(scheduler, context.config.drain_s)
-        await stop_passes(context)
-        await _stop_work(context)
-        if context.journal is not None:
-            await context.journal.close()
-        if context.sink_is_ours and context.sink is not None:
-            context.sink.close()
-        if context.observer.trace is not None:
-            context.observer.trace.close()
-    finally:
-        context.threads.close()
 
 
 async def _drain(scheduler: Scheduler, seconds: float) -> None:
@@ -442,11 +453,15 @@ async def _stop_work(context: RolloutContext) -> None:
         scheduler.stage_bytes(carrier, -carrier.staged_nbytes)
     context.carriers.clear()
     stopping = asyncio.ensure_future(scheduler.stopped(running))
-    await asyncio.wait([stopping], timeout=context.config.cancel_grace_s + 1)
-    scheduler.kill_all()
-    await scheduler.pool.close()
-    scheduler.deadlines.close()
-    stopping.cancel()
+    try:
+        await asyncio.wait([stopping], timeout=context.config.cancel_grace_s + 1)
+    finally:
+        scheduler.kill_all()
+        try:
+            await scheduler.pool.close()
+        finally:
+            scheduler.deadlines.close()
+            stopping.cancel()
 
 
 # -- checks

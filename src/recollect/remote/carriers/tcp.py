@@ -134,7 +134,7 @@ class TcpCarrier(StreamCarrier):
         return carrier
 
     def link(self, addresses: Sequence[str], timeout: float = 30.0) -> None:
-        """Connect to more serving ends, as a manager does to others."""
+        """Connect to more serving ends, as a manager does to others; or to one that serves at another address now."""
         end = monotonic() + check_timeout(timeout)
         self._ensure_open()
         for address in addresses:

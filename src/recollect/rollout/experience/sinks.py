@@ -12,7 +12,7 @@ import os
 import re
 from collections import OrderedDict, deque
 from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from hashlib import blake2b
 from math import inf
 from pathlib import Path
@@ -261,7 +261,8 @@ class QueueSink:
         woken = asyncio.Event()
 
         def wake() -> None:
-            loop.call_soon_threadsafe(woken.set)
+            with suppress(RuntimeError):  # its loop was closed by a Ctrl-C, and nobody waits any more
+                loop.call_soon_threadsafe(woken.set)
 
         try:
             async with asyncio.timeout(timeout):

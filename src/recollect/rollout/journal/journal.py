@@ -14,6 +14,7 @@ import sqlite3
 import threading
 import time
 import warnings
+import weakref
 from queue import Empty, SimpleQueue
 from typing import Any
 
@@ -39,11 +40,13 @@ from recollect.rollout.tasks import RunOutcome
 FORMAT = 1
 GROUP_S = 0.010
 TABLES = """
+begin exclusive;
 create table if not exists meta (key text primary key, value);
 create table if not exists batches (serial integer primary key, about blob, cut blob, ended blob);
 create table if not exists runs (serial integer, position integer, run integer, outcome blob,
                                  primary key (serial, position, run)) without rowid;
-"""
+commit;
+"""  # all or nothing: some of them alone are another program's
 
 
 Change = tuple[str, tuple[Any, ...]]
@@ -73,14 +76,20 @@ class Journal:
     @classmethod
     async def open(cls, path: str, config: Any, layout: str) -> Journal:
         """Open or make a journal; LaneBusyError if it is held, FormatError if it is another's."""
+        _let_go_of_closed_loops(path)
         journal = cls(path, config, layout, asyncio.get_running_loop())
+        _open.add(journal)
         await journal.start()
         return journal
 
     async def start(self) -> None:
         """Start the thread and read what the database holds."""
         self._thread.start()
-        self.restored = await self._opened
+        try:
+            self.restored = await self._opened
+        except asyncio.CancelledError:  # nobody will close it
+            self._end()
+            raise
         self._next_serial = 1 + max([kept.serial for kept in self.restored.batches], default=0)
         self._next_serial = max(self._next_serial, self._first_free)
 
@@ -179,8 +188,15 @@ class Journal:
     async def close(self) -> None:
         """Record what waits, and close; warns if that cannot be recorded."""
         self._changes.put(None)
-        if self._thread.is_alive():
-            await self._ended
+        try:
+            if self._thread.is_alive():
+                await self._ended
+        finally:
+            self._thread.join()
+
+    def _end(self) -> None:
+        """The same, where no loop is left to wait in."""
+        self._changes.put(None)
         self._thread.join()
 
     # -- the thread
@@ -276,18 +292,15 @@ class Journal:
                 raise sqlite3.DatabaseError(f"another program's database, with the tables {sorted(tables)}")
             database.execute("pragma journal_mode = wal")
             database.execute(f"pragma synchronous = {'full' if self.power_safe else 'normal'}")
-            database.execute("begin exclusive")
-            database.commit()
             database.executescript(TABLES)
-        except sqlite3.OperationalError as error:
+        except (sqlite3.DatabaseError, UnicodeError) as error:  # UnicodeError: a damaged name
             database.close()
             if "locked" in str(error):
                 raise LaneBusyError(
                     f"{self.path}: the journal is held by a live process; shut that one down"
                 ) from None
-            raise FormatError(f"{self.path}: must be a journal, got {error}") from None
-        except (sqlite3.DatabaseError, UnicodeError) as error:  # UnicodeError: a damaged name
-            database.close()
+            if _is_of_disk(error):
+                raise self._broken(error) from None
             raise FormatError(f"{self.path}: must be a journal, got {error}") from None
         return database
 
@@ -324,6 +337,16 @@ class Journal:
                 )
             )
         return restored
+
+
+def _let_go_of_closed_loops(path: str) -> None:
+    """Close journals of this file whose event loop is closed: their coordinator was never shut down, and cannot be."""
+    for journal in list(_open):
+        if journal.loop.is_closed() and os.path.realpath(journal.path) == os.path.realpath(path):
+            journal._end()
+
+
+_open: weakref.WeakSet[Journal] = weakref.WeakSet()  # a journal lives as long as its thread
 
 
 def _is_of_disk(error: BaseException) -> bool:
