@@ -1,4 +1,4 @@
-"""Data sets of others as batches, and batches as data sets: torch, Hugging Face, Minari, LeRobot."""
+"""Data sets of others as batches, and batches as data sets: torch, Hugging Face, Minari, LeRobot, UniEnv."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ _HOME = {
     "from_torch": "recollect.datasets.torch",
     "from_huggingface": "recollect.datasets.huggingface",
     "from_minari": "recollect.datasets.minari",
+    "from_unienv": "recollect.datasets.unienv",
     "from_lerobot": "recollect.datasets.lerobot",
     "to_lerobot": "recollect.datasets.lerobot_writer",
     "DatasetBatch": "recollect.datasets.batch",
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
     from recollect.datasets.opening import open_dataset as open_dataset
     from recollect.datasets.torch import as_torch_dataset as as_torch_dataset
     from recollect.datasets.torch import from_torch as from_torch
+    from recollect.datasets.unienv import from_unienv as from_unienv
 
 __all__ = sorted(_HOME)
 
