@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import recollect.ipc as ipc
-from recollect.ipc import RolloutRingBuffer, SharedWeightSync
 from recollect.ipc.shared_obs_stats import Pair
 
 __all__ = ["AsyncRunner", "ReplayBuffer", "RolloutRingBuffer", "SharedObsNormStats", "SharedWeightSync"]
@@ -27,6 +26,18 @@ class Count(int):
         if index != 0:
             raise IndexError(f"count: has one number, got index {index}")
         return int(self)
+
+
+class SharedWeightSync(ipc.SharedWeightSync):
+    """`recollect.ipc.SharedWeightSync`; the lock that UniLab hands to its collector is None, as none is taken."""
+
+    _lock = None
+
+
+class RolloutRingBuffer(ipc.RolloutRingBuffer):
+    """`recollect.ipc.RolloutRingBuffer`; the pointers that UniLab hands to its worker are None: they are inside."""
+
+    _write_ptr = _read_ptr = None
 
 
 class ReplayBuffer(ipc.ReplayBuffer):
@@ -69,6 +80,7 @@ class AsyncRunner(ipc.AsyncRunner, ABC):
     """`recollect.ipc.AsyncRunner` for runners written on UniLab's, which start one collector by `_start_collector`."""
 
     _stop_event = None  # a collector gets one of its own
+    _collector_process = None
 
     @property
     def _shared_resources(self) -> Any:
