@@ -41,6 +41,7 @@ def test_all_brings_every_extra_for_users() -> None:
         "dev",
         "sb3",
         "torchrl",
+        "trinity",
     )  # for developers, and frameworks that people have or do not want
     wanted = set().union(*(packages(extra) for extra in EXTRAS if extra not in others))
     assert packages("all") == wanted

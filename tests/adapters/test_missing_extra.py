@@ -10,8 +10,13 @@ import pytest
 import recollect as rc
 
 
-def test_without_sb3_the_error_names_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "stable_baselines3.common", None)
-    monkeypatch.delitem(sys.modules, "recollect.adapters.sb3", raising=False)
-    with pytest.raises(rc.MissingExtraError, match=r'pip install "recollect\[sb3\]"'):
-        importlib.import_module("recollect.adapters.sb3")
+@pytest.mark.parametrize(
+    ("adapter", "package"), [("sb3", "stable_baselines3.common"), ("trinity", "trinity.common")]
+)
+def test_without_its_framework_the_error_names_the_command(
+    monkeypatch: pytest.MonkeyPatch, adapter: str, package: str
+) -> None:
+    monkeypatch.setitem(sys.modules, package, None)
+    monkeypatch.delitem(sys.modules, f"recollect.adapters.{adapter}", raising=False)
+    with pytest.raises(rc.MissingExtraError, match=rf'pip install "recollect\[{adapter}\]"'):
+        importlib.import_module(f"recollect.adapters.{adapter}")

@@ -21,7 +21,10 @@ from gfn.gym import HyperGrid, Line  # noqa: E402
 from recollect.adapters.torchgfn import (  # noqa: E402
     GFNReplayBuffer,
     GFNReplayBufferManager,
+    GFNTerminatingStateBuffer,
+    final_states,
     from_torchgfn,
+    state_space,
     to_torchgfn,
     trajectory_space,
 )
@@ -169,6 +172,23 @@ def test_one_object_stores_here_and_at_the_manager(scoring_only: bool) -> None:
         manager.close()
         for end in ends:
             end.close()
+
+
+def test_a_buffer_of_final_states_takes_trajectories_and_states() -> None:
+    env = grid()
+    theirs = walks(env, 12)
+    with GFNTerminatingStateBuffer(env, 8, prioritized_capacity=True, seed=0) as buffer:
+        buffer.add(theirs)
+        kept = buffer.training_container
+        assert isinstance(kept, StatesContainer) and len(buffer) == 8 and kept.is_terminating.all()
+        assert torch.equal(kept.log_rewards.sort().values, theirs.log_rewards.sort().values[-8:])
+        assert torch.equal(env.log_reward(kept.terminating_states), kept.log_rewards)
+        buffer.add(theirs.to_states_container())  # of it the final states, which are there already
+        drawn = buffer.sample(5)
+        assert len(drawn) == 5 and torch.equal(env.log_reward(drawn.states), drawn.log_rewards)
+    assert list(state_space(env, 2)) == ["condition", "final_state", "log_reward"]
+    with pytest.raises(TypeError, match="got Transitions"):
+        final_states(theirs.to_transitions())
 
 
 def test_what_cannot_be_kept_is_refused_with_the_way_out() -> None:

@@ -46,6 +46,12 @@ def trajectory_space(env: Any, condition_dim: int = 0) -> spaces.Dict:
     return spaces.Dict({"steps": spaces.Sequence(step, stack=True), **fields})
 
 
+def state_space(env: Any, condition_dim: int = 0) -> spaces.Dict:
+    """The space of a final state of a torchgfn environment with its log reward, for buffers of final states alone."""
+    fields = dict(trajectory_space(env, condition_dim).spaces)
+    return spaces.Dict({name: space for name, space in fields.items() if name != "steps"})
+
+
 def from_torchgfn(container: Any) -> Trajectories:
     """The trajectories of a torchgfn container, as the managers and clients of `recollect.remote` take them."""
     if not isinstance(container, containers.Trajectories) or container.is_backward:
@@ -61,6 +67,19 @@ def from_torchgfn(container: Any) -> Trajectories:
         steps, _numpy(container.terminating_idx), time_major=True, log_rewards=_numpy(container.log_rewards),
         final_state=_numpy(container.terminating_states.tensor), **fields,
     )  # fmt: skip
+
+
+def final_states(container: Any) -> dict[str, Any]:
+    """The final states of a torchgfn container with their log rewards, as a block of `state_space(env)`."""
+    if isinstance(container, containers.Transitions) or container.log_rewards is None:
+        raise TypeError(
+            f"container: must be Trajectories or a StatesContainer with log_rewards, got {type(container).__name__}"
+        )
+    states, rewards = container.terminating_states, container.log_rewards
+    if isinstance(container, containers.StatesContainer):
+        rewards = rewards[container.is_terminating]
+    fields = {} if states.conditions is None else {"condition": _numpy(states.conditions)}
+    return {"final_state": _numpy(states.tensor), "log_reward": _numpy(rewards), **fields}
 
 
 def to_torchgfn(env: Any, items: Trajectories) -> Any:
@@ -113,6 +132,7 @@ class GFNReplayBuffer:
     """
 
     remote: RemoteReplay | None = None
+    _space_of = staticmethod(trajectory_space)
 
     def __init__(self, env: Any, capacity: int = 1000, prioritized_capacity: bool = False,
                  prioritized_sampling: bool = False, remote_manager_rank: int | None = None,
@@ -123,7 +143,7 @@ class GFNReplayBuffer:
         """Make an empty buffer; the manager is greeted at the first `add`."""
         self.env, self.capacity = env, capacity
         self.prioritized_capacity, self.prioritized_sampling = prioritized_capacity, prioritized_sampling
-        self._space, self._diversity, self._seed = trajectory_space(env, condition_dim), diversity, seed
+        self._space, self._diversity, self._seed = self._space_of(env, condition_dim), diversity, seed
         self.local = self._made(max_length or 16)
         self._max_length, self._may_grow = max_length or 16, max_length is None
         if remote_manager_rank is None:
@@ -140,7 +160,7 @@ class GFNReplayBuffer:
     def _made(self, max_length: int) -> ReplayBufferManager:
         evict = "lowest" if self.prioritized_capacity or self._diversity else "oldest"
         return ReplayBufferManager(
-            self._space, 0, 1, capacity=self.capacity, max_length=max_length, evict=evict, seed=self._seed,
+            self._space, 0, 1, capacity=self.capacity, max_length=max_length or None, evict=evict, seed=self._seed,
             diverse_replay_buffer=self._diversity is not None, diversity=self._diversity,
         )  # fmt: skip
 
@@ -149,12 +169,19 @@ class GFNReplayBuffer:
 
     def add(self, training_container: Any) -> dict[str, float] | None:
         """Store trajectories here and send them to the manager; return its scores, None if there are none (yet)."""
-        items = from_torchgfn(training_container)
+        items = self._items(training_container)
+        self.local.add(items)
+        return None if self.remote is None else self.remote.add(items)
+
+    def _items(self, container: Any) -> Any:
+        items = from_torchgfn(container)
         longest = int(items.lengths.max(initial=0))
         if longest > self._max_length:
             self._grow(longest)
-        self.local.add(items)
-        return None if self.remote is None else self.remote.add(items)
+        return items
+
+    def _container(self, items: Any) -> Any:
+        return to_torchgfn(self.env, items)
 
     def _grow(self, longest: int) -> None:
         if not self._may_grow:
@@ -172,13 +199,13 @@ class GFNReplayBuffer:
             raise EmptyError("sample: needs trajectories, got none; add some first")
         by, replace = ("log_reward", n_samples > n) if self.prioritized_sampling else ("uniform", False)
         wanted = n_samples if self.prioritized_sampling else min(n_samples, n)  # as in torchgfn
-        return to_torchgfn(self.env, self.local.sample(wanted, by=by, replace=replace))
+        return self._container(self.local.sample(wanted, by=by, replace=replace))
 
     @property
     def training_container(self) -> Any:
         """All trajectories that are here, as a copy; None if there are none."""
         n = len(self)
-        return to_torchgfn(self.env, self.local.sample(n, replace=False)) if n else None
+        return self._container(self.local.sample(n, replace=False)) if n else None
 
     def close(self) -> None:
         """Deliver what waits, leave the manager, and release the rows; may be called twice."""
@@ -196,11 +223,36 @@ class GFNReplayBuffer:
         self.close()
 
 
+class GFNTerminatingStateBuffer(GFNReplayBuffer):
+    """torchgfn's `TerminatingStateBuffer`: of what is added only the final states are kept, and sent, with rewards.
+
+    `sample` gives a StatesContainer. Takes Trajectories and StatesContainers; the arguments are those of
+    `GFNReplayBuffer`, whose Ownership and Concurrency it has.
+    """
+
+    _space_of = staticmethod(state_space)
+
+    def _made(self, max_length: int) -> ReplayBufferManager:
+        return super()._made(0)
+
+    def _items(self, container: Any) -> Any:
+        return final_states(container)
+
+    def _container(self, items: Any) -> Any:
+        fields = dict(items)
+        return _states(self.env, fields, fields.pop("log_reward"))
+
+
 def _scored(env: Any, scored: Any) -> Any:
     fields = dict(scored.fields)
     rewards = fields.pop("log_reward")
     if len(scored.lengths) and scored.lengths.any():
         return to_torchgfn(env, Trajectories(scored.steps, scored.lengths, rewards, **fields))
+    return _states(env, fields, rewards)
+
+
+def _states(env: Any, fields: Any, rewards: Any) -> Any:
+    """torchgfn's container of final states."""
     states = env.states_from_tensor(torch.from_numpy(fields["final_state"]).to(env.device))
     if "condition" in fields:
         states.conditions = torch.from_numpy(fields["condition"]).to(env.device)

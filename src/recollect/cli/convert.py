@@ -25,7 +25,7 @@ class Convert:
     """
 
     src: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="SRC")]
-    """A dump of Recollect, a data set of LeRobot, Minari or Hugging Face, or the id of one, as lerobot/pusht."""
+    """A dump of Recollect or UniEnv, a data set of LeRobot, Minari or Hugging Face, or the id of one: lerobot/pusht."""
     dst: Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DST")]
     """Where the copy goes; must not exist."""
     to: Literal["memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot"] = "parquet"

@@ -22,7 +22,7 @@ class Inspect:
     """Say what is at a path: its space, counts, sizes, segments, and the range of each leaf.
 
     The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, or a data set of
-    LeRobot, Minari or Hugging Face.
+    LeRobot, Minari, UniEnv or Hugging Face.
 
     Example: recollect inspect runs/demo/model_6000/replay
     """

@@ -21,9 +21,9 @@ from recollect.text import printable
 class View:
     """Show what is at a path in the browser: its episodes, curves of every number, pictures as film, two side by side.
 
-    The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, or a data set of
-    LeRobot, Minari or Hugging Face. The page is served to this computer alone, at an address with a secret in it, until
-    Ctrl-C; it needs no internet.
+    The path is a dump or live directory of Recollect, what `recollect rollout` wrote to files, a dump of UniEnv, or
+    a data set of LeRobot, Minari or Hugging Face. The page is served to this computer alone, at an address with a
+    secret in it, until Ctrl-C; it needs no internet.
 
     Example: recollect view runs/demo/model_6000/replay
     """

@@ -1,4 +1,4 @@
-"""Data sets of others as batches, and batches as data sets: torch, Hugging Face, Minari, LeRobot."""
+"""Data sets of others as batches, and batches as data sets: torch, Hugging Face, Minari, LeRobot, UniEnv."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ _MODULE_OF = {
     "from_torch": "recollect.datasets.torch",
     "from_huggingface": "recollect.datasets.huggingface",
     "from_minari": "recollect.datasets.minari",
+    "from_unienv": "recollect.datasets.unienv",
     "from_lerobot": "recollect.datasets.lerobot.dataset",
     "to_lerobot": "recollect.datasets.lerobot.writer",
     "DatasetBatch": "recollect.datasets.batch",

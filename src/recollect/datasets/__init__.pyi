@@ -8,3 +8,4 @@ from recollect.datasets.minari import from_minari as from_minari
 from recollect.datasets.open import open_dataset as open_dataset
 from recollect.datasets.torch import as_torch_dataset as as_torch_dataset
 from recollect.datasets.torch import from_torch as from_torch
+from recollect.datasets.unienv import from_unienv as from_unienv

@@ -1,4 +1,4 @@
-"""Whatever is at a path as a batch: a dump or rollouts of ours, or a data set of LeRobot, Minari or Hugging Face."""
+"""Whatever is at a path as a batch: dumps or rollouts of ours, data sets of LeRobot, Minari, UniEnv, Hugging Face."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from recollect.batch import BatchBase
 from recollect.datasets.hub import located
 from recollect.datasets.lerobot.meta import packages_for
 from recollect.datasets.rollouts import from_rollout, is_rollout
+from recollect.datasets.unienv import from_unienv, is_unienv
 from recollect.errors import BudgetError, FormatError, class_name
 from recollect.files.record import read_json
 
-KINDS = ("recollect", "lerobot", "minari", "huggingface", "rollout")
+KINDS = ("recollect", "lerobot", "minari", "unienv", "huggingface", "rollout")
 
 
 def kind_of(path: Path) -> str:
@@ -26,12 +27,14 @@ def kind_of(path: Path) -> str:
     for place in (path, path / "data"):
         if (place / "main_data.hdf5").is_file() or _is_minari(place / "metadata.json"):
             return "minari"
+    if is_unienv(path):
+        return "unienv"
     if is_rollout(path):
         return "rollout"
     what = "no dump and no data set that is known" if path.exists() else "nothing"
     raise FormatError(
         f"{path}: must hold manifest.json (Recollect), meta/info.json (LeRobot), data/metadata.json (Minari), "
-        f"state.json (Hugging Face) or files of recollect rollout, got {what}"
+        f"metadata.json (UniEnv), state.json (Hugging Face) or files of recollect rollout, got {what}"
     )
 
 
@@ -82,6 +85,8 @@ def open_dataset(path: str | Path, *, split: str | None = None) -> BatchBase:
         from recollect.datasets.minari import from_minari
 
         return from_minari(path)
+    if kind == "unienv":
+        return from_unienv(path)
     if kind == "rollout":
         return from_rollout(path)
     from recollect.datasets.huggingface import from_huggingface

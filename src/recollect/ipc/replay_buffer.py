@@ -295,7 +295,7 @@ class ReplayBuffer(SharedBufferBase):
         self._native()
         if number is None:
             raise ValueError(f"lane: must be in [0, {self.num_lanes}), got None")
-        return _attach(self.name, self.device, number, None, self._cast)
+        return _attach(self.name, self.device, number, None, self._cast, type(self))
 
     def release_lane(self) -> None:
         """Let another process write to the lane that this one has; nothing happens if it has none."""
@@ -474,16 +474,18 @@ class ReplayBuffer(SharedBufferBase):
         cls, name: str, device: Any, *, lane: int | None = None, seed: int | None = None, cast: bool = False
     ) -> ReplayBuffer:
         """Attach to the buffer of that `name`."""
-        return _attach(name, device, lane, seed, cast)
+        return _attach(name, device, lane, seed, cast, cls)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _attach, (self.name, self.device, self._lane, None, self._cast)
+        return _attach, (self.name, self.device, self._lane, None, self._cast, type(self))
 
 
-def _attach(name: str, device: Any, lane: int | None, seed: int | None, cast: bool) -> ReplayBuffer:
+def _attach(
+    name: str, device: Any, lane: int | None, seed: int | None, cast: bool, kind: type[ReplayBuffer]
+) -> ReplayBuffer:
     handle, layout, envs_per_lane = _parse(name)
     check_lane(lane, handle.geometry.n_lanes // max(1, envs_per_lane))
-    buffer = ReplayBuffer.__new__(ReplayBuffer)
+    buffer = kind.__new__(kind)
     SharedBufferBase.__init__(buffer, handle.geometry.capacity or 0, device)
     segment = segments.attach(handle)
     check_same(handle.geometry, segment.geometry, f"replay buffer of process {handle.pid}")

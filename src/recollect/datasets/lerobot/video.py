@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from recollect.errors import FormatError
-from recollect.storage.filed.video_file import check_codec, opened_video, pixels
+from recollect.storage.filed.video_file import check_codec, opened_video, pixel_format, pixels
 
 Array = np.ndarray[Any, Any]
 
@@ -73,7 +73,7 @@ class CameraFile:
 _FORMATS = "mov,mp4,m4a,3gp,3g2,mj2,matroska,webm,avi"
 
 
-def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> Array:
+def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...], dtype: Any = np.uint8) -> Array:
     """Return the frames nearest to ascending `times` (in seconds); FormatError if one is not there.
 
     Decodes from the keyframe before the first. A frame must lie within half a frame's time of where it should.
@@ -84,7 +84,7 @@ def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> A
         raise FormatError(
             f"{path}: must exist, got nothing there; the data set is damaged or not fully downloaded"
         )
-    out = np.empty((len(times), *shape), np.uint8)
+    out, wanted = np.empty((len(times), *shape), dtype), pixel_format(np.dtype(dtype), shape)
     try:
         with opened_video(av, path, shape, _FORMATS) as (container, stream):
             half = 0.5 / fps
@@ -95,7 +95,7 @@ def frames_at(path: Path, times: Array, fps: float, shape: tuple[int, ...]) -> A
                     continue
                 at = float(frame.pts * frame.time_base)
                 while found < len(times) and abs(times[found] - at) <= half:
-                    out[found] = pixels(frame, "gray" if shape[2] == 1 else "rgb24", shape, path)
+                    out[found] = pixels(frame, wanted, shape, path)
                     found += 1
                 if found == len(times) or at > times[-1] + half:
                     break
