@@ -547,6 +547,9 @@ class BatchBase(ABC):
         )
 
 
+BatchBase.__new__.__wrapped__ = BatchBase.__init__  # type: ignore[attr-defined]  # for help() and editors
+
+
 def _gives(cls: type[BatchBase], name: str) -> bool:
     """Tell whether a subclass defines a method itself."""
     return getattr(cls, name) is not getattr(BatchBase, name)

@@ -394,6 +394,10 @@ class ReplayBufferCollectionWrapper:
         return False
 
 
+# What help() and editors show.
+ReplayBufferCollectionWrapper.__new__.__wrapped__ = ReplayBufferCollectionWrapper.__init__  # type: ignore[attr-defined]
+
+
 class _Losing:
     """Round a call of the environment and its recording: what may have moved it unseen means that it needs a reset.
 

@@ -705,6 +705,9 @@ class ReplayBuffer(BatchBase):
         return self.inner_storage if rows is None else rows.identity
 
 
+ReplayBuffer.__new__.__wrapped__ = ReplayBuffer.__init__  # type: ignore[attr-defined]  # for help() and editors
+
+
 def _counts_from_the_end(idx: Any) -> bool:
     """Whether an index means other samples when the length is another."""
     if isinstance(idx, int | np.integer):
