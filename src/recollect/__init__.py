@@ -6,6 +6,7 @@ first used, so importing the package costs next to nothing and never loads torch
 
 from __future__ import annotations
 
+import sys
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -140,7 +141,10 @@ if not TYPE_CHECKING:  # a type checker that saw __getattr__ would let any missp
         if name in _MODULES:
             return import_module(f"recollect.{name}")
         if name not in _HOME:
-            raise AttributeError(f"module 'recollect' has no attribute {name!r}")
+            # With both, Python adds "Did you mean ...?" where a name is near.
+            raise AttributeError(
+                f"module 'recollect' has no attribute {name!r}", name=name, obj=sys.modules[__name__]
+            )
         value = getattr(import_module(_HOME[name]), name)
         globals()[name] = value  # the next use does not come through here
         return value

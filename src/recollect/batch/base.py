@@ -76,6 +76,12 @@ _CALLED_HERE = {
     "push": _WRITE,
     "put": _WRITE,
     "store": _WRITE,
+    "save": "dumps(path), and rc.ReplayBuffer.load_from(path) to read it again",
+    "load": "rc.ReplayBuffer.load_from(path)",
+    "size": "len(batch)",
+    "is_full": "len(batch) == batch.capacity",
+    "reset": "clear()",
+    "update_priorities": "a sampler: rc.PrioritizedSampler(batch, batch_size).update_priorities(meta, values)",
 }
 
 

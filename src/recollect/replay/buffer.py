@@ -686,8 +686,8 @@ class ReplayBuffer(BatchBase):
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:
             raise TypeError(
-                f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
-                "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"
+                f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be pickled or sent to another process; "
+                "save it with dumps(path), or create it with SharedMemoryStorage and multiprocessing=True"
             )
         state = self.engine.record() if isinstance(self.engine, PlainEngine) else None
         return _rebuild, (

@@ -367,7 +367,14 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
     if isinstance(capacity, bool) or not isinstance(capacity, int | np.integer) or capacity < 1:
         raise ValueError(f"capacity: must be an int of at least 1, or None, got {capacity!r}")
     if type(num_lanes) is not int or num_lanes < 1 or capacity % num_lanes:
-        raise ValueError(f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}")
+        more = (
+            f"; take capacity={-(-capacity // num_lanes) * num_lanes}"
+            if type(num_lanes) is int and num_lanes > 0
+            else ""
+        )
+        raise ValueError(
+            f"num_lanes: must be at least 1 and divide the capacity {capacity}, got {num_lanes}{more}"
+        )
 
 
 def checked_space(path: Path, manifest: dict[str, Any], space: Any, capacity: int | None) -> Any:
