@@ -52,12 +52,16 @@ def _as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: l
     lines[:] = shown
 
 
+MADE_BY_METHODS = ("recollect.replay.lane.Lane",)  # on_lane()
+
+
 def _signature(app: Any, what: str, name: str, obj: Any, options: Any, shown: str, returns: str) -> Any:
     """What a constructor takes; nothing where nobody calls it."""
     if what != "class":
         return None
     if (
-        getattr(obj, "_is_protocol", False)
+        name in MADE_BY_METHODS
+        or getattr(obj, "_is_protocol", False)
         or issubclass(obj, enum.Enum)
         or re.search(r"\b_\w+:", shown or "")
     ):
