@@ -28,7 +28,10 @@ def lazy(
         if name in modules:
             return import_module(f"{package}.{name}")  # which sets the attribute
         if name not in names:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            # With both, Python adds "Did you mean ...?" where a name is near.
+            raise AttributeError(
+                f"module {package!r} has no attribute {name!r}", name=name, obj=sys.modules[package]
+            )
         value = getattr(import_module(names[name]), name)
         setattr(sys.modules[package], name, value)
         return value

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import enum
 import inspect
 import re
 from collections.abc import Iterator
@@ -164,11 +165,37 @@ def test_a_constant_has_its_value(name: str) -> None:
     assert found == CONSTANTS[name]
 
 
+def rows_of(page: str, heading: str) -> dict[str, Any]:
+    """The defaults in the table below a heading, by the names of the fields."""
+    part = (REFERENCE / page).read_text().split(f"### {heading}\n")[1].split("\n#")[0]
+    rows = re.findall(r"^\| `(\w+)` \| `.+?` \| `(.+?)` \| \S", part, re.MULTILINE)
+    return {name: eval(default) for name, default in rows}
+
+
 def test_every_field_of_the_rollout_config_has_a_row_with_its_default() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \| `.+?` \| `(.+?)` \| \S", (REFERENCE / "rollout.md").read_text(), re.MULTILINE
-    )
     config = rc.rollout.Config()
-    assert {name: eval(default) for name, default in rows} == {
-        name: getattr(config, name) for name in config.__struct_fields__
-    }
+    fields = {name: getattr(config, name) for name in config.__struct_fields__}
+    assert rows_of("rollout.md", "Fields of Config") == fields
+
+
+@pytest.mark.parametrize("config", [rc.learners.sac.SACConfig, rc.learners.appo.APPOConfig])
+def test_every_field_of_a_learners_config_has_a_row_with_its_default(config: Any) -> None:
+    assert rows_of("learners.md", f"Fields of {config.__name__}") == dataclasses.asdict(config())
+
+
+CLASSES = {
+    entry: found(entry)
+    for entry in ENTRIES
+    if isinstance(found(entry), type)
+    and inspect.isfunction(found(entry).__init__)
+    and not issubclass(found(entry), enum.Enum)
+    and Protocol not in found(entry).__bases__
+}
+
+
+@pytest.mark.parametrize("entry", CLASSES)
+def test_help_shows_what_a_constructor_takes(entry: str) -> None:
+    """`help()`, editors and the reference ask `inspect.signature`; each parameter has a name and a type."""
+    taken = inspect.signature(CLASSES[entry]).parameters.values()
+    assert not [p for p in taken if p.kind is p.VAR_POSITIONAL]
+    assert not [p.name for p in taken if p.annotation is p.empty]

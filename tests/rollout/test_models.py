@@ -266,6 +266,15 @@ def test_calls_beyond_the_connections_queue() -> None:
     run(main())
 
 
+def test_logprobs_that_a_server_did_not_give_can_be_passed_on() -> None:
+    g = rr.Generation("8", tokens=[5, 6, 8], prompt_length=2)
+    with pytest.raises(
+        SchemaError, match=r"^logprobs: must be known .*pass logprobs= of models.rollout.logprobs"
+    ):
+        g.experience()
+    assert g.experience(logprobs=np.float32([-0.5])).logprobs.tolist() == [-0.5]
+
+
 def test_without_tokens_there_is_no_token_level_experience() -> None:
     with pytest.raises(SchemaError, match="tokenizer"):
         rr.Generation("text").experience(reward=1.0)

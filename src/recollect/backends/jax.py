@@ -54,7 +54,8 @@ class JaxBackend:
         if narrowed != array.dtype:
             raise ValueError(
                 f"dtype: must be one that jax keeps, got {array.dtype}, which it would make {narrowed}; "
-                'call jax.config.update("jax_enable_x64", True) or use a 32-bit leaf'
+                'call jax.config.update("jax_enable_x64", True), or record 32 bits: gymnasium.spaces.Discrete(n, '
+                "dtype=np.int32)"
             )
         return jax.device_put(array, self.as_device(device))
 

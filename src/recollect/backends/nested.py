@@ -18,13 +18,25 @@ def map_arrays(fn: Callable[[Any], Any], data: Any) -> Any:
     Strings, Python numbers, None and numpy arrays of strings or objects stay as they are.
     """
     if isinstance(data, dict):
-        return {key: map_arrays(fn, value) for key, value in data.items()}
+        return {key: _named(fn, key, value) for key, value in data.items()}
     if isinstance(data, tuple):
         items = [map_arrays(fn, value) for value in data]
         return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     if isinstance(data, list):
         return [map_arrays(fn, value) for value in data]
     return fn(data) if _is_numeric(data) else data
+
+
+def _named(fn: Callable[[Any], Any], key: Any, value: Any) -> Any:
+    """`map_arrays` of what is under a key; an error about a dtype names the leaf."""
+    try:
+        return map_arrays(fn, value)
+    except ValueError as error:
+        name, dtype, rest = str(error).partition("dtype: ")
+        if not dtype or (name and not name.endswith(" ")):
+            raise
+        path, leaf = name.rstrip(), isinstance(value, dict)
+        raise ValueError(f"{key}{'/' if leaf and path else ''}{path} dtype: {rest}") from error
 
 
 def copied(data: Any) -> Any:

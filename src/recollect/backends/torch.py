@@ -38,7 +38,11 @@ class TorchBackend:
             found = torch.device(device)
         except (RuntimeError, TypeError) as error:
             raise ValueError(f"device: must be one that torch knows, got {device!r}: {error}") from error
-        if found.index is None and found.type == "cuda" and torch.cuda.is_available():
+        if found.type == "cuda" and not torch.cuda.is_available():
+            raise ValueError(
+                f"device: must be one that torch has here, got {device!r} without CUDA; use 'cpu'"
+            )
+        if found.index is None and found.type == "cuda":
             return torch.device("cuda", torch.cuda.current_device())
         return found
 

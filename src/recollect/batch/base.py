@@ -76,6 +76,12 @@ _CALLED_HERE = {
     "push": _WRITE,
     "put": _WRITE,
     "store": _WRITE,
+    "save": "dumps(path), and rc.ReplayBuffer.load_from(path) to read it again",
+    "load": "rc.ReplayBuffer.load_from(path)",
+    "size": "len(batch)",
+    "is_full": "len(batch) == batch.capacity",
+    "reset": "clear()",
+    "update_priorities": "a sampler: rc.PrioritizedSampler(batch, batch_size).update_priorities(meta, values)",
 }
 
 
@@ -545,6 +551,9 @@ class BatchBase(ABC):
             f"{name}: read must end within {CONTENTION_S} s, got lapped by writers all that time; "
             "read fewer samples at once or give the buffer more capacity"
         )
+
+
+BatchBase.__new__.__wrapped__ = BatchBase.__init__  # type: ignore[attr-defined]  # for help() and editors
 
 
 def _gives(cls: type[BatchBase], name: str) -> bool:

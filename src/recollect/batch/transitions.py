@@ -7,7 +7,7 @@ with `record_final_obs=True`. Nothing has to mark it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from gymnasium import Space, spaces
 
 from recollect import checks
 from recollect.batch.base import BatchBase
-from recollect.batch.boundaries import Ask, Boundaries, Found, as_labels, check_known
+from recollect.batch.boundaries import Ask, Boundaries, Found, Stream, as_labels, check_known
 from recollect.batch.frames import fold, frame
-from recollect.batch.location import Location, Segments
+from recollect.batch.location import Ints, Location, Segments
 from recollect.batch.structure import Keys, has_no_array, map_leaves, pick
 from recollect.batch.view import Read, as_source
 from recollect.batch.windows import WindowBatch
@@ -37,7 +37,8 @@ class TransitionBatch(WindowBatch):
     Record with `ReplayBufferCollectionWrapper(env, buf, record_final_obs=True)`: then the last step of an episode has
     its next observation too, whether it terminated or was cut short.
 
-    Draws, epochs and priorities are over transitions alone: rows with one after them in their segment. Indices are
+    Draws, epochs and priorities are over transitions alone: rows with one after them in their segment. Where the last
+    row of an episode has a flag `terminated` or `truncated`, nothing says where it led: they raise. Indices are
     those of `batch`, and any may be read; at a segment's last row the last observation stands in for the next one.
     Metadata: `segment`, `step`, and `valid_mask` `(B, stack + 1)`, False where an observation stands in. That is so
     too where a ring has overwritten the head of an episode, for the `stack - 1` rows that are next to be overwritten.
@@ -70,10 +71,14 @@ class TransitionBatch(WindowBatch):
         super().__init__(batch, 2, (self.stack or 1) - 1, pad=False)
         shown = parts[obs] if self.stack is None else batch_space(parts[obs], self.stack)
         self.single_space = make_dict([*(parts | {obs: shown}).items(), (next_obs, shown)])
+        self._flags = [key for key in ("terminated", "truncated") if key in parts]
+        self._has_seen_an_end = not self._flags
 
     # Reads
 
     def _frames(self, ask: Ask, keys: Keys, flat: bool) -> Found | None:
+        if ask.stream is not None:
+            self._check_ends()
         return self.batch._read_frames(ask, self._source_keys(keys), False)
 
     def _source_keys(self, keys: Keys) -> Keys:
@@ -114,8 +119,37 @@ class TransitionBatch(WindowBatch):
     def get_located(
         self, location: Location, keys: Keys = (), flat: bool = False, metadata: bool = False
     ) -> Read | None:
+        self._check_ends()
         found = self._frames(Ask(self._offsets, place=location), keys, flat)
         return None if found is None else self._dress(found, keys, flat, metadata)
+
+    def _check_ends(self) -> None:
+        """Once there is a whole episode, see that it has the row of where it led: else its last step is never drawn."""
+        segments = None if self._has_seen_an_end else self.batch.get_segments()
+        if not segments:
+            return
+        last = segments[0][1] - 1
+        self._has_seen_an_end = True  # the read comes by here too
+        try:
+            step, meta = self.get_at_with_metadata(last)
+        except IndexError:  # gone meanwhile
+            self._has_seen_an_end = False
+            return
+        if any(step[key] for key in self._flags) and meta is not None and not meta["valid_mask"][-1]:
+            self._has_seen_an_end = False
+            raise ValueError(
+                f"TransitionBatch: an episode that ended must have one more row, of where its last step led, got none "
+                f"after row {last}; record with record_final_obs=True, or append one with the last observation, and "
+                "flags that are False"
+            )
+
+    def draw_starts(self, stream: Stream, n: int) -> Location:
+        self._check_ends()
+        return super().draw_starts(stream, n)
+
+    def _located(self) -> tuple[Sequence[int] | Ints, Location | None]:
+        self._check_ends()
+        return super()._located()
 
     def _empty(self) -> EmptyError:
         return EmptyError(
@@ -126,6 +160,7 @@ class TransitionBatch(WindowBatch):
     # Places: the last row of a segment is in none here, so that n-step returns end before it
 
     def locate(self, idx: Any) -> Location:
+        self._check_ends()
         index = np.atleast_1d(normalize(idx, len(self.batch)))
         frames = self.batch._boundaries().frames(index, np.arange(2))
         at = frames.column(0)

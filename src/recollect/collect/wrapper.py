@@ -97,7 +97,10 @@ class ReplayBufferCollectionWrapper:
         elif isinstance(env, gymnasium.Env):
             kind = EnvCollectionWrapper
         else:
-            raise TypeError(f"env: must be a gymnasium Env or VectorEnv, got {class_name(env)}")
+            way = (
+                f"pass gym.make({env!r})" if isinstance(env, str) else "pass the environment, then the buffer"
+            )
+            raise TypeError(f"env: must be a gymnasium Env or VectorEnv, got {class_name(env)}; {way}")
         if not issubclass(cls, gymnasium.Wrapper | VectorEnv):
             # A class of the caller's own gets the kind as a second base.
             cls = kind if cls is ReplayBufferCollectionWrapper else type(cls.__name__, (cls, kind), {})
@@ -135,6 +138,7 @@ class ReplayBufferCollectionWrapper:
         try:
             with interrupts.deferred():
                 recorder = self._make_recorder(replay_buffers, replay_mode)
+                _check_not_recorded_twice(env, recorder)
         except BaseException:
             if recorder is not None:
                 recorder.sink.release()
@@ -394,6 +398,10 @@ class ReplayBufferCollectionWrapper:
         return False
 
 
+# What help() and editors show.
+ReplayBufferCollectionWrapper.__new__.__wrapped__ = ReplayBufferCollectionWrapper.__init__  # type: ignore[attr-defined]
+
+
 class _Losing:
     """Round a call of the environment and its recording: what may have moved it unseen means that it needs a reset.
 
@@ -417,6 +425,19 @@ class _Losing:
 def _raise(error: Exception | None) -> None:
     if error is not None:
         raise error
+
+
+def _check_not_recorded_twice(env: Any, recorder: Recorder) -> None:
+    """Raise if a wrapper inside `env` records into the same buffer: each step would be there twice."""
+    buffers = recorder.sink.buffers
+    while env is not None:
+        is_recorded = isinstance(env, ReplayBufferCollectionWrapper) and not env._closed
+        if is_recorded and any(theirs is ours for theirs in env._recorder.sink.buffers for ours in buffers):
+            raise ValueError(
+                "env: must not be recorded into this buffer already, got one that is; go on with the wrapper that "
+                "there is, or make the environment anew"
+            )
+        env = vars(env).get("env")
 
 
 def _release(recorder: Recorder, unless: Recorder) -> None:

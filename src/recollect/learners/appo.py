@@ -13,7 +13,7 @@ from recollect.learners.config import APPOConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
 from recollect.learners.rollout import VALID, StagingPool, has_finals
-from recollect.learners.run import ReferenceRunner
+from recollect.learners.run import ReferenceRunner, as_runner
 
 __all__ = ["APPOConfig", "APPORunner"]
 _WAIT_S = 1.0
@@ -33,6 +33,7 @@ class APPORunner(ReferenceRunner):
     config_type: ClassVar[Any] = APPOConfig
     rl_cfg: APPOConfig
 
+    @as_runner
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         """As AsyncRunner."""
         super().__init__(*args, **kwargs)

@@ -8,9 +8,10 @@ from abc import abstractmethod
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import asdict
+from inspect import Signature, signature
 from pathlib import Path
 from time import monotonic, monotonic_ns
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from recollect import checks, interrupts
 from recollect.errors import (
@@ -36,6 +37,7 @@ from recollect.observe.phases import Phases
 from recollect.observe.trace import TraceRecorder
 
 LOG_EVERY = 10
+F = TypeVar("F", bound=Callable[..., None])
 Watcher = Callable[[int, Mapping[str, float]], None]
 
 
@@ -63,6 +65,14 @@ class Stopwatch:
         return found
 
 
+def as_runner(init: F) -> F:
+    """Show the parameters of AsyncRunner, and its own, as those of a constructor that passes `*args` on to it."""
+    passed = [*signature(AsyncRunner.__init__).parameters.values()]
+    own = [p for p in signature(init).parameters.values() if p.kind is p.KEYWORD_ONLY]
+    init.__signature__ = Signature([*passed, *own])  # type: ignore[attr-defined]
+    return init
+
+
 class ReferenceRunner(AsyncRunner):
     """A runner with the loop of `learn`; an algorithm says how to set up, iterate and describe itself.
 
@@ -76,6 +86,7 @@ class ReferenceRunner(AsyncRunner):
     _learner: Any
     _weights: Any
 
+    @as_runner
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.last_run_summary: RunSummary | None = None

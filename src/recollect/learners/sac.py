@@ -24,7 +24,7 @@ from recollect.learners.collectors import CollectorPlan, collect_transitions, pa
 from recollect.learners.config import SACConfig
 from recollect.learners.environment import EnvSpaces
 from recollect.learners.episodes import EpisodeBoard
-from recollect.learners.run import ReferenceRunner
+from recollect.learners.run import ReferenceRunner, as_runner
 from recollect.replay import RateLimiter
 
 __all__ = ["OffPolicyRunner", "SACConfig", "SACRunner"]
@@ -49,6 +49,7 @@ class OffPolicyRunner(ReferenceRunner):
     config_type: ClassVar[Any] = SACConfig
     rl_cfg: SACConfig
 
+    @as_runner
     def __init__(
         self, *args: Any, learner: LearnerFactory, limiter: RateLimiter | None = None, **kwargs: Any
     ) -> None:
@@ -315,9 +316,16 @@ class SACRunner(OffPolicyRunner):
 
     algorithm = "sac"
 
-    def __init__(self, *args: Any, learner: LearnerFactory | None = None, **kwargs: Any) -> None:
+    @as_runner
+    def __init__(
+        self,
+        *args: Any,
+        learner: LearnerFactory | None = None,
+        limiter: RateLimiter | None = None,
+        **kwargs: Any,
+    ) -> None:
         """As OffPolicyRunner, with SACLearner."""
-        super().__init__(*args, learner=learner or _sac_learner, **kwargs)
+        super().__init__(*args, learner=learner or _sac_learner, limiter=limiter, **kwargs)
 
 
 def _sac_learner(spaces: EnvSpaces, config: SACConfig, device: str, seed: int) -> Any:

@@ -611,8 +611,8 @@ class ReplayBuffer(BatchBase):
     def __reduce__(self) -> Any:
         if not self.is_multiprocessing_safe:
             raise TypeError(
-                f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be sent to another process; create it with "
-                "SharedMemoryStorage and multiprocessing=True, or load it with multiprocessing=True"
+                f"ReplayBuffer: {type(self.inner_storage).__name__} cannot be pickled or sent to another process; "
+                "save it with dumps(path), or create it with SharedMemoryStorage and multiprocessing=True"
             )
         return _rebuild, (
             self.storage,
@@ -627,6 +627,9 @@ class ReplayBuffer(BatchBase):
     def _identity(self) -> object:
         rows = getattr(self.inner_storage, "rows", None)
         return self.inner_storage if rows is None else rows.identity
+
+
+ReplayBuffer.__new__.__wrapped__ = ReplayBuffer.__init__  # type: ignore[attr-defined]  # for help() and editors
 
 
 def _counts_from_the_end(idx: Any) -> bool:

@@ -14,8 +14,9 @@ from typing import Any
 
 import msgspec
 
-from recollect.errors import SchemaError
+from recollect.errors import SchemaError, class_name
 from recollect.rollout.batch.state import BatchId
+from recollect.rollout.experience.experience import Experience
 
 WorkflowFunction = Callable[..., Any]
 _MASK = 2**64 - 1
@@ -232,7 +233,18 @@ def _is_async(function: Any) -> bool:
 
 
 def as_result(returned: Any) -> Result:
-    """Return what a workflow returned in one form."""
+    """Return what a workflow returned in one form; TypeError for what is none."""
+    result = _as_result(returned)
+    for x in result.experiences:
+        if not isinstance(x, Experience):
+            raise TypeError(
+                f"workflow: must return an rr.Experience, a list of them, or an rr.Result, got {class_name(x)}; "
+                "return g.experience(reward=...) of a generation g"
+            )
+    return result
+
+
+def _as_result(returned: Any) -> Result:
     if returned is None:
         return Result()
     if isinstance(returned, Result):

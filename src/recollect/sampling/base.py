@@ -129,7 +129,7 @@ class BatchSampler(View):
         self._bind(data, *self._wanted)
 
     def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
-        self._data = as_source(data)
+        self._data = unweighted(data, type(self).__name__)
         self._limiter = limiter_of(data)
         self.batch = self._moved(data, device, backend)
 
@@ -415,6 +415,17 @@ def _transformations_in(batch: BatchBase) -> Iterator[Any]:
         yield from (t for t in (batch.transformation, batch.metadata_transformation) if t is not None)
     for source in batch._sources():
         yield from _transformations_in(source)
+
+
+def unweighted(data: Any, name: str) -> BatchBase:
+    """Return `data`, or raise TypeError if it is no batch, or draws by priorities that would not be used."""
+    if isinstance(data, BatchSampler) and data.draws_in_parent:
+        inner = type(data).__name__
+        raise TypeError(
+            f"{name}: data must be a batch to draw from, got a {inner}, whose priorities would not be used; write "
+            f"{inner}({name}(data, ...), batch_size)"
+        )
+    return as_source(data)
 
 
 def limiter_of(batch: BatchBase) -> RateLimiter | None:

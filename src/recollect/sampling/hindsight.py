@@ -16,10 +16,10 @@ from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.nstep import NStepBatch
 from recollect.batch.stacked import SliceStackedBatch
 from recollect.batch.structure import Keys, pick
-from recollect.batch.view import Read, View, as_source
+from recollect.batch.view import Read, View
 from recollect.errors import DtypeError, SchemaError
 from recollect.indexing import is_single, positions
-from recollect.sampling.base import BatchSampler, limiter_of
+from recollect.sampling.base import BatchSampler, limiter_of, unweighted
 from recollect.sampling.stream import IndexStream
 from recollect.spaces import as_numpy, as_space, first_difference, space_at
 from recollect.spaces.tree import make_dict, path_name
@@ -73,7 +73,7 @@ class HindsightSampler(BatchSampler):
         backend: str | Backend | None = None,
     ) -> None:
         """Draw from `data`, which must keep segments; no sample is read yet."""
-        check_known(as_source(data), type(self).__name__)
+        check_known(unweighted(data, type(self).__name__), type(self).__name__)
         if not callable(compute_reward):
             kind = type(compute_reward).__name__
             raise TypeError(
@@ -87,7 +87,7 @@ class HindsightSampler(BatchSampler):
             self._seed(seed)
 
     def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:
-        check_known(as_source(data), type(self).__name__)
+        check_known(unweighted(data, type(self).__name__), type(self).__name__)
         _check_single_steps(data)
         _check_leaves(data.single_space)
         self._data, self._limiter = data, limiter_of(data)

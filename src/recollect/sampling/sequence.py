@@ -10,10 +10,10 @@ from recollect import checks
 from recollect.backends import Backend
 from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import check_known
-from recollect.batch.view import Read, as_source
+from recollect.batch.view import Read
 from recollect.batch.windows import WindowBatch
 from recollect.errors import EmptyError
-from recollect.sampling.base import BatchSampler, limiter_of
+from recollect.sampling.base import BatchSampler, limiter_of, unweighted
 from recollect.sampling.stream import Ints
 
 
@@ -69,7 +69,7 @@ class SequenceSampler(BatchSampler):
             self._seed(seed)
 
     def _windows(self, data: BatchBase, device: Any, backend: str | Backend | None) -> WindowBatch:
-        check_known(as_source(data), type(self).__name__)
+        check_known(unweighted(data, type(self).__name__), type(self).__name__)
         return WindowBatch(self._moved(data, device, backend), self.length, self.burn_in, self.pad)
 
     def _bind(self, data: BatchBase, device: Any, backend: str | Backend | None = None) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from gymnasium import Space, spaces
 
+from recollect.errors import class_name
 from recollect.spaces.make import as_space
 from recollect.spaces.tree import check_space, make_dict
 
@@ -37,7 +38,11 @@ def _slot_space(env: Any, name: str) -> Space[Any]:
         space = _attribute(env, attribute)
         if isinstance(space, Space):
             return space
-    raise ValueError(f"env: must have a {name}, got {type(env).__name__} without; leave its key out")
+    if isinstance(env, str):
+        raise ValueError(f"env: must be an environment, got the str {env!r}; pass gym.make({env!r})")
+    raise ValueError(
+        f"env: must have {'an' if name[0] in 'ao' else 'a'} {name}, got {class_name(env)} without; leave its key out"
+    )
 
 
 def _attribute(env: Any, name: str) -> Any:

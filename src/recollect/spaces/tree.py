@@ -155,7 +155,9 @@ def space_at(space: Space[Any], keys: str | int | Sequence[str | int]) -> Space[
         there = dict(children(node))
         if key not in there or isinstance(key, bool):
             what = f"one of {list(there)}" if there else "nothing, for it is a leaf"
-            raise KeyError(f"{subject(path)}: keys here are {what}, got {key!r}")
+            parts = tuple(key.split("/")) if isinstance(key, str) and "/" in key else ()
+            way = f"; pass {parts!r}" if parts and parts[0] in there else ""
+            raise KeyError(f"{subject(path)}: keys here are {what}, got {key!r}{way}")
         node, path = there[key], (*path, key)
     return node
 

@@ -91,6 +91,10 @@ def read_manifest(path: Path, formats: tuple[str, ...]) -> dict[str, Any]:
     try:
         manifest = read_signed(file, formats, FORMAT_VERSION)
     except (FileNotFoundError, NotADirectoryError):
+        if not path.exists():
+            raise FormatError(
+                f"{path}: must be the directory of a dump, got a path at which nothing is"
+            ) from None
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no dump") from None
     record = as_kind(manifest, ManifestRecord, file)
     if record.format == "recollect.replay" and record.evict is None:

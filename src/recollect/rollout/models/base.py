@@ -52,12 +52,18 @@ class Generation:
 
         The words of prompt and answer go along in `info`, for people; of long ones the beginning.
         """
-        if self.tokens is None or self.logprobs is None:
-            what = "tokens" if self.tokens is None else "logprobs"
-            raise SchemaError(
-                f"{what}: must be known for token-level experience, got none from the model; "
-                "give the model a tokenizer=, or ask the server to return them"
-            )
+        for name, known, way in (
+            ("tokens", self.tokens, "give the model a tokenizer=, or ask the server to return them"),
+            (
+                "logprobs",
+                self.logprobs,
+                "ask the server to return them, or pass logprobs= of models.rollout.logprobs()",
+            ),
+        ):
+            if known is None and leaves.get(name) is None:
+                raise SchemaError(
+                    f"{name}: must be known for token-level experience, got none from the model; {way}"
+                )
         given: dict[str, Any] = {
             "tokens": self.tokens,
             "prompt_length": self.prompt_length,

@@ -123,7 +123,12 @@ class Pool:
                 raise self._error(k, found)
             raise WorkerDiedError(
                 f"worker {k} (process {process.pid}): must live until close(), got exit code {code}; "
-                "look for an out-of-memory kill, or a crash in a transformation"
+                + (
+                    "see its traceback above; where it says that a process was started too early, put what runs below "
+                    'if __name__ == "__main__":'
+                    if code == 1
+                    else "look for an out-of-memory kill, or a crash in a transformation"
+                )
             )
 
     def _error(self, k: int, found: Any) -> WorkerError:

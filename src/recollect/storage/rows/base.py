@@ -378,7 +378,10 @@ def check_capacity(capacity: Any, num_lanes: int, cls: type[RowStorage]) -> None
         return
     checks.count("capacity", capacity)
     if capacity % checks.count("num_lanes", num_lanes):
-        raise ValueError(f"num_lanes: must divide the capacity {capacity}, got {num_lanes}")
+        raise ValueError(
+            f"num_lanes: must divide the capacity {capacity}, got {num_lanes}; "
+            f"take capacity={-(-capacity // num_lanes) * num_lanes}"
+        )
 
 
 def live_file(path: Path, manifest: dict[str, Any]) -> str:
