@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import pickle
+import shutil
+import signal
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ pytest.importorskip("pyarrow")
 pytest.importorskip("av")
 sets = pytest.importorskip("tests.datasets.sets")
 
+import recollect as rc  # noqa: E402
 from recollect.adapters.lerobot import LeRobotDataset  # noqa: E402
 
 TOP, WRIST = "observation.images.top", "observation.images.wrist"
@@ -82,6 +87,25 @@ def test_a_loader_and_batches_read_the_same_items(root: Path) -> None:
     data.close()
 
 
+@pytest.mark.process
+def test_a_loader_with_spawned_workers_reads_the_same_and_tells_of_a_killed_one(tmp_path: Path) -> None:
+    root = next(iter(sets.LEROBOT.values()))(tmp_path / "set")
+    data = LeRobotDataset("me/set", root, delta_timestamps=DELTAS)
+    loader = torch.utils.data.DataLoader(
+        data, 1, num_workers=1, multiprocessing_context="spawn", persistent_workers=True, timeout=120
+    )
+    for one, two in zip(torch.utils.data.DataLoader(data, 1), loader, strict=True):
+        assert_same(one, two)
+    batches = iter(loader)
+    next(batches)
+    os.kill(batches._workers[0].pid, signal.SIGKILL)
+    with pytest.raises(RuntimeError, match="worker .* (killed|exited)"):
+        list(batches)
+    batches._shutdown_workers()
+    del one, two, batches, loader
+    data.close()
+
+
 def test_what_a_training_loop_asks_of_it(root: Path) -> None:
     data = LeRobotDataset("me/set", root, episode_filter=lambda episode: episode["length"] > 1)
     assert (data.episodes, data.num_episodes, data.fps) == ([0, 2], 2, sets.FPS)
@@ -107,7 +131,15 @@ def test_refused(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             LeRobotDataset("me/set", root, episodes)
     monkeypatch.setenv("HF_LEROBOT_HOME", str(root.parent))
     assert len(LeRobotDataset("set")) == 11
+    snapshot = root.parent / "hub" / "datasets--me--kept" / "snapshots" / "1f2e"  # as LeRobot 0.6 keeps it
+    shutil.copytree(root, snapshot)
+    assert len(LeRobotDataset("me/kept")) == 11
     with pytest.raises(FileNotFoundError, match="hf download me/other --repo-type dataset"):
+        LeRobotDataset("me/other", root.parent)
+    monkeypatch.setitem(sys.modules, "huggingface_hub", None)  # as if it were not installed
+    with pytest.raises(
+        rc.MissingExtraError, match=f"hf download me/other .* --local-dir {root.parent}/me/other"
+    ):
         LeRobotDataset("me/other")
     with pytest.raises(TypeError, match="an int or a slice"):
         LeRobotDataset("set")[[1, 2]]

@@ -147,6 +147,51 @@ def test_what_optimize_memory_usage_cannot_keep_is_refused(space: spaces.Space[A
         SB3ReplayBuffer(10, space, BOX, optimize_memory_usage=True, handle_timeout_termination=timeouts)
 
 
+@pytest.mark.parametrize("n_envs", [1, 2])
+@pytest.mark.parametrize(
+    ("name", "shape"),
+    [
+        ("obs", (4,)),
+        ("next_obs", ()),
+        ("action", (7,)),
+        ("reward", (2,)),
+        ("terminated", (3,)),
+        ("n_envs", ()),
+    ],
+)
+def test_a_step_of_another_shape_is_refused_whole(n_envs: int, name: str, shape: tuple[int, ...]) -> None:
+    buffer = SB3ReplayBuffer(10, BOX, ACTIONS["float64"], "cpu", n_envs)
+    shapes = {"obs": (3,), "next_obs": (3,), "action": (2, 3), "reward": (), "terminated": ()}
+    step = {key: np.zeros((n_envs, *shape)) for key, shape in shapes.items()}
+    buffer.add(*step.values(), [{}] * n_envs)
+    if name == "n_envs":  # SB3 would copy the step of one environment to all of them
+        step = {key: np.zeros((n_envs + 1, *shape)) for key, shape in shapes.items()}
+        name = "obs"
+    else:
+        step[name] = np.zeros((n_envs, *shape))
+    with pytest.raises(rc.SchemaError, match=rf"^{name}: must have the shape \({n_envs},"):
+        buffer.add(*step.values(), [{}] * n_envs)
+    assert (buffer.pos, len(buffer.data)) == (1, n_envs)
+
+
+def test_a_replay_buffer_that_sb3_saved_is_taken_over(tmp_path: Path) -> None:
+    model = sb3.SAC("MlpPolicy", make_vec_env("Pendulum-v1", 2), buffer_size=60, device="cpu")
+    fill([model.replay_buffer], 41)
+    model.save_replay_buffer(tmp_path / "replay")
+    model.load_replay_buffer(tmp_path / "replay")
+    old = model.replay_buffer
+    new = SB3ReplayBuffer(
+        old.buffer_size * old.n_envs, old.observation_space, old.action_space, old.device, old.n_envs
+    )
+    steps = (np.arange(old.size()) + (old.pos if old.full else 0)) % old.buffer_size
+    parts = old.observations, old.next_observations, old.actions, old.rewards, old.dones
+    infos = [[{"TimeLimit.truncated": flag} for flag in row] for row in old.timeouts[steps]]
+    new.extend(*(part[steps] for part in parts), infos)
+    assert new.size() == old.size() == 30
+    assert np.array_equal(new.observations, old.observations[steps])
+    assert np.array_equal(new.timeouts, old.timeouts[steps]) and np.array_equal(new.dones, old.dones[steps])
+
+
 def test_columns_are_copies_that_cannot_be_written() -> None:
     buffer = SB3ReplayBuffer(10, BOX, BOX, "cpu")
     fill([buffer], 4)

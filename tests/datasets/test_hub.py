@@ -29,7 +29,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_without_the_library_the_error_is_the_command() -> None:
-    hub = r"huggingface_hub && hf download lerobot/pusht --repo-type dataset --local-dir lerobot/pusht$"
+    hub = r"huggingface_hub && hf download lerobot/pusht --repo-type dataset --local-dir .*/lerobot/pusht$"
     with pytest.raises(rc.MissingExtraError, match=hub):
         open_dataset("lerobot/pusht")
     with pytest.raises(SystemExit, match=hub):
@@ -52,6 +52,9 @@ def test_a_set_of_the_hub_is_downloaded_and_opened(elsewhere: Path, monkeypatch:
 def test_what_lerobot_and_minari_keep_is_found_without_them(elsewhere: Path) -> None:
     sets.lerobot_v3(elsewhere / "hf" / "lerobot" / "lerobot" / "pusht")
     assert len(open_dataset("lerobot/pusht"))
+    kept = elsewhere / "hf" / "lerobot" / "hub" / "datasets--lerobot--aloha" / "snapshots"
+    sets.lerobot_v3(kept / "1f2e")  # as LeRobot keeps it since 0.6
+    assert len(open_dataset("lerobot/aloha"))
     sets.minari_hdf5(elsewhere / "minari" / "D4RL" / "pen" / "human-v2")
     assert len(open_dataset("D4RL/pen/human-v2"))
 

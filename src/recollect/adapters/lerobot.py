@@ -16,6 +16,7 @@ import numpy as np
 import torch
 
 from recollect.batch import BatchBase, SliceStackedBatch
+from recollect.datasets.hub import hub_dataset
 from recollect.datasets.lerobot.dataset import LeRobotBatch, from_lerobot
 from recollect.datasets.lerobot.meta import INFO, OWN, read_json
 from recollect.datasets.torch import Collated
@@ -28,9 +29,10 @@ class LeRobotDataset(torch.utils.data.Dataset):
 
     `delta_timestamps`, in seconds, are offsets per key with a mask `*_is_pad` each; `episodes` and `episode_filter`
     choose some; `task` is the task in words. A DataLoader reads each batch at once; `batches` does without a loader.
-    `meta` has what a training loop asks for: stats, features, fps, tasks by index, episodes, camera_keys. Nothing is
-    downloaded: `revision`, `video_backend` and `depth_output_unit` are taken from calls that name them, and mean
-    nothing here. Features that cannot be shown (depth videos, language events) are in `left_out`, with the reason.
+    `meta` has what a training loop asks for: stats, features, fps, tasks by index, episodes, camera_keys. What is not
+    on this machine is downloaded if `huggingface_hub` is installed. `revision`, `video_backend` and `depth_output_unit`
+    are taken from calls that name them, and mean nothing here. Features that cannot be shown (depth videos, language
+    events) are in `left_out`, with the reason.
 
     Ownership: holds numbers and texts of the chosen episodes in memory, and some decoded frames; `close()` frees these.
     Concurrency: any thread; workers of a DataLoader get it by fork, or open it again.
@@ -160,8 +162,7 @@ class LeRobotDataset(torch.utils.data.Dataset):
 
 
 def _find(repo_id: str, root: Any) -> Path:
-    home = os.environ.get("HF_LEROBOT_HOME", "~/.cache/huggingface/lerobot")
-    path = (Path(home).expanduser() / repo_id if root is None else Path(root)).absolute()
+    path = (hub_dataset(repo_id) if root is None else Path(root)).absolute()
     if not (path / INFO).exists():
         raise FileNotFoundError(
             f"LeRobotDataset: {path} must hold a data set, got no {INFO}; run "

@@ -6,6 +6,7 @@ They ask numpy's global generator for what SB3's own ask: with one seed, a train
 from __future__ import annotations
 
 from copy import deepcopy
+from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.errors import EmptyError, MissingExtraError
+from recollect.errors import EmptyError, MissingExtraError, SchemaError
 from recollect.replay import ReplayBuffer
 from recollect.storage import MemoryStorage
 
@@ -64,34 +65,43 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         if self._is_dict:
             obs = {name: (self.obs_shape[name], part.dtype) for name, part in observation_space.items()}
         action = ((self.action_dim,), self._maybe_cast_dtype(action_space.dtype))
-        space = {"obs": obs, "action": action, "reward": ((), "float32")}
-        space |= {} if optimize_memory_usage else {"next_obs": obs}
-        space |= {"terminated": ((), "bool"), "truncated": ((), "bool")}
+        self._space = {"obs": obs, "action": action, "reward": ((), np.dtype(np.float32))}
+        self._space |= {} if optimize_memory_usage else {"next_obs": obs}
+        self._space |= {"terminated": ((), np.dtype(bool)), "truncated": ((), np.dtype(bool))}
         self.data = ReplayBuffer.create(
-            MemoryStorage, space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
+            MemoryStorage, self._space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
             maintain_segment_metadata=True,
         )  # fmt: skip
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one step of every environment."""
-        ended, truncated = np.asarray(done, bool).reshape(self.n_envs), np.zeros(self.n_envs, bool)
+        rows = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs, "terminated": done}
+        rows["truncated"] = np.zeros(self.n_envs, bool)
         if self.handle_timeout_termination:
-            flags = [info.get("TimeLimit.truncated", False) for info in infos]
-            truncated = np.asarray(flags, bool).reshape(self.n_envs)
-        rows = {"obs": obs, "action": action, "reward": reward, "next_obs": next_obs}
-        rows |= {"terminated": ended & ~truncated, "truncated": truncated}
-        space: Any = self.data.single_space
+            rows["truncated"] = [info.get("TimeLimit.truncated", False) for info in infos]
+        block = {name: self._fitted(name, spec, rows[name]) for name, spec in self._space.items()}
         if self.optimize_memory_usage:
-            self._newest_obs = self._fitted(space["obs"], next_obs).copy()
-        self.data.extend_lanes(self._fitted(space, rows), self._lanes, ends=ended)
+            self._newest_obs = self._fitted("next_obs", self._space["obs"], next_obs).copy()
+        ended = block["terminated"]
+        block["terminated"] = ended & ~block["truncated"]
+        self.data.extend_lanes(block, self._lanes, ends=ended)
         self.pos = (self.pos + 1) % self.buffer_size
         self.full = self.full or self.pos == 0
 
-    def _fitted(self, space: Any, value: Any) -> Any:
-        """The value as the space has it: SB3 takes any dtype, and numbers where the space has vectors of one."""
-        if isinstance(space, spaces.Dict):
-            return {name: self._fitted(part, value[name]) for name, part in space.items()}
-        return np.asarray(value, space.dtype).reshape(self.n_envs, *space.shape)
+    def _fitted(self, name: str, spec: Any, value: Any) -> Any:
+        """The value as its column has it: SB3 casts, adds and drops axes of one, and makes a row of an action."""
+        if isinstance(spec, dict):
+            return {key: self._fitted(f"{name}/{key}", part, value[key]) for key, part in spec.items()}
+        found, shape = np.asarray(value, spec[1]), (self.n_envs, *spec[0])
+        if found.shape == shape:
+            return found
+        is_action = name == "action" and found.size == prod(shape)
+        if not is_action and [n for n in found.shape if n != 1] != [n for n in shape if n != 1]:
+            raise SchemaError(
+                f"{name}: must have the shape {shape}, a row for each of n_envs={self.n_envs} environments, got "
+                f"{found.shape}; add one step of all environments, made with the spaces of this buffer"
+            )
+        return found.reshape(shape)
 
     def reset(self) -> None:
         """Drop everything."""
@@ -101,15 +111,15 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
     sample = buffers.ReplayBuffer.sample  # draws steps; not the oldest, if rows have no next_obs
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Any:
-        which = np.zeros_like(batch_inds)  # for which SB3 asks too, but of one environment nothing is drawn
-        if self.n_envs > 1:
+        which: Any = None
+        if self.n_envs > 1:  # SB3 asks for one environment too, but then nothing is drawn
             which = np.random.randint(0, high=self.n_envs, size=(len(batch_inds),))
         rows = self.data.get_at(self._index(batch_inds, which))
         if self.optimize_memory_usage:
             is_newest = (batch_inds + 1) % self.buffer_size == self.pos
             following = np.where(is_newest, batch_inds, batch_inds + 1) % self.buffer_size
             rows["next_obs"] = self.data.get_column_at(("obs",), self._index(following, which))
-            rows["next_obs"][is_newest] = self._newest_obs[which[is_newest]]
+            rows["next_obs"][is_newest] = self._newest_obs[0 if which is None else which[is_newest]]
         return self._as_samples(rows, env)
 
     def _index(self, step: Array, env: Array) -> Array:
@@ -119,16 +129,14 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         return step if self.n_envs == 1 else env * self.size() + step
 
     def _as_samples(self, rows: Any, env: Any) -> Any:
-        to_torch = torch.from_numpy if self.device.type == "cpu" else self.to_torch
-
-        def out(x: Any) -> Any:
-            return {name: to_torch(part) for name, part in x.items()} if self._is_dict else to_torch(x)
-
-        obs, next_obs = (self._normalize_obs(rows[name], env) for name in ("obs", "next_obs"))
-        ended = rows["terminated"].astype(np.float32)[:, None]
-        reward = self._normalize_reward(rows["reward"][:, None], env)
-        kind = DictReplayBufferSamples if self._is_dict else ReplayBufferSamples
-        return kind(out(obs), to_torch(rows["action"]), out(next_obs), to_torch(ended), to_torch(reward))
+        tensor = torch.from_numpy if self.device.type == "cpu" else self.to_torch
+        obs, next_obs = self._normalize_obs(rows["obs"], env), self._normalize_obs(rows["next_obs"], env)
+        action, reward = tensor(rows["action"]), tensor(self._normalize_reward(rows["reward"][:, None], env))
+        ended = tensor(rows["terminated"].astype(np.float32)[:, None])
+        if not self._is_dict:
+            return ReplayBufferSamples(tensor(obs), action, tensor(next_obs), ended, reward)
+        obs, next_obs = ({key: tensor(x) for key, x in part.items()} for part in (obs, next_obs))
+        return DictReplayBufferSamples(obs, action, next_obs, ended, reward)
 
     def _column(self, *keys: str) -> Any:
         """One leaf in SB3's layout, [step of the ring, environment, ...]; of a Dict, a dict of them."""

@@ -34,7 +34,7 @@ def located(path: str | Path) -> Path:
     name = "/".join(parts)
     if _VERSION.search(name):
         return _minari(name)
-    return _hub(name) if len(parts) == 2 else path
+    return hub_dataset(name) if len(parts) == 2 else path
 
 
 def minari_home() -> Path:
@@ -51,13 +51,18 @@ def _minari(name: str) -> Path:
     return place
 
 
-def _hub(name: str) -> Path:
-    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface")
-    kept = Path(os.environ.get("HF_LEROBOT_HOME") or cache / "lerobot") / name
-    if kept.is_dir():
-        return kept
-    hub = _library("huggingface_hub", f"{name}: is neither here nor in {kept.parents[1]}; run pip install "
-                   f"huggingface_hub && hf download {name} --repo-type dataset --local-dir {name}")  # fmt: skip
+def hub_dataset(name: str) -> Path:
+    """Where the data set of this id on the Hugging Face Hub is; it is downloaded if it is not on this machine."""
+    cache = Path(os.environ.get("HF_HOME") or Path.home() / ".cache" / "huggingface").expanduser()
+    home = Path(os.environ.get("HF_LEROBOT_HOME") or cache / "lerobot").expanduser()
+    if (home / name).is_dir():
+        return home / name
+    # LeRobot keeps what it downloads since 0.6 by revision, in folders of the Hub's making.
+    snapshots = home / "hub" / f"datasets--{name.replace('/', '--')}" / "snapshots"
+    if kept := list(snapshots.glob("*/")):
+        return max(kept, key=lambda snapshot: snapshot.stat().st_mtime)
+    hub = _library("huggingface_hub", f"{name}: is not in {home}; run pip install huggingface_hub && "
+                   f"hf download {name} --repo-type dataset --local-dir {home / name}")  # fmt: skip
     return Path(_download(name, lambda: hub.snapshot_download(name, repo_type="dataset")))
 
 

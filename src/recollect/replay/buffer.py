@@ -32,6 +32,7 @@ from recollect.storage.filed.commits import commits_of
 from recollect.text import refuse_unknown
 
 OLDEST = {"by": "oldest", "key": None}
+_INT64 = np.dtype(np.int64)
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,7 +284,13 @@ class ReplayBuffer(BatchBase):
 
         Where several lanes follow one another, a write to one moves the numbers of the next. So what counts from the
         end is counted again until count and read agree; in one lane it is enough that the index is in range.
+        An array of places goes to the engine as it is, which checks each: only negative ones need the count.
         """
+        if type(idx) is np.ndarray and idx.dtype is _INT64 and idx.ndim == 1:
+            try:
+                return read(idx)
+            except IndexError:
+                pass
         if self._many_lanes and _counts_from_the_end(idx):
             return self._counted_again(idx, read)
         try:
