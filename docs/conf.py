@@ -40,11 +40,14 @@ _NOTES = re.compile(r"^( *)(Ownership|Concurrency|Example):(?: +|$)")
 
 def _as_written(app: Any, what: str, name: str, obj: Any, options: Any, lines: list[str]) -> None:
     """Docstrings put code in single backticks, and begin what they say of memory and threads with a word."""
+
+    def literal(found: re.Match[str]) -> str:
+        joined = " ".join(found[1].split())
+        return f"``{joined}``" + ("\\ " if found[2] else "")
+
+    text = re.sub(r"(?<!`)`([^`\n]+(?:\n[^`\n]+)?)`(?!`)(?=(\w)?)", literal, "\n".join(lines))
     shown: list[str] = []
-    for line in lines:
-        line = re.sub(
-            r"(?<!`)`([^`]+)`(?!`)(?=(\w)?)", lambda m: f"``{m[1]}``" + ("\\ " if m[2] else ""), line
-        )
+    for line in text.split("\n"):
         if note := _NOTES.match(line):
             shown += ["", f"{note[1]}**{note[2]}:** {line[note.end() :]}".rstrip()]
         else:

@@ -230,6 +230,8 @@ def test_ctrl_c_ends_cleanly_and_the_same_command_goes_on(job: Path) -> None:
     assert [json.loads(x)["batch_id"] for x in second.stdout.splitlines()] == [1, "2/all", 2, 3, "4/all"]
     uids = [(row["group_id"], row["run_id"], row["step"]) for row in rows(job.parent)]
     assert len(uids) == 24 == len(set(uids))
+    third = subprocess.run(command, capture_output=True, text=True, timeout=200, check=True)
+    assert third.stdout == "" and "nothing was left to do" in third.stderr and "--steps" in third.stderr
 
 
 @pytest.mark.parametrize("n_told", range(1, 8))

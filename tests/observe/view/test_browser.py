@@ -73,6 +73,11 @@ def test_list_keys_filters_and_two_side_by_side(opened: Any) -> None:
     assert "13 steps in 4 episodes" in page.inner_text("#summary")
     page.locator("#list tbody tr", has_text="15").wait_for()
     assert " ".join(page.inner_text("#heads").split()).startswith("Episode 0 · 3 steps")
+    head = page.locator("#heads > *").first  # its style is the viewer's own, not that of the dash
+    assert head.evaluate("e => [getComputedStyle(e).display, getComputedStyle(e).marginBottom]") == [
+        "block",
+        "0px",
+    ]
     page.keyboard.press("ArrowRight")
     page.wait_for_selector("#now table[data-step='1']")
     assert "[3, 4, 5]" in page.inner_text("#now")

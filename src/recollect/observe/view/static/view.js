@@ -71,7 +71,7 @@ class View {
     if (this.about.fps) words.push(`${this.seconds(row.length)} s`);
     if (row.end) words.push(row.end);
     if (row.task) words.push(row.task);
-    const head = element("div", { class: k ? "head b" : "head" }, element("b", {}, `${this.about.has_episodes ? "Episode" : "Run"} ${row.episode}`), ` · ${words.join(" · ")}`);
+    const head = element("div", { class: k ? "shown b" : "shown" }, element("b", {}, `${this.about.has_episodes ? "Episode" : "Run"} ${row.episode}`), ` · ${words.join(" · ")}`);
     if (k) {
       const close = element("button", {}, "close");
       close.addEventListener("click", () => this.set(this.state.a, null, this.state.step));
