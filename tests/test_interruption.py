@@ -552,6 +552,27 @@ class _Counts:
         return self.n
 
 
+def test_a_coordinator_in_a_thread_whose_making_is_interrupted_leaves_no_thread() -> None:
+    n, n_raised, came = 0, 0, True
+    while came:
+        before, raised = threading.active_count(), []
+        handle = object.__new__(LocalHandle)
+
+        def make(handle: LocalHandle = handle, raised: list[int] = raised) -> None:
+            try:
+                LocalHandle.__init__(handle, _Counts, SimpleNamespace(name="interrupted"), None)
+            except KeyboardInterrupt:
+                raised.append(1)
+                raise
+
+        came = interrupted(make, n)
+        if not raised:
+            apart(handle.close)
+        assert threading.active_count() == before, n
+        n, n_raised = n + 1, n_raised + len(raised)
+    assert n_raised > 20
+
+
 def test_a_coordinator_in_a_thread_answers_after_an_interrupt_anywhere_in_a_call() -> None:
     n, came = 0, True
     while came:

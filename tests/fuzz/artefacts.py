@@ -7,6 +7,7 @@ import json
 import sqlite3
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import msgspec
 import numpy as np
 from gymnasium import spaces
-from tests.fuzz.files import dataset_files, dump_files
+from tests.fuzz.files import dataset_files, dump_files, put_rollout
 from tests.fuzz.logs import logs
 from tests.fuzz.mutations import LINKS, garbled, mutated, places
 from tests.fuzz.records import records, states
@@ -345,6 +346,8 @@ def journals(home: Path) -> list[Case]:
 
 def datasets(home: Path) -> list[Case]:
     """The metadata of LeRobot, Minari and Hugging Face data sets."""
+    from recollect.datasets.rollout import from_rollout
+
     from recollect.datasets import open_dataset, to_lerobot
 
     buf = rc.ReplayBuffer.create("memory", {"x": ((2,), "float32"), "y": ((2, 3), "int64")}, capacity=8,
@@ -383,6 +386,10 @@ def datasets(home: Path) -> list[Case]:
         w.write_table(table)
     (home / "hf/state.json").write_text(json.dumps({"_data_files": [{"filename": "data.arrow"}]}))
     found.append(JsonFile(home / "hf/state.json", lambda: touch(home / "hf"), signed=False))
+    put_rollout(home / "rollout", "jsonl")
+    rollout = partial(from_rollout, home / "rollout")
+    files = sorted((home / "rollout").iterdir())
+    found.extend(JsonFile(f, lambda: repr(rollout()[:]), signed=False, lines=True) for f in files)
     return found
 
 

@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -41,7 +42,8 @@ def told(path: Path, **options: Any) -> str:
 def thawed(path: Path) -> str:
     """All samples of a dump that is opened for writing, one more included."""
     with rc.ReplayBuffer.load_from(path, read_only=False) as buf:
-        buf.append(buf[0])
+        with suppress(rc.SchemaError):  # a row that was forged may be none of the space
+            buf.append(buf[0])
         return repr(buf[:])
 
 
@@ -180,6 +182,18 @@ def dump_files(home: Path) -> list[Callable[[Random], str]]:
     return found
 
 
+def put_rollout(path: Path, form: str) -> None:
+    """Two files of a rollout's sink."""
+    import recollect.rollout as rr
+
+    sink = rr.FileSink(path, form)
+    for batch in (2, 10):
+        g = rr.Generation("xy", tokens=[1, 2, 3], prompt_length=1, logprobs=[-1.0] * 2, prompt="p")
+        run = rr.encode([g.experience(reward=1.0, metrics={"m": 0.5}, info={"judge": "fine"})], batch_id=batch,
+                        task_id="t", group_id=batch, run_id=0)  # fmt: skip
+        sink.write(rr.Experiences.concat([rr.decode(run)] * 2), f"job/{batch}")
+
+
 def dataset_files(home: Path) -> list[Callable[[Random], str]]:
     """Files of LeRobot, Minari and Hugging Face data sets, which have no checksums that a reader looks at."""
     import pyarrow as pa
@@ -217,6 +231,10 @@ def dataset_files(home: Path) -> list[Callable[[Random], str]]:
         parquet.write_table(pa.ipc.open_file(f).read_all(), data / "0/data.parquet")
     (data / "0/data.arrow").unlink()
     found.append(PlainFile(data / "0/data.parquet", partial(touch, home / "minari_parquet")))
+    for form in ("jsonl", "parquet"):
+        path = home / form
+        put_rollout(path, form)
+        found.extend(PlainFile(f, partial(touch, path)) for f in sorted(path.iterdir()))
     path = home / "hf"
     path.mkdir()
     table = pa.table(

@@ -25,6 +25,7 @@ from recollect.files.record import damage_in, parse_json, read_json
 from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
 from recollect.storage.filed.hdf5_file import own_node
+from recollect.storage.filed.parquet_table import read_parquet_table
 
 _MAIN = "main_data.hdf5"
 _STEPS = {"reward": "rewards", "terminated": "terminations", "truncated": "truncations"}
@@ -189,11 +190,9 @@ def _arrow_table(where: Path, kind: str) -> Any:
 
 def _read_arrow(pa: Any, file: Path, kind: str) -> Any:
     # Not by pyarrow.dataset: it works on the rows of a damaged file before anybody can validate them.
-    from pyarrow import parquet
-
     check_plain(file)
     with pa.OSFile(str(file)) as f:
-        found = parquet.ParquetFile(f).read() if kind == "parquet" else pa.ipc.open_file(f).read_all()
+        found = read_parquet_table(f, file) if kind == "parquet" else pa.ipc.open_file(f).read_all()
     return checked_table(found)
 
 

@@ -20,15 +20,20 @@ from recollect.batch import BatchBase
 from recollect.batch.structure import Keys, pick
 from recollect.datasets.batch import need
 from recollect.datasets.columns import text_space
-from recollect.errors import FormatError
-from recollect.files.record import read_bytes
+from recollect.errors import FormatError, RecollectError
+from recollect.files import check_plain
+from recollect.files.record import damage_in, read_bytes
 from recollect.indexing import normalize
 from recollect.spaces import as_space
 from recollect.spaces.tree import make_dict
+from recollect.storage.filed.parquet_table import read_parquet_table
 
 STAMPS = ("group_id", "run_id", "step")
 WORDS = ("prompt", "answer")
 SUFFIXES = (".parquet", ".jsonl")
+_TIMES = (
+    12  # bytes of objects that a byte of a line makes: a token of two digits and a comma is one of 28 to 36
+)
 Array = np.ndarray[Any, Any]
 Rows = list[dict[str, Any]]
 
@@ -46,7 +51,8 @@ def from_rollout(path: str | Path) -> RolloutBatch:
     rows = [row for file in _files(Path(path).absolute()) for row in _rows(file)]
     if not rows:
         raise FormatError(f"{path}: must hold rows, got none")
-    return RolloutBatch(*_columns(rows, str(path)))
+    with damage_in(path):
+        return RolloutBatch(*_columns(rows, str(path)))
 
 
 class RolloutBatch(BatchBase):
@@ -134,16 +140,17 @@ def _first_names(file: Path) -> Sequence[str]:
         with file.open("rb") as f:
             line = f.readline(1 << 26)
         return list(_parsed(line, file)) if line else ()
-    names: list[str] = _read_parquet(file, lambda parquet: parquet.read_schema(file).names)
+    parquet = need("pyarrow.parquet", "parquet", "files of a rollout")
+    names: list[str] = _read_parquet(file, lambda: parquet.read_schema(str(file)).names)
     return names
 
 
 def _rows(file: Path) -> Rows:
     if file.suffix == ".jsonl":
-        lines = read_bytes(file, most=1 << 40, follow=True).splitlines()
+        lines = read_bytes(file, most=1 << 40, follow=True, times=_TIMES).splitlines()
         rows = [_parsed(line, file) for line in lines if line.strip()]
     else:
-        rows = _read_parquet(file, lambda parquet: parquet.read_table(file).to_pylist())
+        rows = _read_parquet(file, lambda: read_parquet_table(str(file), file, objects=True).to_pylist())
     for row in rows:
         missing = [name for name in STAMPS if not isinstance(row.get(name), int)]
         if missing:
@@ -163,12 +170,15 @@ def _parsed(line: bytes, file: Path) -> dict[str, Any]:
     return row
 
 
-def _read_parquet(file: Path, read: Callable[[Any], Any]) -> Any:
+def _read_parquet(file: Path, read: Callable[[], Any]) -> Any:
     pa = need("pyarrow", "parquet", "files of a rollout")
     try:
-        return read(need("pyarrow.parquet", "parquet", "files of a rollout"))
-    except (pa.ArrowException, ValueError) as error:
-        raise FormatError(f"{file}: must be a Parquet file, got {error}; it is damaged") from None
+        check_plain(file)
+        return read()
+    except RecollectError:
+        raise
+    except (pa.ArrowException, OSError, ValueError) as error:
+        raise FormatError(f"{file}: must be a Parquet file, got {error}; it is missing or damaged") from None
 
 
 # -- columns

@@ -173,6 +173,8 @@ class Threads:
                 self.loop.call_soon_threadsafe(self._done, future, value, error, inbox)
             except RuntimeError:  # the loop is closed, and no call waits
                 return
+            if self.closed:  # the loop may have stopped for good, and `_done` will not be called
+                return
             del job, future, work, value, error
 
     def _done(

@@ -75,12 +75,20 @@ class LocalHandle:
 
     def __init__(self, cls: Any, config: Any, models: Any, auxiliary: Any = None) -> None:
         self._coordinator = cls(config, models, auxiliary)
-        self._loop = asyncio.new_event_loop()
         self._lock = threading.Lock()  # taken only while Ctrl-C is deferred
         self._ending: PendingCall | None = None  # the shutdown, once `close` was called
         self._is_closed = False  # and a call of `close` has told how it ended
-        self._thread = threading.Thread(target=self._serve, name=f"{config.name}-coordinator", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        try:
+            with interrupts.deferred():
+                self._loop = asyncio.new_event_loop()
+                name = f"{config.name}-coordinator"
+                self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+                self._thread.start()
+        except BaseException:  # nobody has it, and could close it
+            if self._thread is not None and self._thread.ident is not None:
+                self.close()
+            raise
 
     def _serve(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -129,7 +137,7 @@ class LocalHandle:
             ending.result()
         finally:
             with interrupts.deferred():
-                if ending.is_done:
+                if ending.is_done and self._thread is not None:
                     self._is_closed = True
                     self._thread.join(10.0)
 

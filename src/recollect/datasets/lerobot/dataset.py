@@ -152,7 +152,11 @@ def _space_about(meta: Meta, name: str, about: dict[str, Any]) -> Space[Any] | s
     if kind == "string":
         files = sorted({episode.data for episode in meta.episodes})
         return text_space(
-            {s for file in files for s in read_table(below(meta.path, file), [name])[name].to_pylist()}
+            {
+                s
+                for file in files
+                for s in read_table(below(meta.path, file), [name], objects=True)[name].to_pylist()
+            }
         )
     try:
         dtype = np.dtype(kind)

@@ -13,7 +13,7 @@ from pathlib import Path
 from string import Formatter
 from typing import Any
 
-from recollect.errors import FormatError, check_installed
+from recollect.errors import FormatError, RecollectError, check_installed
 from recollect.files import check_plain
 from recollect.files.record import (
     FileAbout,
@@ -25,6 +25,7 @@ from recollect.files.record import (
     read_bytes,
 )
 from recollect.files.record import read_json as read_object
+from recollect.storage.filed.parquet_table import read_parquet_table
 
 VERSIONS = ("v2.0", "v2.1", "v3.0")
 _SPEC = re.compile(r"0?[0-9]{0,2}d?")
@@ -162,15 +163,14 @@ def file_name(template: Any, **values: Any) -> str:
     return str(template).format(**values)
 
 
-def read_table(file: Path, columns: list[str] | None = None) -> Any:
-    """Read a Parquet file; FormatError if it cannot be."""
+def read_table(file: Path, columns: list[str] | None = None, *, objects: bool = False) -> Any:
+    """Read a Parquet file, to be made `objects` of Python or not; FormatError if it cannot be read."""
     import pyarrow as pa
-    from pyarrow import parquet
 
     try:
         check_plain(file)
-        return parquet.ParquetFile(str(file)).read(columns=columns)
-    except FormatError:
+        return read_parquet_table(str(file), file, columns=columns, objects=objects)
+    except RecollectError:
         raise
     except (pa.ArrowException, OSError, ValueError) as error:
         raise FormatError(f"{file}: must be a Parquet file, got {error}; it is missing or damaged") from None
@@ -214,7 +214,7 @@ def _episodes_v3(path: Path, info: dict[str, Any], cameras: list[str]) -> list[E
             if _is_parquet(file)
             else None
         )
-        for row in read_table(file, names).to_pylist():
+        for row in read_table(file, names, objects=True).to_pylist():
             data = file_name(
                 info["data_path"], chunk_index=row["data/chunk_index"], file_index=row["data/file_index"]
             )
@@ -248,6 +248,6 @@ def _tasks_v2(path: Path) -> dict[int, str]:
 
 
 def _tasks_v3(path: Path) -> dict[int, str]:
-    table = read_table(path / TASKS)
+    table = read_table(path / TASKS, objects=True)
     name = "task" if "task" in table.column_names else "__index_level_0__"
     return {int(row["task_index"]): str(row[name]) for row in table.to_pylist()}

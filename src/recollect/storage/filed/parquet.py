@@ -17,6 +17,7 @@ from recollect.storage.filed.base import AppendStorage, Array, Ints, Keys, from_
 from recollect.storage.filed.chunks import CACHE_NBYTES, ChunkCache, check_sizes
 from recollect.storage.filed.columns import Columns, longest, part_of, wide_layout
 from recollect.storage.filed.commits import PIECE, Commits
+from recollect.storage.filed.parquet_table import read_parquet_table
 
 
 @dataclass(frozen=True, slots=True)
@@ -290,12 +291,10 @@ class ParquetStorage(AppendStorage):
 
     def _table(self, source: Any, keys: Keys, where: str) -> Any:
         """The columns of the part under `keys`, named as its own layout names them."""
-        from pyarrow import parquet
-
         names = [leaf.name for leaf in self.layout.leaves if leaf.path[: len(keys)] == keys]
         own = [leaf.name for leaf in self.layout.project(keys).leaves] if keys else names
         try:
-            table = parquet.ParquetFile(source).read(columns=names if keys else None, use_threads=False)
+            table = read_parquet_table(source, where, columns=names if keys else None, use_threads=False)
             return table.select(names).rename_columns(own) if keys else table
         except (self._pa.ArrowException, OSError, ValueError, KeyError) as error:
             raise FormatError(
