@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import multiprocessing
 import pickle
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -46,7 +47,9 @@ def test_their_idiom_normalises_every_step_here_and_the_new_ones_in_ipc() -> Non
         assert isinstance(copy, SharedObsNormStats) and copy.get() is not None and copy.get() is not None
 
 
-def collect(stop_event: Any, buffer: Any, weights_name: str, lock: Any, stats: Any, n_steps: int) -> None:
+def collect(
+    stop_event: Any, buffer: Any, weights_name: str, lock: Any, stats: Any, n_steps: int, ended: Path
+) -> None:
     weights = SharedWeightSync({"w": (2,)}, create=False, shm_name=weights_name, lock=lock)
     mine = {"w": np.zeros(2, "float32")}
     ones, no = np.ones((N_ENVS, OBS), "float32"), np.zeros(N_ENVS, bool)
@@ -57,6 +60,7 @@ def collect(stop_event: Any, buffer: Any, weights_name: str, lock: Any, stats: A
             actions = np.full((N_ENVS, ACT), mine["w"][0], "float32")
             buffer.add(ones, actions, is_normalised, ones, no, no)
     weights.close()
+    ended.touch()
 
 
 class Runner(AsyncRunner):
@@ -69,7 +73,13 @@ class Runner(AsyncRunner):
         self._shared_resources.extend([weights, stats])
         kwargs = {"buffer": buffer, "weights_name": weights.name, "lock": weights._lock, "stats": stats}
         self._start_collector(
-            target_fn=collect, kwargs={"stop_event": self._stop_event, **kwargs, "n_steps": max_iterations}
+            target_fn=collect,
+            kwargs={
+                "stop_event": self._stop_event,
+                **kwargs,
+                "n_steps": max_iterations,
+                "ended": Path(log_dir),
+            },
         )
         while int(buffer.size[0]) < N_ENVS * max_iterations:
             assert self._check_collector_alive()
@@ -79,10 +89,11 @@ class Runner(AsyncRunner):
 
 
 @pytest.mark.process
-def test_a_runner_starts_a_collector_by_their_signature() -> None:
+def test_a_runner_starts_a_collector_by_their_signature(tmp_path: Path) -> None:
     with Runner("CartPole-v1", {}, {}, device="cpu", num_envs=N_ENVS) as runner:
-        runner.learn(20)
+        runner.learn(20, log_dir=str(tmp_path / "ended"))
     assert runner.counts == (80, 80, 80)
+    assert (tmp_path / "ended").exists()  # its stop_event told it
 
 
 def test_counts_and_pointers_are_what_their_code_hands_on() -> None:
