@@ -114,7 +114,7 @@ def test_help_has_an_example(capsys: pytest.CaptureFixture[str], monkeypatch: py
         ("batch_size = 3", "batch_sizes = 3", "train"),
         ("batch_size = 3", "batch_size = 0", "train.batch_size"),
         ('[train]\ntasks = "tasks.jsonl"', '[train]\ntasks = "no"', "train.tasks"),
-        ('sink = {kind = "file", path = "out", format = "jsonl"}', "", "nobody reads"),
+        ('sink = {kind = "file", path = "out", format = "jsonl"}', "", "has no reader"),
         ('"tests_job_workflows"', '"no_such_module_at_all"', "no_such_module_at_all"),
         ('kind = "scripted"\nscript = ["0"', 'kind = "opanai"\nscript = ["0"', "opanai"),
         ("runners = 4", "runners = \udcff", "must be TOML"),

@@ -31,6 +31,7 @@ from recollect.errors import (
 )
 from recollect.rollout.stats import QueueStats, RunnerPoolStats
 from recollect.testing import FakeClock
+from recollect.testing.leftovers import leaves_nothing
 
 GATED: list[Any] = [None]
 
@@ -154,7 +155,10 @@ def test_a_start_that_fails_lets_go_of_journal_and_sink_and_can_be_tried_again(t
             await other.submit_batch(batch_id=1, tasks=[task], batch_type="train")
         module = sys.modules.pop("tests.rollout.workflows")
         c = rr.RolloutCoordinator(made.replace(sink=buffer | {"capacity": 8}), [])
-        with pytest.raises(ValueError, match="must be of a module that this program imports"):
+        with (
+            leaves_nothing(),
+            pytest.raises(ValueError, match="must be of a module that this program imports"),
+        ):
             await c.prepare()
         with pytest.raises(ClosedError):
             c.batches()

@@ -173,7 +173,7 @@ def test_a_trace_has_every_kind_of_slice(tmp_path: Any) -> None:
             c.clock.advance(1.3)
             await c.finalize_train_batch(1, timeout=10)
             many = [
-                rr.Task(good, repeat_times=600)
+                rr.Task(good, repeat_times=520)
             ]  # more slices than are kept in memory: they are written in parts
             await c.submit_batch(batch_id=2, tasks=many, batch_type="train")
             await c.finalize_train_batch(2, timeout=10)
@@ -183,4 +183,4 @@ def test_a_trace_has_every_kind_of_slice(tmp_path: Any) -> None:
     kinds = ("admission", "queue", "attempt", "model_call", "backoff", "grace", "pass", "sink")
     assert {e["name"] for e in slices} == {f"rollout/{kind}" for kind in kinds}
     assert next(e["dur"] for e in slices if e["name"] == "rollout/attempt") == 5e6
-    assert all(e["dur"] >= 0 for e in slices) and len(slices) > 1200
+    assert all(e["dur"] >= 0 for e in slices) and len(slices) > 1024

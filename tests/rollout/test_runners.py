@@ -139,7 +139,7 @@ def test_a_process_whose_pool_is_closed_while_it_starts_is_ended() -> None:
 @pytest.mark.process
 def test_runners_that_cannot_start_say_why() -> None:
     class Hasty(ProcessPool):
-        pause_s, failed_starts = 0.0, 2
+        failed_starts = 1
 
     async def main() -> None:
         pool = Hasty(pool_context(runners=1, workflow_modules=("no_such_module",)))

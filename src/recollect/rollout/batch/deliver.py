@@ -36,7 +36,9 @@ def pass_of(context: RolloutContext, batch: BatchRecord, reason: str | None = No
         batch.outcome = context.loop.create_future()
         batch.outcome.add_done_callback(lambda future: future.cancelled() or future.exception())
         batch.passing = context.loop.create_task(_deliver(context, batch))
-        batch.passing.add_done_callback(partial(_after, context, batch, batch.outcome, context.clock.time()))
+        batch.passing.add_done_callback(
+            partial(_pass_ended, context, batch, batch.outcome, context.clock.time())
+        )
         context.scheduler.room_made()  # by what the cut took back
     outcome = batch.outcome
     if outcome is None:
@@ -57,7 +59,7 @@ async def join_pass(outcome: asyncio.Future[Any]) -> dict[str, Any]:
     return result
 
 
-def _after(
+def _pass_ended(
     context: RolloutContext,
     batch: BatchRecord,
     outcome: asyncio.Future[Any],
@@ -70,7 +72,7 @@ def _after(
     try:
         result = passing.result()
     except BaseException as error:
-        outcome.set_exception(_leave(context, batch, error))
+        outcome.set_exception(_pass_failed(context, batch, error))
         return
     context.observer.slice("pass", start, batch=str(batch.id))
     context.observer.event_of("delivered", batch.id, detail=f"{result['experience_count']} experiences")
@@ -78,7 +80,7 @@ def _after(
     outcome.set_result(result)
 
 
-def _leave(context: RolloutContext, batch: BatchRecord, error: BaseException) -> Exception:
+def _pass_failed(context: RolloutContext, batch: BatchRecord, error: BaseException) -> Exception:
     """Undo a pass that did not deliver, or end its batch if that was aborted; return the error for waiters."""
     told = None if isinstance(error, asyncio.CancelledError) else _pipeline_error(error)
     if told is not None:

@@ -114,7 +114,7 @@ async def finalize(
 async def _ready(context: RolloutContext, batch: BatchRecord, finalizer: Finalizer) -> asyncio.Future[Any]:
     """Return the outcome of the pass once there is one to wait for."""
     batch.finalizers.add(finalizer)
-    look(context, batch)
+    decide(context, batch)
     if not finalizer.future.done():
         context.scheduler.dispatch()  # a batch being finalized may start work above the staging bound
     try:
@@ -153,7 +153,7 @@ def _check_kind(have: str, want: str, batch_id: BatchId) -> None:
         raise ValueError(f"batch_id: {batch_id!r} is of an {have} batch; call finalize_{have}_batch")
 
 
-def look(context: RolloutContext, batch: BatchRecord) -> None:
+def decide(context: RolloutContext, batch: BatchRecord) -> None:
     """Decide for every finalizer of this batch."""
     if not batch.finalizers or batch.state.state is S.FINALIZING:
         return
@@ -171,12 +171,12 @@ def look(context: RolloutContext, batch: BatchRecord) -> None:
             if finalizer.timer is not None:
                 finalizer.timer.cancel()
             finalizer.looks_at = decided.at
-            finalizer.timer = context.clock.call_at(decided.at, _look_again, context, finalizer, batch)
+            finalizer.timer = context.clock.call_at(decided.at, _decide_again, context, finalizer, batch)
 
 
-def _look_again(context: RolloutContext, finalizer: Finalizer, batch: BatchRecord) -> None:
+def _decide_again(context: RolloutContext, finalizer: Finalizer, batch: BatchRecord) -> None:
     finalizer.looks_at = None
-    look(context, batch)
+    decide(context, batch)
 
 
 # -- why a batch is not done
@@ -263,13 +263,16 @@ def _behind(batch: BatchRecord, scheduler: Scheduler) -> str:
     return f" behind {ahead}" if ahead else f": all {scheduler.pool.size} runners are busy"
 
 
+# -- what the scheduler reports
+
+
 def task_ended(context: RolloutContext, task: TaskRecord) -> None:
     """Decide for the finalizers of a batch whose task has ended, if that can change what they get."""
     batch, state = task.batch, task.batch.state
     if batch.finalizers and (
         len(state.statuses) == state.expected_task_count or state.min_wait_num or not task.is_fine
     ):
-        look(context, batch)
+        decide(context, batch)
 
 
 def runners_broken(context: RolloutContext, why: str) -> None:

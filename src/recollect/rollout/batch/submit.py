@@ -13,7 +13,7 @@ import msgspec
 
 from recollect.errors import DeadlineError, class_name
 from recollect.rollout.batch.end import tell_finalizers
-from recollect.rollout.batch.finalize import look
+from recollect.rollout.batch.finalize import decide
 from recollect.rollout.batch.records import MOST_RUNS, BatchRecord, Submission, TaskRecord
 from recollect.rollout.batch.state import (
     BatchId,
@@ -188,10 +188,10 @@ def _take_back(context: RolloutContext, sub: Submission, error: Exception | None
     if context.batches.get(batch.id) is batch and not batch.admitted:
         del context.batches[batch.id]
         tell_finalizers(batch, error or KeyError(f"batch {batch.id!r}: its submission was withdrawn"))
-    _leave(context, sub, error)
+    _stop_waiting(context, sub, error)
 
 
-def _leave(context: RolloutContext, sub: Submission, error: Exception | None = None) -> None:
+def _stop_waiting(context: RolloutContext, sub: Submission, error: Exception | None = None) -> None:
     """A submission waits no longer; its caller is told unless the call was cancelled."""
     if sub in context.waiting:
         context.waiting.remove(sub)
@@ -215,7 +215,7 @@ def admit(context: RolloutContext) -> None:
         full = full or no_room(sub.batch, live, context.scheduler.n_queued, context.config)
         sub.batch.not_admitted = full or _too_early(context, sub.batch)
         if not sub.batch.not_admitted:
-            _leave(context, sub)
+            _stop_waiting(context, sub)
             _enter(context, sub.batch)
 
 
@@ -243,7 +243,7 @@ def _enter(context: RolloutContext, batch: BatchRecord) -> None:
     if batch.tasks:
         move(batch.state, BatchLifecycleState.RUNNING)
         context.scheduler.add(batch)
-    look(context, batch)
+    decide(context, batch)
 
 
 def room_made(context: RolloutContext) -> None:

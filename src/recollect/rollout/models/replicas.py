@@ -137,8 +137,8 @@ class Models:
         return self._bound(role, role.for_call(), None)
 
     def _bound(self, role: Role, replica: Replica, versions: list[int] | None) -> Any:
-        bound = Bound(self, role, replica, versions)
-        return bound if self.loop is None else Blocking(bound, self)
+        bound = BoundModel(self, role, replica, versions)
+        return bound if self.loop is None else BlockingModel(bound, self)
 
     def fence(self) -> None:
         """Refuse every later call, and cancel the one that a thread of a sync workflow waits for."""
@@ -153,7 +153,7 @@ class Models:
             self._replica = None
 
 
-class Bound:
+class BoundModel:
     """A model as one attempt sees it: calls are counted, named while they last, and refused once fenced."""
 
     __slots__ = ("_models", "_replica", "_role", "_versions")
@@ -214,12 +214,12 @@ def _asked(prompt: Any, answers: Any) -> Any:
     return answers
 
 
-class Blocking:
+class BlockingModel:
     """A bound model for a sync workflow: each call runs in the loop and blocks the workflow's thread."""
 
     __slots__ = ("_bound", "_models")
 
-    def __init__(self, bound: Bound, models: Models) -> None:
+    def __init__(self, bound: BoundModel, models: Models) -> None:
         self._bound, self._models = bound, models
 
     @property

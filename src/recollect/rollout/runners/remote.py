@@ -18,7 +18,7 @@ from recollect.errors import FormatError, WorkerDiedError
 from recollect.rollout.event_loop import Timer
 from recollect.rollout.experience.payload import decode
 from recollect.rollout.models.base import to_wire
-from recollect.rollout.models.replicas import Bound, Models
+from recollect.rollout.models.replicas import BoundModel, Models
 from recollect.rollout.runners import messages
 from recollect.rollout.runners.base import RunnerContext
 from recollect.rollout.tasks import AttemptSpec, RunOutcome
@@ -81,7 +81,7 @@ class RemoteRunner(ABC):
             models = self.models
             if models is None or call.attempt_id != self.attempt_id:
                 raise FormatError("the attempt is over")
-            bound: Bound = models.rollout if call.role < 0 else models.auxiliary[call.role]
+            bound: BoundModel = models.rollout if call.role < 0 else models.auxiliary[call.role]
             if call.method not in ("generate", "chat", "logprobs"):
                 raise FormatError(f"no model call {call.method!r}")
             found = await getattr(bound, call.method)(*args, **kwargs)
