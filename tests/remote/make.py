@@ -73,13 +73,14 @@ def assert_doors(stats: Any) -> None:
 
 def manager_protocol(
     env: Any = PLAIN, rank: int = 9, *, capacity: int = 10_000, evict: str = "oldest",
-    checkpoint: Checkpoint | None = None, forward_to: int | None = None,
+    checkpoint: Checkpoint | None = None, forward_to: int | None = None, limits: Limits | None = None,
+    scoring_function: Any = None,
 ) -> ManagerProtocol:  # fmt: skip
     """The protocol of a manager, without a carrier and without a loop: the test says what comes and what time it is."""
-    items, limits = item_space(env), Limits()
+    items, limits = item_space(env), limits or Limits()
     workers = Workers(None, None, limits)
     hooks = Hooks(
-        lambda: lambda obj, sender_rank: {"score": float("inf")},
+        lambda: scoring_function or (lambda obj, sender_rank: {"score": float("inf")}),
         lambda scores, packed: state.inject_baseline(scores, packed.log_rewards),
     )
     settings = BufferSettings(capacity, evict, "memory", True, None)

@@ -72,7 +72,7 @@ class Network(RuleBasedStateMachine):
             replies = self.manager.handle(source, message, body, memoryview(data))
             self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
         else:
-            self._say(dest, self.clients[dest].session.hear(message, body))
+            self._say(dest, self.clients[dest].session.receive(message, body))
 
     @rule(client=st.integers(0, N_CLIENTS - 1), n=st.integers(1, 3))
     def add(self, client: int, n: int) -> None:
@@ -205,4 +205,4 @@ def talk(manager: ManagerProtocol, session: ClientProtocol, frames: list[Any]) -
         message, _, body = decode(data)
         for reply in manager.handle(session.rank, message, body, memoryview(data)):
             answer, _, rest = decode(joined(reply.parts))
-            frames += session.hear(answer, rest)
+            frames += session.receive(answer, rest)

@@ -160,7 +160,7 @@ def test_who_dies_again_and_again_is_an_error_that_says_how(
         os._exit(3)
 
     with pytest.raises(
-        WorkerError, match=f"^launch: rank {rank}: its process ended with code 3 and without a word$"
+        WorkerError, match=f"^launch: rank {rank}: its process ended with code 3 without a result$"
     ):
         launch(die, die, n_workers=1, max_restarts=max_restarts)
     assert (tmp_path / "lives").read_text() == "x" * lives
@@ -214,8 +214,8 @@ class Told:
         ([("result", 7)], ("result", 7)),
         ([("address", "here:1"), ("stats", 8)], ("stats", 8)),
         ([("error", "it says why")], ("error", "it says why")),
-        ([("address", "here:1")], ("error", "rank 0: its process ended with code -9 and without a word")),
-        ([], ("error", "rank 0: its process ended with code -9 and without a word")),
+        ([("address", "here:1")], ("error", "rank 0: its process ended with code -9 without a result")),
+        ([], ("error", "rank 0: its process ended with code -9 without a result")),
     ],
 )
 def test_what_a_child_said_before_it_ended_counts(
@@ -227,7 +227,7 @@ def test_what_a_child_said_before_it_ended_counts(
     monkeypatch.setattr(launching, "wait", lambda *args, **kw: None)
     made._watch()
     assert child.outcome == outcome
-    assert pipe.closed == ("without a word" in str(outcome))
+    assert pipe.closed == ("without a result" in str(outcome))
 
 
 # -- managers that do not listen yet
@@ -331,7 +331,7 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its carrier is closed by then."""
-    gathered = _Launch._gathered
+    gathered = _Launch._outcomes
 
     def let_end(self: _Launch) -> Any:
         (tmp_path / "go").touch()
@@ -345,7 +345,7 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
         Finalize(None, at_exit, exitpriority=0)
         return 7
 
-    monkeypatch.setattr(_Launch, "_gathered", let_end)
+    monkeypatch.setattr(_Launch, "_outcomes", let_end)
     assert launch(work, Idle, n_workers=1).results == {0: 7}
     assert (tmp_path / "left").read_text() == "True"
 

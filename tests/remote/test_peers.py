@@ -149,7 +149,7 @@ def test_where_no_death_is_seen_silence_counts_on_other_machines_alone() -> None
     b = book(2)
     b.admit(0, "elsewhere", 0, 0.0)
     b.admit(1, HOST, ME, 0.0)
-    b.heard(0, 3.0)
+    b.note_message(0, 3.0)
     b.tick(7.9, ALL, False)
     assert b.n_left == 0
     b.tick(8.1, ALL, False)

@@ -121,7 +121,7 @@ def test_a_killed_worker_costs_its_unfinished_frame_and_no_more() -> None:
         eventually(lambda: made.exit_counter == 1)
         assert start.s < 1.0
         replay.add(samples([-1], [0.0]))
-    made._thread.join(10)
+    eventually(lambda: not made.is_running)
     assert made.exit_counter == 2
     ids = made.buffer[:]["id"]
     theirs = sorted(ids[ids >= 0].tolist())
@@ -192,6 +192,25 @@ def test_a_client_never_closed_says_exit_with_its_undelivered_items() -> None:
     assert made.stats().senders[0].undelivered == 3
     made.close()
     child.close()
+    for end in ends:
+        end.close()
+
+
+def close_the_carrier(end: Any) -> None:
+    replay = RemoteReplay(SAMPLE, 1, end, mode="async_comm")
+    replay.add(samples([1], [0.0]))
+    end.close()
+
+
+def test_a_process_may_end_with_its_carrier_closed() -> None:
+    ends = LocalCarrier.group(2)
+    with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as made:
+        made.start()
+        child = FORK.Process(target=close_the_carrier, args=(ends[0],))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        child.close()
     for end in ends:
         end.close()
 

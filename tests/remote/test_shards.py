@@ -40,7 +40,7 @@ def exchange(parties: dict[int, SharedBaseline], now: float, mine: dict[int, Sha
     for rank, party in parties.items():
         for dest, message, values in party.tick(now, mine[rank]):
             if dest in parties:
-                parties[dest].hear(rank, message, values, now)
+                parties[dest].receive(rank, message, values, now)
 
 
 def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() -> None:
@@ -80,7 +80,7 @@ def test_an_older_epoch_counts_again_once_nobody_spoke_for_long() -> None:
     nothing = np.empty(0)
 
     def agreed(epoch: int, value: float, now: float) -> tuple[int, float | None] | None:
-        party.hear(4, Sync(0, epoch, "agreed", value, 0, False, None, 0), nothing, now)
+        party.receive(4, Sync(0, epoch, "agreed", value, 0, False, None, 0), nothing, now)
         return party.current(now)
 
     assert agreed(100, 1.0, 0.0) == (100, 1.0)
@@ -142,7 +142,7 @@ def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
         for rank, party in parties.items():
             for dest, message, values in party.tick(float(step), summary([float(rank)], True, 0.0, 1)):
                 if {rank, dest} != {4, 5}:
-                    parties[dest].hear(rank, message, values, float(step))
+                    parties[dest].receive(rank, message, values, float(step))
         for party in parties.values():
             current = party.current(float(step))
             if current is not None:
@@ -162,14 +162,14 @@ NOTHING = np.empty(0)
 def test_an_agreed_value_is_used_for_three_times_sync_s_and_a_repeated_one_no_longer() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=2.0), "min", 0.1)
     agreed = Sync(0, 100, "agreed", 1.0, 0, False, None, 0)
-    assert party.hear(4, agreed, NOTHING, 0.0) and party.hear(4, agreed, NOTHING, 3.0)
+    assert party.receive(4, agreed, NOTHING, 0.0) and party.receive(4, agreed, NOTHING, 3.0)
     assert party.current(6.0) == (100, 1.0) and party.current(6.01) is None
 
 
 def test_who_is_no_manager_of_the_shards_has_no_say() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
-    assert not party.hear(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
-    assert not party.hear(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
+    assert not party.receive(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
+    assert not party.receive(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
     assert party.current(0.0) is None
     assert agreed_by(party, 0.0, MINE) == []
     (decided, *_) = agreed_by(party, 4.0, MINE)
@@ -187,8 +187,8 @@ def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
 def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None:
     party = SharedBaseline(5, Shards((4, 5, 6), sync_s=1.0), "min", 0.1)
     assert agreed_by(party, 0.0, MINE) == []  # the lowest has not had the time to speak
-    party.hear(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
-    party.hear(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
+    party.receive(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
+    party.receive(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
     assert agreed_by(party, 4.0, MINE) == []
     decided = agreed_by(party, 5.0, MINE)
     assert len(decided) == 2 and decided[0].epoch > 100
@@ -203,6 +203,6 @@ def test_scores_hold_the_epoch_only_of_a_value_that_was_agreed() -> None:
         (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # nobody had anything yet
         (5, 1.5, {"score": np.inf, "baseline_log_reward": 1.5, "baseline_epoch": 5.0}),
     ):
-        agreement.hear(3, Sync(0, epoch, "agreed", value, 0, False, None, 0), NOTHING, monotonic())
+        agreement.receive(3, Sync(0, epoch, "agreed", value, 0, False, None, 0), NOTHING, monotonic())
         assert m.add(samples([1], [4.0])) == want
         assert m.stats().baseline == want["baseline_log_reward"]

@@ -681,7 +681,7 @@ def test_a_last_look_sees_that_waiting_is_in_vain() -> None:
         turns.wait(lambda: None, 0.0, lambda: "a frame")
 
 
-@pytest.mark.parametrize("call", ["wait", "glance"])
+@pytest.mark.parametrize("call", ["wait", "poll_now"])
 def test_an_interrupt_right_after_the_lead_was_taken_leaves_it_to_others(call: str) -> None:
     class Interrupted(threading.Condition):
         is_due = True
@@ -696,7 +696,7 @@ def test_an_interrupt_right_after_the_lead_was_taken_leaves_it_to_others(call: s
     work.may_end.set()
     work.turns.cond = Interrupted(threading.Lock())
     with pytest.raises(KeyboardInterrupt):
-        work.wait() if call == "wait" else work.turns.glance()
+        work.wait() if call == "wait" else work.turns.poll_now()
     assert not work.turns.is_led and not work.begun.is_set()
     assert work.wait() is True
 
@@ -724,7 +724,7 @@ def test_a_glance_after_the_end_takes_no_lead() -> None:
     work = Work()
     work.turns = PollLeader(work, closed)
     with pytest.raises(ClosedError, match="news of its peers"):
-        work.turns.glance()
+        work.turns.poll_now()
     assert not work.begun.is_set() and not work.turns.is_led
 
 

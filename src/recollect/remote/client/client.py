@@ -351,7 +351,7 @@ class RemoteReplay:
         with self._lock:
             if self._is_closed:
                 return []
-            # Giving up makes a new writer, of whom the manager never heard.
+            # Giving up makes a new writer, which the manager does not know.
             self._known_as = self._known_as or self._protocol.writer
             try:
                 scores = self._flush_all()
@@ -403,7 +403,7 @@ class RemoteReplay:
             raise
 
     def _abandon(self) -> None:
-        """The process ends and nobody closed this: say Exit, with what could not be delivered."""
+        """The process ends before this was closed: send Exit, with what could not be delivered."""
         if self._connection.carrier is not None:
             self._known_as = self._known_as or self._protocol.writer
             self._lose()

@@ -1,4 +1,4 @@
-"""Session: a client without a carrier. Containers go in, frames come out; it knows what has no answer yet.
+"""The protocol of a client, without a carrier. Containers go in, frames come out; it knows what has no answer yet.
 
 A container is stored once per (writer, seq), in order, however often it is sent: so whatever has no answer may be
 sent again at any time. A new connection begins with Hello; the manager's Welcome says what it already has.
@@ -99,7 +99,7 @@ class ClientProtocol:
         return self._request
 
     def count_stray(self) -> None:
-        """An answer came that nobody waits for."""
+        """Count an answer that no request waits for."""
         self.stray += 1
 
     # -- the connection
@@ -263,7 +263,7 @@ class ClientProtocol:
 
     # -- messages
 
-    def hear(self, message: AnyMessage, body: memoryview) -> list[Parts]:
+    def receive(self, message: AnyMessage, body: memoryview) -> list[Parts]:
         """Take a message from the manager; return the frames that it asks for."""
         match message:
             case Welcome():

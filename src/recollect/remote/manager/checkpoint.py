@@ -424,7 +424,7 @@ class ManagerCheckpoint:
                 self._log_is_over |= old is not None and not is_followed_by(path, old)
             raise
         if old is not None:
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(OSError):  # it is not read any more
                 old.remove()
         self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer

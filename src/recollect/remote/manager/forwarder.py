@@ -77,7 +77,7 @@ class Forwarder:
                 return
             self._queue.append(packed)
 
-    def hear(self, sender: int, message: AnyMessage) -> bool:
+    def receive(self, sender: int, message: AnyMessage) -> bool:
         """Take an answer; False if it is not from the manager that is forwarded to."""
         if sender != self.dest:
             return False
@@ -87,7 +87,7 @@ class Forwarder:
                 self._is_resumed = False
                 self._skip(message.last_seq)
             with suppress(FrameError):
-                self._outbox.extend(self._protocol.hear(message, memoryview(b"")))
+                self._outbox.extend(self._protocol.receive(message, memoryview(b"")))
             if self._leave is not None and self._protocol.expected.get(self._leave):
                 self._has_left = True
             for entry in [e for e in self._protocol.entries.values() if e.answer is not None]:
@@ -153,7 +153,7 @@ class Forwarder:
             message, _, _ = decode(frame, max_frame=carrier.max_frame)
         except (DeadlineError, FrameError, PeerDiedError):
             return
-        self.hear(self.dest, message)
+        self.receive(self.dest, message)
 
     def stats(self) -> ForwardStats:
         """What became of the items that were to be forwarded."""

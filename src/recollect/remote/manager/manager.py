@@ -218,7 +218,7 @@ class ReplayBufferManager:
         return self._loop.recv()
 
     def _handle_message_async(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
-        """Handle a message, and answer by `isend`: a worker that does not read delays nobody."""
+        """Handle a message, and answer by `isend`: a worker that does not read delays no other."""
         self._loop.answer(self._loop.handle(sender_rank, msg), is_async=True)
 
     def _handle_message_sync(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
@@ -230,7 +230,7 @@ class ReplayBufferManager:
         self._loop.prune()
 
     def _print_timing_summary(self) -> None:
-        """Print what came from whom, and how long each kind of work took."""
+        """Print what came from which rank, and how long each kind of work took."""
         sys.stdout.write(self._timing.summary(self.stats()) + "\n")
 
     @staticmethod
@@ -283,7 +283,7 @@ class ReplayBufferManager:
         self._check_open()
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("start: already running; call stop() first")
-        _ = self._loop.carrier  # opened in this thread, so that the caller hears what is wrong
+        _ = self._loop.carrier  # opened in this thread, so that the caller sees what is wrong
 
         def work() -> None:
             try:
@@ -291,7 +291,7 @@ class ReplayBufferManager:
             except BaseException as error:
                 self._failure = error
 
-        self._thread = threading.Thread(target=work, name="recollect-manager", daemon=True)
+        self._thread = threading.Thread(target=work, name=f"recollect-manager-{self.rank}", daemon=True)
         self._thread.start()
         return self
 

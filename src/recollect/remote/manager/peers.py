@@ -54,7 +54,7 @@ class Workers:
 
     @property
     def n_missing(self) -> int:
-        """Places that nobody took in time; one who comes late takes such a place."""
+        """Places that no worker took in time; one that comes late takes such a place."""
         if not self._is_late or self.n_expected is None:
             return 0
         return max(0, self.n_expected - len(self.by_rank))
@@ -119,14 +119,14 @@ class Workers:
                 self._n_forgotten += 1
         return worker
 
-    def heard(self, rank: int, now: float) -> None:
+    def note_message(self, rank: int, now: float) -> None:
         """Something came from this rank."""
         worker = self.by_rank.get(rank)
         if worker is not None:
             worker.heard = now
 
     def tick(self, now: float, alive: frozenset[int], sees_death: bool) -> None:
-        """Look who is gone by now."""
+        """Mark the workers that are gone by now: dead, silent or not back in time."""
         for rank, worker in self.by_rank.items():
             if worker.state == "present" and self._is_gone(rank, worker, now, alive, sees_death):
                 worker.state = "left"
@@ -210,7 +210,7 @@ class Writers:
 
 
 class Senders:
-    """What is counted of each rank that sent something, the one that was heard last at the end.
+    """What is counted of each rank that sent something, the latest last.
 
     Of too many, one that is not present is counted among the others.
     """

@@ -117,7 +117,7 @@ class ManagerProtocol:
             case Sync():
                 self._on_sync(sender, message, body)
             case _:
-                if self.forwarder is None or not self.forwarder.hear(sender, message):
+                if self.forwarder is None or not self.forwarder.receive(sender, message):
                     self.state.counts["stray"] += 1
                 self.checkpoint.follow_forwarder()
         return []
@@ -142,7 +142,7 @@ class ManagerProtocol:
         return [Reply(sender, DATA_TAG, encode(welcome))]
 
     def _why_not(self, sender: int, hello: Hello, writer: Writer | None) -> tuple[str, str] | None:
-        """The error that refuses one who says Hello, and its text; None if it is welcome."""
+        """The error that refuses a Hello, and its text; None if it is welcome."""
         if hello.protocol != PROTOCOL or hello.rank != sender:
             why = f"protocol {PROTOCOL} and your own rank {sender}"
             return "RemoteError", f"hello: must give {why}, got others"
@@ -170,7 +170,7 @@ class ManagerProtocol:
 
     def _on_sync(self, sender: int, message: Sync, body: memoryview) -> None:
         values, shared = cut_values(message, body), self.state.baseline.shared
-        if shared is None or not shared.hear(sender, message, values, monotonic()):
+        if shared is None or not shared.receive(sender, message, values, monotonic()):
             self.state.counts["stray"] += 1
 
     # -- Data
@@ -303,7 +303,7 @@ class ManagerProtocol:
         try:
             values = self._metadata()
             frame = encode(Metadata(message.request, values), tag=METADATA_TAG, max_frame=max_frame)
-            decode(joined(frame), max_frame=max_frame)  # what nobody could read is told, not sent
+            decode(joined(frame), max_frame=max_frame)  # what no peer could read is an error, not an answer
         except Exception as error:
             text = f"_compute_metadata: raised {told_briefly(error)}; return plain values by name"
             frame = encode(Failed(message.request, "RemoteError", note(text)), tag=METADATA_TAG)

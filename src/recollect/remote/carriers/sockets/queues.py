@@ -60,12 +60,12 @@ class Inbox:
 
 
 class DeferredFrames:
-    """What waits for whom. Concurrency: every call takes the carrier's lock itself."""
+    """Frames for peers that have not come, in order. Concurrency: every call takes the carrier's lock itself."""
 
     def __init__(self, lock: Condition) -> None:
         self._lock = lock
         self._waiting: dict[int, deque[Outgoing]] = {}
-        self._leaving: Outgoing | None = None  # the one that who leads is sending
+        self._leaving: Outgoing | None = None  # the frame that the leading thread is sending
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
