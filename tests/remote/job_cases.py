@@ -53,7 +53,7 @@ def served(made: ReplayBufferManager) -> dict[str, Any]:
 
 
 def score_raises(carrier: Any) -> Any:
-    """Rank 0 sends what the scoring function cannot bear; everybody goes on."""
+    """Rank 0 sends what the scoring function cannot bear; all ranks go on."""
 
     def score(obj: Any, sender_rank: int) -> dict[str, float]:
         if (obj["id"] == 13).any():
@@ -127,12 +127,12 @@ def _times(replay: RemoteReplay, n: int = 40) -> list[float]:
     return times
 
 
-def rubbish(carrier: Any, path: str, n: int) -> Any:
+def malformed(carrier: Any, path: str, n: int) -> Any:
     """Rank 0 sends n random, cut and oversized frames; rank 1 is served all the same."""
     if carrier.rank == MANAGER:
         return served(managed(carrier, worker_ranks=[1], n=1))
     if carrier.rank == 0:
-        sent = _send_rubbish(carrier, n)
+        sent = _send_malformed(carrier, n)
         tell(path, "sent")
         return sent
     with client(carrier) as replay:
@@ -141,7 +141,7 @@ def rubbish(carrier: Any, path: str, n: int) -> Any:
         return replay.stats()
 
 
-def _send_rubbish(carrier: Any, n: int) -> int:
+def _send_malformed(carrier: Any, n: int) -> int:
     """Send until the manager lets nothing more in; how many it sent."""
     rng, sent = random.Random(0), 0
     good = b"".join(encode(Sample(1, 1, "uniform", True)))
@@ -149,14 +149,14 @@ def _send_rubbish(carrier: Any, n: int) -> int:
     with suppress(PeerDiedError, DeadlineError):
         for sent in range(n):
             frame = rng.randbytes(rng.randrange(200)) if sent % 2 else good[: rng.randrange(len(good))]
-            if sent % 10_000 == 3:
+            if sent % (n // 10) == 3:
                 frame = bytes(most + 1)
             carrier.send(MANAGER, 0, [frame], WAIT)
     return sent
 
 
 def wrong_token(carrier: Any, path: str) -> Any:
-    """Somebody who does not know the token knocks at the manager's door; the job goes on."""
+    """A process that does not know the token tries to join; the job goes on."""
     if carrier.rank == MANAGER:
         tell(path, "address", carrier.address)
         return served(managed(carrier)) | {"refused": carrier.refused, "alive": sorted(carrier.alive())}

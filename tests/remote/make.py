@@ -7,11 +7,12 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.remote import Checkpoint, Limits, Trajectories
+from recollect.remote import Checkpoint, Limits, LocalCarrier, Trajectories
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.baseline import Baseline
+from recollect.remote.manager.checkpoint import ManagerCheckpoint
 from recollect.remote.manager.forwarder import Forwarder
-from recollect.remote.manager.peers import Workers
+from recollect.remote.manager.peers import Workers, Writers
 from recollect.remote.manager.protocol import ManagerProtocol
 from recollect.remote.manager.state import BufferSettings, Hooks, ManagerState
 from recollect.remote.stats import Timing
@@ -90,6 +91,25 @@ def manager_protocol(
     forwarder = None
     if forward_to is not None:
         forwarder = Forwarder(items, rank, forward_to, is_bounded=checkpoint is None)
-    made = ManagerProtocol(state, workers, limits, checkpoint, forwarder, state.metadata)
+    saved = ManagerCheckpoint(state, Writers(), checkpoint, forwarder)
+    made = ManagerProtocol(state, workers, limits, saved, forwarder, state.metadata)
     made.open()
     return made
+
+
+class Local(LocalCarrier):
+    """A local carrier that tells a test what its threads wait for."""
+
+    def is_led(self) -> bool:
+        return self._leader.is_led
+
+    def is_idle(self) -> bool:
+        """No frame waits for a peer, and no thread looks for one."""
+        return not self._absent and self._flusher is None
+
+    def addresses(self) -> list[bytes]:
+        return self._addresses(self.rank)
+
+    def n_overflow(self) -> int:
+        """Frames that other ends of this process sent and that have no room here."""
+        return len(self._overflow)

@@ -325,7 +325,7 @@ def test_a_carrier_of_larger_frames_brings_larger_answers() -> None:
     assert [message for message, _ in line.protocol.expected[5]] == [answer]
 
 
-def test_who_was_refused_is_told_once_and_asks_again_at_the_next_call(
+def test_a_refused_client_raises_and_greets_again_at_the_next_call(
     ends: list[LocalCarrier], silent: Silent
 ) -> None:
     replay = client(ends[0])
@@ -376,7 +376,7 @@ def test_an_add_that_is_given_back_leaves_those_before_it(
 
 
 def test_a_sync_add_past_its_deadline_waits_here(ends: list[LocalCarrier], silent: Silent) -> None:
-    replay = hurry(client(ends[0], retry_s=0.1), 1.0)
+    replay = hurry(client(ends[0], retry_s=0.05), 0.4)
     with pytest.raises(DeadlineError, match="rank 1.*its answer") as caught:
         replay.add(samples([1]))
     assert caught.value.accepted is True and replay.stats().pending == 1
@@ -423,7 +423,7 @@ def test_a_scoring_error_names_its_container_and_the_rest_is_delivered(
     assert manager.buffer[:]["id"].tolist() == [-1, 0, 1, 2, -3, 5] and stats.pending == 0
 
 
-def test_answers_to_nobody_are_dropped_and_counted(
+def test_answers_to_no_request_are_dropped_and_counted(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:
     with client(ends[0], retry_s=10.0) as replay:
@@ -710,11 +710,11 @@ def test_a_wait_is_cut_short_only_to_look_at_a_process(sees_death: bool) -> None
     assert waits == [60.0, 0.01] if sees_death else (0.05 < waits[0] < 0.5 and waits[1] == 0.01)
 
 
-def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_pause() -> None:
-    knocks: list[float] = []
+def test_a_client_refused_as_it_reconnects_pauses_between_tries() -> None:
+    tries: list[float] = []
 
     def refuse(dest: int, timeout: float) -> None:
-        knocks.append(timeout)
+        tries.append(timeout)
         raise AuthError("this rank was shut out")
 
     def gone(*args: Any) -> Any:
@@ -724,7 +724,7 @@ def test_one_who_is_refused_when_it_connects_again_does_not_knock_without_a_paus
     line.open(SimpleNamespace(rank=0, max_frame=1 << 14, send=gone, recv=gone, reconnect=refuse))
     with pytest.raises(PeerDiedError, match="the manager is gone"):
         line.greet()
-    assert 1 <= len(knocks) < 50 and max(knocks) < 0.201  # no more than is left of `reconnect_s`
+    assert 1 <= len(tries) < 50 and max(tries) < 0.201  # no more than is left of `reconnect_s`
 
 
 class Scripted:
@@ -754,7 +754,7 @@ class Scripted:
         self.inbox += self.answer(message)
 
     def recv(self, source: int, tag: int, timeout: float) -> Any:
-        assert timeout > 0  # nobody asks without a pause
+        assert timeout > 0  # there is a pause between two looks
         if not self.inbox:
             self.now += timeout + 1e-6
             raise DeadlineError("nothing")
@@ -793,7 +793,7 @@ def drawn(request: int) -> list[Any]:
     return encode(Items(request, item_space(PLAIN).id, 1, 1, 0, 1), [np.zeros((1, 8), np.uint8)])
 
 
-def test_who_has_connected_again_says_hello_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_client_that_has_reconnected_greets_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     def answer(message: Any) -> list[Any]:
         return [welcome(message)] if len(carrier.sent) == 2 else [PeerDiedError("rank 1: is gone")]
 
@@ -831,7 +831,7 @@ def test_a_draw_that_is_answered_late_is_not_thrown_away(monkeypatch: pytest.Mon
     assert message.request == asked[0] and len(asked) == 2 and not line.protocol.expected
 
 
-def test_who_draws_and_connects_again_says_hello_once_though_other_answers_come_first(
+def test_a_draw_that_reconnects_greets_once_though_other_answers_come_first(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     stray = encode(Scores(1, {}, 1, 0, {}))
@@ -861,7 +861,7 @@ def test_what_was_sent_with_the_welcome_is_sent_again_after_retry_s(monkeypatch:
     assert carrier.times_of(Hello) == [0.0] and carrier.times_of(Data) == [9.5, 19.5, 29.5]
 
 
-def test_who_goes_on_sending_does_not_put_off_what_is_to_be_sent_again(
+def test_later_sends_do_not_put_off_a_retry(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     carrier = Scripted(monkeypatch)
@@ -924,11 +924,11 @@ def test_sends_that_are_complete_are_held_no_longer(monkeypatch: pytest.MonkeyPa
     "error",
     [PeerDiedError("gone"), DeadlineError("late"), ClosedError("closed"), OSError("cut"), ValueError("odd")],
 )
-def test_who_leaves_raises_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+def test_leaving_raises_nothing(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     carrier = Scripted(monkeypatch, lambda message: [error])
     line = carrier.line()
     line.leave(3, line.protocol.writer, 5.0)
-    assert not carrier.sent  # nobody welcomed it
+    assert not carrier.sent  # there was no welcome
     line.protocol.manager = (HOST, 0)
     line.leave(3, line.protocol.writer, 5.0)
     assert [message.undelivered for _, message in carrier.sent][:1] == [3]
@@ -1005,7 +1005,7 @@ def test_what_is_dropped_before_any_space_is_known_is_counted(
         assert (replay.stats().offered, replay.stats().dropped) == (n, n)
 
 
-def test_a_wrong_container_is_refused_though_nobody_is_there(ends: list[LocalCarrier]) -> None:
+def test_a_wrong_container_is_refused_though_there_is_no_manager(ends: list[LocalCarrier]) -> None:
     with client(ends[0], when_down="drop", deadline=0.0) as replay:
         with pytest.raises(SchemaError):
             replay.add({"x": np.arange(2)})
@@ -1151,7 +1151,7 @@ def test_a_trajectory_is_one_item_however_many_steps_it_has(ends: list[LocalCarr
 def test_seconds_to_encode_are_those_of_packing_and_of_framing(
     ends: list[LocalCarrier], manager: ReplayBufferManager, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a clock that goes on by a second whenever somebody looks at it."""
+    """By a clock that goes on by a second at each look at it."""
     monkeypatch.setattr("recollect.remote.client.client.perf_counter", count(0.0).__next__)
     with client(ends[0], send_every=2) as replay:
         replay.add(samples([1]))
@@ -1213,7 +1213,7 @@ def test_a_container_that_was_refused_says_which_and_is_lost(
         assert manager.buffer[:]["id"].tolist() == [1, 3]
 
 
-def test_who_became_another_writer_while_closing_leaves_as_that_one(
+def test_a_client_that_became_another_writer_while_closing_leaves_as_that_one(
     ends: list[LocalCarrier], silent: Silent
 ) -> None:
     silent.answers = 99
@@ -1304,7 +1304,7 @@ def test_a_baseline_known_from_the_welcome_filters_the_first_container(ends: lis
             assert_doors(replay.stats())
 
 
-def test_a_container_of_bad_values_alone_takes_nobodys_turn(ends: list[LocalCarrier]) -> None:
+def test_a_container_of_bad_values_alone_is_not_sent(ends: list[LocalCarrier]) -> None:
     with ReplayBufferManager(SAMPLE, 1, None, capacity=1, communication_backend=ends[1]) as manager:
         manager.add(samples([1], [3.0]))
         manager.start()

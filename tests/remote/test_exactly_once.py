@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from tests.remote.make import PLAIN, assert_doors, manager_protocol, samples
@@ -177,6 +178,7 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
+TestNetwork.settings = settings(max_examples=settings.default.max_examples // 2)
 
 
 def test_a_manager_back_without_its_memory_is_counted_and_warned_of_once() -> None:

@@ -123,7 +123,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(steps)
 def test_each_container_arrives_once_over_any_restarts(todo: list[str]) -> None:
     with tempfile.TemporaryDirectory() as place:

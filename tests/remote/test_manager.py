@@ -654,7 +654,7 @@ def test_a_termination_signal_flushes_the_client(rig: Any) -> None:
     assert ended(r.manager) and r.manager.stats().offered == 1
 
 
-def test_who_only_said_that_it_leaves_has_been_there() -> None:
+def test_a_worker_that_only_said_exit_counts_as_having_come() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=60.0))
     ReplayBufferManager.send_termination_signal(1, ends[0])
@@ -664,7 +664,7 @@ def test_who_only_said_that_it_leaves_has_been_there() -> None:
         end.close()
 
 
-def test_nobody_came() -> None:
+def test_a_run_to_which_no_worker_came_is_a_deadline_error() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=0.2))
     with pytest.raises(DeadlineError, match="no worker came"):
@@ -672,7 +672,7 @@ def test_nobody_came() -> None:
     ends[1].close()
 
 
-def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
+def test_a_run_stopped_before_a_worker_came_is_no_error() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1])
     m.stop()
@@ -893,7 +893,7 @@ def test_without_launch_a_name_is_an_error_that_names_it() -> None:
         RemoteReplay(SAMPLE, 1, "local").add(samples([1], [0.0]))
 
 
-def test_who_starts_it_hears_that_there_is_no_carrier() -> None:
+def test_start_raises_where_there_is_no_carrier() -> None:
     with manager(communication_backend="local") as m, pytest.raises(ValueError, match="launch"):
         m.start()
 

@@ -144,7 +144,7 @@ def never_read(end: Any, ready: Any, stop: Any) -> None:
     stop.wait(60)
 
 
-def test_a_worker_that_does_not_read_delays_nobody() -> None:
+def test_a_worker_that_does_not_read_delays_no_other() -> None:
     ends = LocalCarrier.group(3)
     made = ReplayBufferManager(SAMPLE, 2, None, communication_backend=ends[2]).start()
     made.add(samples(range(100), np.zeros(100)))
@@ -164,7 +164,7 @@ def test_a_worker_that_does_not_read_delays_nobody() -> None:
         assert ready.wait(20)
         eventually(lambda: made.stats().senders.get(0) is not None and made.stats().senders[0].requests == 60)
         worst = usual()
-        assert worst < 1.0  # an answer that nobody takes is waited for for `send_s`
+        assert worst < 1.0  # an answer that is not taken is waited for for `send_s`
         stats = made.stats()
         assert stats.pending_sends <= made.limits.max_window + 1
     stop.set()
@@ -269,7 +269,7 @@ def test_exactly_once_over_a_faulty_carrier(seed: int) -> None:
         end.close()
 
 
-def test_a_peer_that_only_sends_rubbish_is_shut_out() -> None:
+def test_a_peer_that_sends_only_malformed_frames_is_shut_out() -> None:
     ends = LocalCarrier.group(2)
     made = ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]).start()
     for _ in range(20):
@@ -398,7 +398,7 @@ def test_every_rank_has_a_seed_of_its_own_and_names_find_the_launched_carrier() 
     assert len({seed for seed, _ in [*first.values(), *other.values()]}) == 4
 
 
-def test_a_launch_that_is_interrupted_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_is_interrupted_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_for_ever(ctx: Any) -> None:
         with ctx.replay(SAMPLE) as replay:
             replay.add(samples([1], [0.0]))

@@ -55,7 +55,7 @@ class RayCarrier(TcpCarrier):
     """A TcpCarrier whose addresses and token come from the named actor of a Ray job.
 
     Ownership: `close()` gives up the sockets. The registry lives as long as a carrier of the job holds it (Ray ends an
-    actor that nobody has a handle of), or until `RayCarrier.forget(job)`.
+    actor without a handle), or until `RayCarrier.forget(job)`.
     """
 
     _registry: Any = None

@@ -237,14 +237,14 @@ class RemoteReplay:
 
     def _room(self) -> SentContainer | None:
         """Wait until one more container may be outstanding; return the oldest if its answer is to be handed out."""
-        session, most = self._protocol, self._protocol.max_window
-        oldest = None if self.mode == "sync" else session.oldest()
-        if oldest is not None and len(session.entries) >= min(self.window, most):
+        protocol, most = self._protocol, self._protocol.max_window
+        oldest = None if self.mode == "sync" else protocol.oldest()
+        if oldest is not None and len(protocol.entries) >= min(self.window, most):
             self._connection.until(oldest.has_answer, "an answer")
             return oldest
-        if session.n_unanswered >= most:
+        if protocol.n_unanswered >= most:
             self._connection.until(
-                lambda: True if session.n_unanswered < most else None, "room in its window"
+                lambda: True if protocol.n_unanswered < most else None, "room in its window"
             )
         return None
 
@@ -334,11 +334,11 @@ class RemoteReplay:
         with self._lock:
             self._check_open()
             self._connect()
-            line, session = self._connection, self._protocol
-            if line.carrier is None:
+            connection, protocol = self._connection, self._protocol
+            if connection.carrier is None:
                 return {}
             return get_metadata(
-                line.carrier, self.manager_rank, self.deadline, line.retry_s, session.count_stray
+                connection.carrier, self.manager_rank, self.deadline, connection.retry_s, protocol.count_stray
             )
 
     # -- ending

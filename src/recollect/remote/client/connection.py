@@ -174,19 +174,19 @@ class Connection:
 
         All of them are waited for: over a slow line the first may be answered after the second was sent.
         """
-        session, again = self.protocol, 0.0
+        protocol, again = self.protocol, 0.0
         asked: list[int] = []
 
         def whole() -> Drawn | None:
             nonlocal again
             now = monotonic()
-            if session.is_ready and now >= again:
-                request, again = session.new_request(), now + self.retry_s
-                session.expected[request] = []
+            if protocol.is_ready and now >= again:
+                request, again = protocol.new_request(), now + self.retry_s
+                protocol.expected[request] = []
                 asked.append(request)
                 self._send(make(request))
-            self._next_ask = again if session.is_ready else inf
-            found = (_all_parts(session.expected[request]) for request in asked)
+            self._next_ask = again if protocol.is_ready else inf
+            found = (_all_parts(protocol.expected[request]) for request in asked)
             return next((parts for parts in found if parts is not None), None)
 
         try:
@@ -195,20 +195,20 @@ class Connection:
         finally:
             self._next_ask = inf
             for request in asked:
-                session.expected.pop(request, None)
+                protocol.expected.pop(request, None)
 
     def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:
         """Say Exit until Goodbye comes, for a moment at most; nothing is raised."""
-        carrier, session = self.carrier, self.protocol
-        if carrier is None or session.manager is None:
+        carrier, protocol = self.carrier, self.protocol
+        if carrier is None or protocol.manager is None:
             return
-        request = session.new_request()
+        request = protocol.new_request()
         reason = "deadline" if undelivered else ""
         parts = encode(Exit(request, known_as, undelivered, reason))
-        session.expected[request] = []
+        protocol.expected[request] = []
         end, again = monotonic() + min(wait_s, max(self.deadline, 1.0)), 0.0
         try:
-            while not session.expected[request] and (now := monotonic()) < end:
+            while not protocol.expected[request] and (now := monotonic()) < end:
                 if now >= again:
                     again = now + min(self.retry_s, 1.0)
                     carrier.send(self.manager_rank, DATA_TAG, parts, max(0.0, end - now))

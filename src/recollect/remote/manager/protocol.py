@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import EmptyError, SchemaError, ScoringError
-from recollect.remote.config import Checkpoint, Limits
+from recollect.remote.config import Limits
 from recollect.remote.frame import (
     MAX_FRAME,
     MOST_DRAWN_NBYTES,
@@ -30,9 +30,7 @@ from recollect.remote.frame import (
 )
 from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import text_difference
-from recollect.remote.manager.checkpoint import ManagerCheckpoint
-from recollect.remote.manager.forwarder import Forwarder
-from recollect.remote.manager.peers import Workers, Writer, Writers, bounded_sum
+from recollect.remote.manager.peers import Workers, Writer, bounded_sum
 from recollect.remote.manager.state import ManagerState
 from recollect.remote.manager.store import Placement
 from recollect.remote.messages import (
@@ -58,6 +56,10 @@ from recollect.remote.ranks import HOST
 from recollect.remote.stats import ManagerStats
 from recollect.text import told_briefly
 
+if TYPE_CHECKING:
+    from recollect.remote.manager.checkpoint import ManagerCheckpoint
+    from recollect.remote.manager.forwarder import Forwarder
+
 LOCAL_WRITER = bytes(16)  # the writer of `add`
 _UNSCORED = "scoring function: was interrupted; the items are kept, without scores"
 _HEAD_NBYTES = 4096  # room in a frame for all but the items
@@ -79,14 +81,13 @@ class ManagerProtocol:
     """
 
     def __init__(
-        self, state: ManagerState, workers: Workers, limits: Limits, checkpoint: Checkpoint | None,
+        self, state: ManagerState, workers: Workers, limits: Limits, checkpoint: ManagerCheckpoint,
         forwarder: Forwarder | None, metadata: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
         self.state, self.items, self.workers, self.limits = state, state.items, workers, limits
+        self.checkpoint, self.writers = checkpoint, checkpoint.writers
         self.forwarder, self._metadata = forwarder, metadata
         self.incarnation = secrets.token_bytes(16)
-        self.writers = Writers()
-        self.checkpoint = ManagerCheckpoint(state, self.writers, checkpoint, forwarder)
 
     def open(self) -> None:
         """Make the buffer, or take it from the checkpoint and repeat the work of its log."""
@@ -184,7 +185,7 @@ class ManagerProtocol:
             text = f"rank {sender}: is not a worker of this manager"
             return [_failed(sender, data.request, "RemoteError", text)]
         if data.seq != writer.last_seq + 1:
-            return self._out_of_turn(sender, data, writer)
+            return self._duplicate_or_gap(sender, data, writer)
         if data.layout != self.items.id:
             text = "container: its layout is not the manager's"
             return [_failed(sender, data.request, "SchemaError", text)]
@@ -199,7 +200,7 @@ class ManagerProtocol:
             placement = self._take_in(sender, data, packed, writer)
         return [Reply(sender, DATA_TAG, [self._answer(sender, data, packed, placement, writer)])]
 
-    def _out_of_turn(self, sender: int, data: Data, writer: Writer) -> list[Reply]:
+    def _duplicate_or_gap(self, sender: int, data: Data, writer: Writer) -> list[Reply]:
         """A container seen before gets its first answer again; after a gap the client is told where to go on."""
         if data.seq <= writer.last_seq:
             self.state.counts["duplicates"] += 1

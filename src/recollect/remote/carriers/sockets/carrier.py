@@ -1,4 +1,4 @@
-"""StreamCarrier: what carriers over stream sockets have in common.
+"""StreamCarrier: what carriers over stream sockets have in common, which is all but how a connection is made.
 
 The thread that waits in `recv`, `send` or `wait` does the work of all threads (see `poll`). What `isend` could not send
 at once is finished by a thread of its own, which ends when nothing is left to do.

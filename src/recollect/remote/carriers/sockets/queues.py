@@ -37,11 +37,11 @@ class Inbox:
 
     def take(self, source: int, tag: int) -> Frame | None:
         """Give out the first frame of a source and tag (or any), None if there is none."""
-        for who in self._frames if source == ANY else (source,):
-            frames = self._frames.get(who, ())
+        for rank in self._frames if source == ANY else (source,):
+            frames = self._frames.get(rank, ())
             for i, found in enumerate(frames):
                 if tag in (ANY, found[1]):
-                    self._remove(who, i)
+                    self._remove(rank, i)
                     return found
         return None
 
