@@ -446,10 +446,18 @@ def rig() -> Iterator[Callable[..., Rig]]:
         one.close()
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> None:
+    _earlier.update(threading.enumerate())
+
+
 def ended(m: ReplayBufferManager) -> bool:
     """Wait until the thread of a manager has ended."""
     name = f"recollect-manager-{m.rank}"
-    eventually(lambda: name not in {thread.name for thread in threading.enumerate()})
+    eventually(lambda: name not in {thread.name for thread in set(threading.enumerate()) - _earlier})
     return not m.is_running
 
 

@@ -91,7 +91,7 @@ def test_an_older_epoch_counts_again_after_a_long_silence() -> None:
 
 def test_managers_agree_over_a_carrier() -> None:
     ends = LocalCarrier.group(4)
-    shards = Shards((2, 3), sync_s=0.05)
+    shards = Shards((2, 3), sync_s=0.3)
     managers = [
         ReplayBufferManager(
             SAMPLE, rank, None, capacity=4, communication_backend=ends[rank], shards=shards
@@ -113,7 +113,8 @@ def test_managers_agree_over_a_carrier() -> None:
             return False
 
         eventually(agree)
-        assert managers[1].stats().baseline == managers[1]._compute_metadata()["baseline_log_reward"] == 1.0
+        eventually(lambda: a.add(samples([9], [-9.0])) and b.metadata()["baseline_log_reward"] == 1.0)
+        eventually(lambda: managers[1].stats().baseline == 1.0)
         assert managers[1].buffer[:]["id"].tolist() == [0, 1, 2, 3]  # items stay where they are
     for manager in managers:
         manager.close()

@@ -203,6 +203,30 @@ def test_a_peer_that_is_gone_before_its_answer_has_not_joined(server: TcpCarrier
     eventually(lambda: server.alive() == {0} and len(os.listdir("/proc/self/fd")) == n_open)
 
 
+def test_of_two_that_ask_for_one_rank_at_once_one_is_refused() -> None:
+    both = threading.Barrier(2)
+
+    class Slow(TcpCarrier):
+        def _given(self, asked: int, session: bytes) -> tuple[int, int]:
+            found = super()._given(asked, session)
+            with suppress(threading.BrokenBarrierError):
+                both.wait(0.2)  # for the other one, in vain
+            return found
+
+    def join() -> TcpCarrier | None:
+        with suppress(AuthError):
+            return TcpCarrier.join([server.address], token=TOKEN, rank=5)
+        return None
+
+    with Slow.serve(0, token=TOKEN) as server:
+        with ThreadPoolExecutor() as pool:
+            found = [joining.result(SOON) for joining in [pool.submit(join) for _ in range(2)]]
+        (one,) = [carrier for carrier in found if carrier is not None]
+        one.send(0, 0, [b"hello"], SOON)
+        assert server.recv(5, timeout=SOON)[0] == 5
+        one.close()
+
+
 @pytest.mark.parametrize("rank", [None, 5])
 def test_of_several_that_join_at_once_no_two_have_one_rank(server: TcpCarrier, rank: int | None) -> None:
     both = threading.Barrier(8)
