@@ -38,8 +38,8 @@ from recollect.errors import (
 )
 from recollect.remote import Checkpoint, Limits, LocalCarrier, RemoteReplay, ReplayBufferManager, TcpCarrier
 from recollect.remote.carriers.base import Done
-from recollect.remote.client import client as open_clients
-from recollect.remote.client import connection as line_module
+from recollect.remote.client import client as client_module
+from recollect.remote.client import connection as connection_module
 from recollect.remote.client.connection import Connection, get_metadata
 from recollect.remote.frame import decode, encode
 from recollect.remote.items.space import item_space
@@ -738,9 +738,8 @@ class Scripted:
         self.now, self.answer = 0.0, answer
         self.sent: list[tuple[float, Any]] = []
         self.inbox: list[Any] = []
-        for module in (line_module, line_module):
-            monkeypatch.setattr(module, "monotonic", lambda: self.now)
-        monkeypatch.setattr(line_module, "perf_counter", lambda: self.now)
+        for clock in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(connection_module, clock, lambda: self.now)
 
     def line(self, **kw: Any) -> Connection:
         kw = {"deadline": 35.0, "retry_s": 10.0, "reconnect_s": 60.0, "gives_up": False, **kw}
@@ -1362,14 +1361,14 @@ def test_a_carrier_with_the_id_of_one_that_is_gone_was_not_used(weak: bool) -> N
     client: Any = SimpleNamespace(manager_rank=7)
     carrier: Any = Used()
     address = id(carrier)
-    open_clients.enter(client, carrier, list)
-    open_clients.leave(client)
-    assert open_clients.was_used(carrier, 7) and not open_clients.was_used(carrier, 8)
+    client_module.register_open(client, carrier, list)
+    client_module.forget_open(client)
+    assert client_module.was_used(carrier, 7) and not client_module.was_used(carrier, 8)
     del carrier
     others: list[Any] = []
     while len(others) < 100 and (not others or id(others[-1]) != address):
         others.append(Used())
-    assert not any(open_clients.was_used(other, 7) for other in others)
+    assert not any(client_module.was_used(other, 7) for other in others)
 
 
 def test_a_client_that_was_interrupted_as_it_opened_gives_its_place_back(

@@ -275,7 +275,7 @@ class RemoteReplay:
         """Open the carrier and greet the manager, if that is not done."""
         if self._connection.carrier is None:
             carrier = carrier_of(self.communication_backend)
-            enter(self, carrier, self._abandon)
+            register_open(self, carrier, self._abandon)
             self._connection.open(carrier)
         self._connection.greet()
 
@@ -392,7 +392,7 @@ class RemoteReplay:
         """Say Exit, for a moment; whatever happens, this client is closed, but for Ctrl-C: then `close` goes on."""
         try:
             self._is_closed = True
-            leave(self)
+            forget_open(self)
             if self._connection.carrier is not None:
                 known_as = self._known_as
                 if known_as is None or (self._protocol.writer != known_as and not self._undelivered):
@@ -447,7 +447,7 @@ os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and sa
 # its carrier, and what is known is compared with the carrier itself, and goes with it.
 
 
-def enter(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -> None:
+def register_open(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -> None:
     """Note an open client; RuntimeError if its place is taken."""
     key = (id(carrier), client.manager_rank)
     if _open.get(key, (carrier, client, abandon))[1] is not client:
@@ -455,11 +455,11 @@ def enter(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -
             f"rank {client.manager_rank}: has a client on this carrier already; close it first"
         )
     _open[key] = carrier, client, abandon
-    _known[key] = _found(carrier, key)
+    _known[key] = _reference(carrier, key)
     _close_at_exit()
 
 
-def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
+def _reference(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
     def forget(gone: Any) -> None:
         if _known.get(key) is gone:
             del _known[key]
@@ -470,7 +470,7 @@ def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
         return lambda: carrier
 
 
-def leave(client: RemoteReplay) -> None:
+def forget_open(client: RemoteReplay) -> None:
     """Forget a client that was closed, also one that a Ctrl-C kept from opening its carrier."""
     for key, (_, found, _) in list(_open.items()):  # a list at once: other threads enter and leave meanwhile
         if found is client:
