@@ -595,7 +595,8 @@ def test_while_it_may_come_back_a_container_is_pending_then_dropped() -> None:
     carrier.close()
 
 
-def test_a_manager_that_comes_back_gets_what_waited(tmp_path: Any) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_a_manager_that_comes_back_gets_what_waited(tmp_path: Any, elsewhere: bool) -> None:
     def serve(address: str) -> tuple[TcpCarrier, ReplayBufferManager]:
         carrier = TcpCarrier.serve(1, address, token=TOKEN)
         save = Checkpoint(tmp_path, resume=True)
@@ -613,7 +614,9 @@ def test_a_manager_that_comes_back_gets_what_waited(tmp_path: Any) -> None:
         with pytest.raises(PeerDiedError, match="rank 1.*manager is gone") as caught:
             replay.add(samples([1]))
         taken = [0] + [1] * caught.value.accepted
-        server, made = serve(address)
+        server, made = serve("127.0.0.1:0" if elsewhere else address)
+        if elsewhere:
+            carrier.link([server.address])
         connection(replay).reconnect_s = 10.0
         replay.add(samples([2]))
         replay.flush()
