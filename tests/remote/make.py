@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.remote import Checkpoint, Limits, LocalCarrier, Trajectories
+from recollect.remote import Checkpoint, Limits, Trajectories
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.baseline import Baseline
 from recollect.remote.manager.checkpoint import ManagerCheckpoint
@@ -95,21 +95,3 @@ def manager_protocol(
     made = ManagerProtocol(state, workers, limits, saved, forwarder, state.metadata)
     made.open()
     return made
-
-
-class Local(LocalCarrier):
-    """A local carrier that tells a test what its threads wait for."""
-
-    def is_led(self) -> bool:
-        return self._leader.is_led
-
-    def is_idle(self) -> bool:
-        """No frame waits for a peer, and no thread looks for one."""
-        return not self._absent and self._flusher is None
-
-    def addresses(self) -> list[bytes]:
-        return self._addresses(self.rank)
-
-    def n_overflow(self) -> int:
-        """Frames that other ends of this process sent and that have no room here."""
-        return len(self._overflow)

@@ -20,7 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.remote.make import Local
+from tests.remote.watched import Local
 from tests.timing import Stopwatch
 
 from recollect.errors import DeadlineError, PeerDiedError

@@ -19,7 +19,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from tests.remote.make import Local
+from tests.remote.watched import Local
 
 from recollect.errors import ClosedError, DeadlineError, FrameError, PeerDiedError
 from recollect.remote import LocalCarrier
