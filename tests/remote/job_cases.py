@@ -30,7 +30,7 @@ def tell(path: str, name: str, text: str = "") -> None:
     half.rename(Path(path) / name)
 
 
-def hear(path: str, name: str) -> str:
+def receive(path: str, name: str) -> str:
     """Wait until a rank has told it."""
     eventually((Path(path) / name).exists, WAIT)
     return (Path(path) / name).read_text()
@@ -53,7 +53,7 @@ def served(made: ReplayBufferManager) -> dict[str, Any]:
 
 
 def score_raises(carrier: Any) -> Any:
-    """Rank 0 sends what the scoring function cannot bear; everybody goes on."""
+    """Rank 0 sends what the scoring function cannot bear; all ranks go on."""
 
     def score(obj: Any, sender_rank: int) -> dict[str, float]:
         if (obj["id"] == 13).any():
@@ -85,7 +85,7 @@ def exit_twice(carrier: Any, path: str) -> Any:
             carrier.send(MANAGER, 0, encode(Exit(request, writer, 0, "")), WAIT)
         tell(path, "gone")
         return None
-    hear(path, "gone")
+    receive(path, "gone")
     left = replay.metadata()["n_left"]
     replay.add(samples([7], [0.0]))
     replay.close()
@@ -101,18 +101,18 @@ def slow_reader(carrier: Any, path: str, n_asked: int, n_items: int) -> Any:
     if carrier.rank == 0:
         replay = client(carrier)
         replay.metadata()
-        hear(path, "go")
+        receive(path, "go")
         for request in range(n_asked):
             with suppress(PeerDiedError, DeadlineError):
                 carrier.send(MANAGER, 0, encode(Sample(request, n_items, "uniform", True)), WAIT)
         tell(path, "asked")
-        hear(path, "done")  # rank 1 is done; what came meanwhile stays unread
+        receive(path, "done")  # rank 1 is done; what came meanwhile stays unread
         replay.close()
         return None
     with client(carrier) as replay:
         usual = _times(replay)
         tell(path, "go")
-        hear(path, "asked")
+        receive(path, "asked")
         meanwhile = _times(replay)
         tell(path, "done")
     return usual, meanwhile
@@ -127,12 +127,12 @@ def _times(replay: RemoteReplay, n: int = 40) -> list[float]:
     return times
 
 
-def rubbish(carrier: Any, path: str, n: int) -> Any:
+def malformed(carrier: Any, path: str, n: int) -> Any:
     """Rank 0 sends n random, cut and oversized frames; rank 1 is served all the same."""
     if carrier.rank == MANAGER:
         return served(managed(carrier, worker_ranks=[1], n=1))
     if carrier.rank == 0:
-        sent = _send_rubbish(carrier, n)
+        sent = _send_malformed(carrier, n)
         tell(path, "sent")
         return sent
     with client(carrier) as replay:
@@ -141,7 +141,7 @@ def rubbish(carrier: Any, path: str, n: int) -> Any:
         return replay.stats()
 
 
-def _send_rubbish(carrier: Any, n: int) -> int:
+def _send_malformed(carrier: Any, n: int) -> int:
     """Send until the manager lets nothing more in; how many it sent."""
     rng, sent = random.Random(0), 0
     good = b"".join(encode(Sample(1, 1, "uniform", True)))
@@ -149,18 +149,18 @@ def _send_rubbish(carrier: Any, n: int) -> int:
     with suppress(PeerDiedError, DeadlineError):
         for sent in range(n):
             frame = rng.randbytes(rng.randrange(200)) if sent % 2 else good[: rng.randrange(len(good))]
-            if sent % 10_000 == 3:
+            if sent % (n // 10) == 3:
                 frame = bytes(most + 1)
             carrier.send(MANAGER, 0, [frame], WAIT)
     return sent
 
 
 def wrong_token(carrier: Any, path: str) -> Any:
-    """Somebody who does not know the token knocks at the manager's door; the job goes on."""
+    """A process that does not know the token tries to join; the job goes on."""
     if carrier.rank == MANAGER:
         tell(path, "address", carrier.address)
         return served(managed(carrier)) | {"refused": carrier.refused, "alive": sorted(carrier.alive())}
-    address = hear(path, "address")
+    address = receive(path, "address")
     said = None
     with client(carrier) as replay:
         if carrier.rank == 0:
@@ -170,7 +170,7 @@ def wrong_token(carrier: Any, path: str) -> Any:
                 said = str(error)
         replay.add(samples([carrier.rank], [0.0]))
         tell(path, f"done-{carrier.rank}")
-        hear(path, f"done-{1 - carrier.rank}")
+        receive(path, f"done-{1 - carrier.rank}")
     return said
 
 
@@ -187,8 +187,8 @@ def until_killed(carrier: Any, path: str, ready: int) -> Any:
                 tell(path, "ready")
         return None
     replay = client(carrier, reconnect_s=0.3)
-    hear(path, "ready")
-    os.kill(int(hear(path, "pid-0")), 9)
+    receive(path, "ready")
+    os.kill(int(receive(path, "pid-0")), 9)
     start = monotonic()
     while replay.metadata()["n_left"] == 0:
         assert monotonic() - start < WAIT
@@ -197,7 +197,7 @@ def until_killed(carrier: Any, path: str, ready: int) -> Any:
     replay.add(samples([-1], [0.0]))
     held = replay.metadata()
     ids = replay.sample(held["length"], replace=False)["id"].tolist()
-    os.kill(int(hear(path, f"pid-{MANAGER}")), 9)
+    os.kill(int(receive(path, f"pid-{MANAGER}")), 9)
     start = monotonic()
     try:
         while True:

@@ -10,8 +10,9 @@ from gymnasium import spaces
 from recollect.remote import Checkpoint, Limits, Trajectories
 from recollect.remote.items.space import item_space
 from recollect.remote.manager.baseline import Baseline
+from recollect.remote.manager.checkpoint import ManagerCheckpoint
 from recollect.remote.manager.forwarder import Forwarder
-from recollect.remote.manager.peers import Workers
+from recollect.remote.manager.peers import Workers, Writers
 from recollect.remote.manager.protocol import ManagerProtocol
 from recollect.remote.manager.state import BufferSettings, Hooks, ManagerState
 from recollect.remote.stats import Timing
@@ -73,13 +74,14 @@ def assert_doors(stats: Any) -> None:
 
 def manager_protocol(
     env: Any = PLAIN, rank: int = 9, *, capacity: int = 10_000, evict: str = "oldest",
-    checkpoint: Checkpoint | None = None, forward_to: int | None = None,
+    checkpoint: Checkpoint | None = None, forward_to: int | None = None, limits: Limits | None = None,
+    scoring_function: Any = None,
 ) -> ManagerProtocol:  # fmt: skip
     """The protocol of a manager, without a carrier and without a loop: the test says what comes and what time it is."""
-    items, limits = item_space(env), Limits()
+    items, limits = item_space(env), limits or Limits()
     workers = Workers(None, None, limits)
     hooks = Hooks(
-        lambda: lambda obj, sender_rank: {"score": float("inf")},
+        lambda: scoring_function or (lambda obj, sender_rank: {"score": float("inf")}),
         lambda scores, packed: state.inject_baseline(scores, packed.log_rewards),
     )
     settings = BufferSettings(capacity, evict, "memory", True, None)
@@ -89,6 +91,7 @@ def manager_protocol(
     forwarder = None
     if forward_to is not None:
         forwarder = Forwarder(items, rank, forward_to, is_bounded=checkpoint is None)
-    made = ManagerProtocol(state, workers, limits, checkpoint, forwarder, state.metadata)
+    saved = ManagerCheckpoint(state, Writers(), checkpoint, forwarder)
+    made = ManagerProtocol(state, workers, limits, saved, forwarder, state.metadata)
     made.open()
     return made

@@ -53,7 +53,7 @@ class ScriptedCarrier:
         self.handles: list[ScriptedSend] = []
         self._frames: deque[tuple[int, int, memoryview]] = deque()
         self._asked = threading.Condition()
-        self._is_idle = False  # whoever receives here has handled all that came
+        self._is_idle = False  # the receiver has handled all that came
 
     # -- the carrier
 

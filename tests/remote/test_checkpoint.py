@@ -17,6 +17,7 @@ from tests.remote.scripted import ITEMS, ScriptedCarrier
 import recollect as rc
 from recollect.errors import (
     FormatError,
+    LaneBusyError,
     RemoteError,
     ScoringError,
 )
@@ -449,3 +450,27 @@ def test_a_checkpoint_of_version_1_goes_on(tmp_path: Path) -> None:
         assert m.stats().log_damages == 0
         m.add({"id": np.array([new])})
         m.close()  # as a kill would
+
+
+@pytest.mark.parametrize("resume", [False, True])
+def test_a_second_manager_on_one_directory_is_refused(tmp_path: Path, resume: bool) -> None:
+    first = manager(checkpoint=Checkpoint(tmp_path))
+    with pytest.raises(LaneBusyError, match=f"process {os.getpid()}"):
+        manager(checkpoint=Checkpoint(tmp_path, resume=resume))
+    first.add(samples([1], [0.0]))
+    first.close()
+    with manager(checkpoint=Checkpoint(tmp_path, resume=True)) as second:
+        assert second.buffer[:]["id"].tolist() == [1]
+
+
+@pytest.mark.parametrize("link", [os.symlink, os.link])
+def test_a_log_that_is_a_link_is_not_cut(tmp_path: Path, link: object) -> None:
+    path, other = tmp_path / "m", tmp_path / "other"
+    other.write_text("mine")
+    manager(checkpoint=Checkpoint(path)).close()
+    [log] = path.glob("log-*.bin")
+    log.unlink()
+    link(other, log)  # type: ignore[operator]
+    with pytest.raises(FormatError):
+        manager(checkpoint=Checkpoint(path, resume=True))
+    assert other.read_text() == "mine"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import os
+import tracemalloc
 from typing import Any
 
 import pytest
@@ -32,7 +34,7 @@ def session() -> ClientProtocol:
     made = ClientProtocol(item_space(PLAIN), 0)
     made.greet()
     text = made.items.text if made.items else ""
-    made.hear(Welcome(made._hello, bytes(16), 0, 8, None, text, 0, "host", 1), memoryview(b""))
+    made.receive(Welcome(made.hello_request, bytes(16), 0, 8, None, text, 0, "host", 1), memoryview(b""))
     return made
 
 
@@ -40,21 +42,21 @@ def test_after_a_gap_a_client_sends_again_from_there(session: ClientProtocol) ->
     assert session.items is not None
     entries = [session.put(session.items.encode(samples([i]))) for i in range(4)]
     gap = Failed(entries[3].request, "Gap", "", expected=3)
-    assert session.hear(gap, memoryview(b"")) == [entries[2].parts, entries[3].parts]
+    assert session.receive(gap, memoryview(b"")) == [entries[2].parts, entries[3].parts]
     assert [decode(b"".join(e.parts))[0].seq for e in entries] == [1, 2, 3, 4]
 
 
 def test_answers_that_a_client_does_not_wait_for_are_counted(session: ClientProtocol) -> None:
-    old = Welcome(session._hello - 1, bytes(16), 99, 8, 5.0, "", 0, "host", 1)
+    old = Welcome(session.hello_request - 1, bytes(16), 99, 8, 5.0, "", 0, "host", 1)
     for n, message in enumerate(
         (Goodbye(1), Items(1, bytes(16), 0, 0, 0, 1), old, GetMetadata(1), Failed(1, "Gap", "", expected=2)),
         1,
     ):
-        assert session.hear(message, memoryview(b"")) == [] and session.stray == n
+        assert session.receive(message, memoryview(b"")) == [] and session.stray == n
     assert session.baseline is None and session.is_ready
 
 
-def test_hello_says_who_calls_and_from_where(session: ClientProtocol) -> None:
+def test_hello_names_the_writer_its_rank_and_its_process(session: ClientProtocol) -> None:
     (hello, _, _), (again, _, _) = (decode(b"".join(session.greet())) for _ in range(2))
     assert session.items is not None and isinstance(hello, Hello)
     assert (hello.role, hello.writer, hello.rank) == ("worker", session.writer, 0)
@@ -72,24 +74,24 @@ def test_no_two_clients_have_a_number_in_common() -> None:
 
 def test_a_client_may_always_have_one_container_outstanding(session: ClientProtocol) -> None:
     session.greet()
-    session.hear(Welcome(session._hello, bytes(16), 0, 0, None, "", 0, "host", 1), memoryview(b""))
+    session.receive(Welcome(session.hello_request, bytes(16), 0, 0, None, "", 0, "host", 1), memoryview(b""))
     assert session.max_window == 1
 
 
-def test_who_greets_again_was_not_refused_yet(session: ClientProtocol) -> None:
+def test_a_new_greeting_forgets_the_refusal_of_the_one_before(session: ClientProtocol) -> None:
     session.greet()
-    session.hear(Failed(session._hello, "SchemaError", "another space"), memoryview(b""))
+    session.receive(Failed(session.hello_request, "SchemaError", "another space"), memoryview(b""))
     assert isinstance(session.failure, errors.SchemaError) and not session.is_ready
     session.greet()
     assert session.failure is None
 
 
-def test_a_client_hears_how_long_a_trajectory_may_be() -> None:
+def test_a_welcome_says_how_long_a_trajectory_may_be() -> None:
     session = ClientProtocol(item_space(grid(), needs_length=False), 0)
     session.greet()
     assert session.items is not None and session.items.max_length == 0
-    welcome = Welcome(session._hello, bytes(16), 0, 8, None, session.items.text, 5, "host", 1)
-    session.hear(welcome, memoryview(b""))
+    welcome = Welcome(session.hello_request, bytes(16), 0, 8, None, session.items.text, 5, "host", 1)
+    session.receive(welcome, memoryview(b""))
     assert session.items.max_length == 5
 
 
@@ -97,7 +99,7 @@ def test_scores_that_do_not_account_for_all_items_are_refused(session: ClientPro
     assert session.items is not None
     entry = session.put(session.items.encode(samples([1, 2])))
     with pytest.raises(FrameError, match="account for 2 items"):
-        session.hear(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
+        session.receive(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
     assert entry.answer is None and session.doors.kept == 0
 
 
@@ -107,15 +109,23 @@ def test_what_a_manager_forgot_is_counted_whole_though_little_is_remembered() ->
     def welcome(last_seq: int) -> list[Any]:
         session.greet()
         text = session.items.text if session.items else ""
-        message = Welcome(session._hello, bytes(16), last_seq, 8, None, text, 0, "host", 1)
-        return session.hear(message, memoryview(b""))
+        message = Welcome(session.hello_request, bytes(16), last_seq, 8, None, text, 0, "host", 1)
+        return session.receive(message, memoryview(b""))
+
+    def held_nbytes() -> int:
+        gc.collect()
+        return tracemalloc.get_traced_memory()[0]
 
     welcome(0)
+    tracemalloc.start()
     for i in range(3000):
+        if i == 1500:
+            half = held_nbytes()
         entry = session.put(session.items.encode(samples([i, i])))
-        session.hear(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
+        session.receive(Scores(entry.request, {}, 2, 0, {}), memoryview(b""))
         session.hand_out(entry)
-    assert len(session._acked_items) <= 4 * 8 + 1024 and not session._by_request
+    assert held_nbytes() < 1.3 * half  # and not twice as much
+    tracemalloc.stop()
     with pytest.warns(RuntimeWarning, match="6000 items"):
         welcome(0)
     assert session.forgotten == 6000
@@ -140,11 +150,11 @@ def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Clien
     entries = [session.put(session.items.encode(samples([i]))) for i in range(4)]
     old = session.writer
     for entry in entries[:2]:
-        session.hear(Scores(entry.request, {"score": float(entry.seq)}, 1, 0, {}), memoryview(b""))
+        session.receive(Scores(entry.request, {"score": float(entry.seq)}, 1, 0, {}), memoryview(b""))
 
     def welcome() -> list[Any]:
-        message = Welcome(session._hello, bytes(16), 0, 8, None, "", 0, "host", 1)
-        return session.hear(message, memoryview(b""))
+        message = Welcome(session.hello_request, bytes(16), 0, 8, None, "", 0, "host", 1)
+        return session.receive(message, memoryview(b""))
 
     session.greet()
     with pytest.warns(RuntimeWarning, match="rank 0: the manager came back without 2 items"):
@@ -154,7 +164,7 @@ def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Clien
     assert [(data.writer, data.seq) for data in again] == [(session.writer, 1), (session.writer, 2)]
     assert session.retried == 2
     for entry in entries[2:]:
-        session.hear(Scores(entry.request, {"score": 7.0}, 1, 0, {}), memoryview(b""))
+        session.receive(Scores(entry.request, {"score": 7.0}, 1, 0, {}), memoryview(b""))
     handed = []
     while (oldest := session.oldest()) is not None:
         handed.append(session.hand_out(oldest)["score"])
@@ -164,8 +174,8 @@ def test_answers_keep_their_order_over_a_manager_that_forgot_them(session: Clien
 def heard(session: ClientProtocol, last_seq: int) -> list[Any]:
     """Greet again; the manager says which seq it has last."""
     session.greet()
-    message = Welcome(session._hello, bytes(16), last_seq, 8, None, "", 0, "host", 1)
-    return session.hear(message, memoryview(b""))
+    message = Welcome(session.hello_request, bytes(16), last_seq, 8, None, "", 0, "host", 1)
+    return session.receive(message, memoryview(b""))
 
 
 def put(session: ClientProtocol, n: int) -> Any:
@@ -175,12 +185,12 @@ def put(session: ClientProtocol, n: int) -> Any:
 
 def test_only_what_a_manager_has_no_more_is_forgotten_and_told_once(session: ClientProtocol) -> None:
     for n in (1, 2, 4):
-        session.hear(Scores(put(session, n).request, {}, n, 0, {}), memoryview(b""))
+        session.receive(Scores(put(session, n).request, {}, n, 0, {}), memoryview(b""))
     with pytest.warns(RuntimeWarning, match="without 6 items"):
         heard(session, 1)
     assert session.forgotten == 6
     heard(session, 0)
-    session.hear(Scores(put(session, 8).request, {}, 8, 0, {}), memoryview(b""))
+    session.receive(Scores(put(session, 8).request, {}, 8, 0, {}), memoryview(b""))
     heard(session, 0)  # a second warning would be an error here
     assert session.forgotten == 14
 
@@ -188,12 +198,12 @@ def test_only_what_a_manager_has_no_more_is_forgotten_and_told_once(session: Cli
 def test_answers_out_of_order_leave_nothing_forgotten(session: ClientProtocol) -> None:
     entries = [put(session, 1), put(session, 1)]
     for entry in reversed(entries):
-        session.hear(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
+        session.receive(Scores(entry.request, {}, 1, 0, {}), memoryview(b""))
     with pytest.warns(RuntimeWarning, match="without 1 items"):
         heard(session, 1)
 
 
-def test_who_gave_up_greets_as_another_before_it_sends(session: ClientProtocol) -> None:
+def test_a_client_that_gave_up_greets_as_another_writer_before_it_sends(session: ClientProtocol) -> None:
     old = session.writer
     put(session, 3)
     assert session.give_up("dropped") == 3 == session.doors.dropped
@@ -202,18 +212,18 @@ def test_who_gave_up_greets_as_another_before_it_sends(session: ClientProtocol) 
 
 def test_a_manager_that_does_not_know_a_writer_is_greeted_once(session: ClientProtocol) -> None:
     requests = [put(session, 1).request for _ in range(2)]
-    unknown = [session.hear(Failed(r, "UnknownWriter", ""), memoryview(b"")) for r in requests]
+    unknown = [session.receive(Failed(r, "UnknownWriter", ""), memoryview(b"")) for r in requests]
     assert [len(frames) for frames in unknown] == [1, 0]
     gap = Failed(requests[1], "Gap", "", expected=1)
-    assert session.hear(gap, memoryview(b"")) == [] and session.stray == 1  # the Welcome brings them
-    welcome = Welcome(session._hello, bytes(16), 0, 8, None, "", 0, "host", 1)
-    assert len(session.hear(welcome, memoryview(b""))) == 2
+    assert session.receive(gap, memoryview(b"")) == [] and session.stray == 1  # the Welcome brings them
+    welcome = Welcome(session.hello_request, bytes(16), 0, 8, None, "", 0, "host", 1)
+    assert len(session.receive(welcome, memoryview(b""))) == 2
 
 
 def test_a_container_that_was_refused_makes_another_writer_of_those_after_it(session: ClientProtocol) -> None:
     old = session.writer
     refused, after = put(session, 2), put(session, 1)
-    (hello,) = session.hear(Failed(refused.request, "RemoteError", "no", kept=1), memoryview(b""))
+    (hello,) = session.receive(Failed(refused.request, "RemoteError", "no", kept=1), memoryview(b""))
     assert session.doors.lost == 2 and decode(b"".join(hello))[0].writer == session.writer != old
     with pytest.raises(errors.RemoteError) as raised:
         session.hand_out(refused)
@@ -224,13 +234,13 @@ def test_a_container_that_was_refused_makes_another_writer_of_those_after_it(ses
 def test_what_a_manager_says_it_has_is_settled(session: ClientProtocol) -> None:
     entries = [put(session, n) for n in (1, 2, 4)]
     assert session.settle(2) == 3 and (session.acked, session.n_pending) == (2, 4)
-    assert list(session._by_request) == [entries[2].request]
+    assert [entry.request for entry in session.entries.values()] == [entries[2].request]
     assert session.settle(99) == 4  # of what it says it has beyond that, nothing is known here
-    assert (session.acked, session.n_pending, session._by_request) == (3, 0, {})
+    assert (session.acked, session.n_pending) == (3, 0)
 
 
 @pytest.mark.parametrize("sent", [[], [5, 6]])
-def test_who_goes_on_as_an_earlier_writer_goes_on_counting(session: ClientProtocol, sent: list[int]) -> None:
+def test_a_resumed_writer_goes_on_counting(session: ClientProtocol, sent: list[int]) -> None:
     assert session.items is not None
     packed = session.items.encode(samples([1]))
     session.resume(bytes(16), 7, 4, [(seq, packed) for seq in sent])
@@ -239,7 +249,7 @@ def test_who_goes_on_as_an_earlier_writer_goes_on_counting(session: ClientProtoc
     assert [(data.writer, data.seq) for data in datas] == [(bytes(16), seq) for seq in [*sent, 7]]
 
 
-def test_who_leaves_says_how_much_has_no_answer(session: ClientProtocol) -> None:
+def test_exit_counts_the_items_without_an_answer(session: ClientProtocol) -> None:
     put(session, 2)
     put(session, 3)
     request, parts = session.leave("it ends")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tracemalloc
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ from recollect.remote import (
     Diversity,
     ReplayBufferManager,
 )
-from recollect.remote.manager import diversity
+from recollect.remote.manager.diversity import crowding, near
 
 INF = float("inf")
 
@@ -94,7 +95,7 @@ def test_text_has_no_distance() -> None:
         flat(Diversity("name"), name=spaces.Text(5))
 
 
-def test_one_that_has_just_left_keeps_nobody_out() -> None:
+def test_an_item_that_was_just_removed_keeps_no_other_out() -> None:
     m = manager(grid(), max_length=MAX_LENGTH, diverse_replay_buffer=True, diversity=Diversity(cutoff=1.0))
     m.add(paths([1], [1.0], finals=[[0, 0]]))
     m.add(paths([2, 3], [0.5, 5.0], finals=[[0, -1], [0, 1]]))  # the better is tried first, and 1 leaves
@@ -167,50 +168,32 @@ def test_the_baseline_follows_what_was_removed_from_between() -> None:
     assert m.add(samples([40], [6.0]))["baseline_log_reward"] == 5.0
 
 
-def test_distances_are_looked_at_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    sizes: list[int] = []
-    real = diversity._distance
+def peak_nbytes(work: Any) -> tuple[Any, int]:
+    """What a piece of work returns, and the most memory that it had."""
+    tracemalloc.start()
+    try:
+        return work(), tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
 
-    def noted(gap: Any, p: float) -> Any:
-        sizes.append(gap.nbytes)
-        return real(gap, p)
 
+def test_distances_are_computed_in_blocks_of_bounded_memory() -> None:
     rng = np.random.default_rng(0)
-    points, others = rng.normal(size=(5, 3)), rng.normal(size=(101, 3))
-    rule = Diversity(cutoff=2.0, p=2)
-    whole = diversity.near(points, others, rule)
-    monkeypatch.setattr(diversity, "_distance", noted)
-    monkeypatch.setattr(diversity, "BLOCK_NBYTES", 4096)
-    np.testing.assert_equal(diversity.near(points, others, rule), whole)
-    assert len(sizes) > 1 and max(sizes) <= 4096 and whole.any() and not whole.all()
+    points, others = rng.normal(size=(300, 5)), rng.normal(size=(4000, 5))  # 48 MB of gaps
+    found, peak = peak_nbytes(lambda: near(points, others, Diversity(cutoff=2.0, p=2)))
+    whole = [np.linalg.norm(point - others, axis=1) <= 2.0 for point in points]
+    np.testing.assert_equal(found, whole)
+    assert peak < 90 << 20 and found.any() and not found.all()
 
 
-@pytest.mark.parametrize("n", [7, 300])
-def test_a_large_container_is_looked_at_in_blocks_too(monkeypatch: pytest.MonkeyPatch, n: int) -> None:
-    sizes: list[int] = []
-    distance, near = diversity._distance, diversity.near
-
-    def noted(gap: Any, p: float) -> Any:
-        sizes.append(gap.nbytes)
-        return distance(gap, p)
-
-    def noted_near(*args: Any) -> Any:
-        found = near(*args)
-        sizes.append(found.nbytes)
-        return found
-
+def test_a_large_container_is_compared_in_blocks_too() -> None:
+    n = 800
     rng = np.random.default_rng(0)
-    points, rewards = rng.uniform(0, 9, size=(n, 3)), np.sort(rng.integers(0, 9, n))[::-1].astype(float)
-    kept, kept_rewards = rng.uniform(0, 9, size=(90, 3)), rng.integers(0, 9, 90).astype(float)
-    rule = Diversity(cutoff=2.0, p=2)
-    whole = diversity.crowding(points, rewards, kept, kept_rewards, rule)
-    monkeypatch.setattr(diversity, "_distance", noted)
-    monkeypatch.setattr(diversity, "near", noted_near)
-    monkeypatch.setattr(diversity, "BLOCK_NBYTES", 2048)
-    for one, other in zip(whole, diversity.crowding(points, rewards, kept, kept_rewards, rule), strict=True):
-        np.testing.assert_equal(one, other)
-    assert max(sizes) <= 2048 and whole[0].any() and len(whole[1])
-
-
-def test_a_block_has_at_most_32_mb() -> None:
-    assert diversity.BLOCK_NBYTES == 32 << 20
+    points, rewards = rng.uniform(0, 9, size=(n, 12)), np.sort(rng.integers(0, 9, n))[::-1].astype(float)
+    kept, kept_rewards = rng.uniform(0, 9, size=(n, 12)), rng.integers(0, 9, n).astype(float)  # 61 MB
+    rule = Diversity(cutoff=6.0, p=2)
+    (winners, gone), peak = peak_nbytes(lambda: crowding(points, rewards, kept, kept_rewards, rule))
+    assert peak < 110 << 20 and winners.any() and len(gone)
+    left = np.concatenate([points[winners], np.delete(kept, gone, axis=0)[:0]])
+    gaps = np.linalg.norm(left[:, None] - left[None], axis=2) + 99.0 * np.eye(len(left))
+    assert gaps.min() > 6.0

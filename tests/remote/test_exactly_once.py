@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, rule
 from tests.remote.make import PLAIN, assert_doors, manager_protocol, samples
@@ -72,7 +73,7 @@ class Network(RuleBasedStateMachine):
             replies = self.manager.handle(source, message, body, memoryview(data))
             self.flight += [(MANAGER, reply.dest, joined(reply.parts)) for reply in replies]
         else:
-            self._say(dest, self.clients[dest].session.hear(message, body))
+            self._say(dest, self.clients[dest].session.receive(message, body))
 
     @rule(client=st.integers(0, N_CLIENTS - 1), n=st.integers(1, 3))
     def add(self, client: int, n: int) -> None:
@@ -177,6 +178,7 @@ class Network(RuleBasedStateMachine):
 
 
 TestNetwork = Network.TestCase
+TestNetwork.settings = settings(max_examples=settings.default.max_examples // 2)
 
 
 def test_a_manager_back_without_its_memory_is_counted_and_warned_of_once() -> None:
@@ -205,4 +207,4 @@ def talk(manager: ManagerProtocol, session: ClientProtocol, frames: list[Any]) -
         message, _, body = decode(data)
         for reply in manager.handle(session.rank, message, body, memoryview(data)):
             answer, _, rest = decode(joined(reply.parts))
-            frames += session.hear(answer, rest)
+            frames += session.receive(answer, rest)

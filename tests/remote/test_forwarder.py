@@ -123,7 +123,7 @@ steps = st.lists(
 )
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=settings.default.max_examples // 5, deadline=None)
 @given(steps)
 def test_each_container_arrives_once_over_any_restarts(todo: list[str]) -> None:
     with tempfile.TemporaryDirectory() as place:
@@ -223,7 +223,7 @@ def test_stats_count_items_once_while_another_thread_sends_them() -> None:
     forwarder.work(sent)
     hello = decode(sent.frames.pop())[0]
     welcome = Welcome(hello.request, bytes(16), 0, 8, None, item_space(SAMPLE).text, 0, "host", 0)
-    assert forwarder.hear(LAST, welcome)
+    assert forwarder.receive(LAST, welcome)
     forwarder.work(sent)  # the first item is sent, and pending
     sent.frames.clear()
     begun, is_sent = threading.Event(), threading.Event()

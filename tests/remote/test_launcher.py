@@ -1,4 +1,4 @@
-"""launch: who is told what, who is started again, and what is said of one that ended."""
+"""launch: what each rank is told, which ranks are started again, and what is said of one that ended."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Waiting(Idle):
 
 
 def look(ctx: Context) -> Any:
-    """A worker that sees who is there, and says when it is done."""
+    """A worker that sees which ranks are there, and says when it is done."""
     seen = sorted(ctx.carrier.alive()), ctx.carrier.token
     ctx.carrier.send(ctx.manager_rank, 0, [b"done"])
     return seen
@@ -61,7 +61,7 @@ def family(kind: str = "local", n_workers: int = 1) -> _Launch:
 # -- what a rank is told
 
 
-def test_every_rank_is_told_who_it_is_and_whom_it_sends_to() -> None:
+def test_every_rank_is_told_its_rank_and_its_manager() -> None:
     ends, layout = LocalCarrier.group(5), rank_layout(5, 2)
     told: list[Context] = []
 
@@ -114,7 +114,7 @@ def test_a_world_whose_peers_come_and_go_may_have_any_size(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(("n_workers", "n_managers"), [(0, 1), (-1, 3), (1, 0), (2, -1)])
-def test_there_is_somebody_who_works_and_somebody_who_manages(n_workers: int, n_managers: int) -> None:
+def test_a_launch_needs_a_worker_and_a_manager(n_workers: int, n_managers: int) -> None:
     with pytest.raises(ValueError, match="n_managers"):
         launch(lambda ctx: None, Idle, n_workers=n_workers, n_managers=n_managers)
 
@@ -126,7 +126,7 @@ def test_every_launch_over_tcp_has_a_token_of_its_own() -> None:
 
 
 @pytest.mark.process
-def test_workers_over_tcp_have_a_line_to_all_managers(tmp_path: Path) -> None:
+def test_workers_over_tcp_are_connected_to_all_managers(tmp_path: Path) -> None:
     def together(ctx: Context) -> Any:
         seen = sorted(ctx.carrier.alive())
         (tmp_path / f"{ctx.rank}").touch()
@@ -149,7 +149,7 @@ def test_a_manager_may_die_once_and_all_may_die_as_often_as_told() -> None:
 
 @pytest.mark.process
 @pytest.mark.parametrize(("rank", "max_restarts", "lives"), [(0, 0, 1), (0, 2, 3), (1, 0, 2), (1, 2, 3)])
-def test_who_dies_again_and_again_is_an_error_that_says_how(
+def test_a_rank_that_dies_too_often_is_an_error_with_its_exit_code(
     tmp_path: Path, rank: int, max_restarts: int, lives: int
 ) -> None:
     def die(ctx: Context) -> Any:
@@ -160,14 +160,14 @@ def test_who_dies_again_and_again_is_an_error_that_says_how(
         os._exit(3)
 
     with pytest.raises(
-        WorkerError, match=f"^launch: rank {rank}: its process ended with code 3 and without a word$"
+        WorkerError, match=f"^launch: rank {rank}: its process ended with code 3 without a result$"
     ):
         launch(die, die, n_workers=1, max_restarts=max_restarts)
     assert (tmp_path / "lives").read_text() == "x" * lives
 
 
 @pytest.mark.process
-def test_who_raises_or_exits_is_not_started_again_and_all_who_did_are_told_by_rank(tmp_path: Path) -> None:
+def test_ranks_that_raise_or_exit_are_not_started_again_and_all_are_named(tmp_path: Path) -> None:
     def fail(ctx: Context) -> None:
         with open(tmp_path / f"{ctx.rank}", "a") as file:
             file.write("x")
@@ -214,11 +214,11 @@ class Told:
         ([("result", 7)], ("result", 7)),
         ([("address", "here:1"), ("stats", 8)], ("stats", 8)),
         ([("error", "it says why")], ("error", "it says why")),
-        ([("address", "here:1")], ("error", "rank 0: its process ended with code -9 and without a word")),
-        ([], ("error", "rank 0: its process ended with code -9 and without a word")),
+        ([("address", "here:1")], ("error", "rank 0: its process ended with code -9 without a result")),
+        ([], ("error", "rank 0: its process ended with code -9 without a result")),
     ],
 )
-def test_what_a_child_said_before_it_ended_counts(
+def test_what_a_child_sent_before_it_ended_counts(
     monkeypatch: pytest.MonkeyPatch, words: list[Any], outcome: tuple[str, Any]
 ) -> None:
     made, pipe = family(), Told(*words)
@@ -227,7 +227,7 @@ def test_what_a_child_said_before_it_ended_counts(
     monkeypatch.setattr(launching, "wait", lambda *args, **kw: None)
     made._watch()
     assert child.outcome == outcome
-    assert pipe.closed == ("without a word" in str(outcome))
+    assert pipe.closed == ("without a result" in str(outcome))
 
 
 # -- managers that do not listen yet
@@ -259,7 +259,7 @@ def test_a_manager_that_dies_before_it_listens_is_started_again(
 
 
 @pytest.mark.process
-def test_a_manager_that_cannot_listen_is_an_error_before_anybody_works(
+def test_a_manager_that_cannot_listen_is_an_error_before_any_worker_starts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     def cannot(rank: int) -> None:
@@ -331,7 +331,7 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     """Its carrier is closed by then."""
-    gathered = _Launch._gathered
+    gathered = _Launch._outcomes
 
     def let_end(self: _Launch) -> Any:
         (tmp_path / "go").touch()
@@ -345,13 +345,13 @@ def test_a_child_that_gave_its_result_may_end_by_itself(
         Finalize(None, at_exit, exitpriority=0)
         return 7
 
-    monkeypatch.setattr(_Launch, "_gathered", let_end)
+    monkeypatch.setattr(_Launch, "_outcomes", let_end)
     assert launch(work, Idle, n_workers=1).results == {0: 7}
     assert (tmp_path / "left").read_text() == "True"
 
 
 @pytest.mark.process
-def test_a_child_ends_though_nobody_takes_its_result_any_more(capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_child_ends_though_its_result_is_not_read(capfd: pytest.CaptureFixture[str]) -> None:
     """As when the process that launched it was killed: it does not wait for a reader that is itself."""
     (end, _), (ours, theirs) = LocalCarrier.group(2), FORK.Pipe()
     args = (lambda ctx: bytes(8 << 20), Idle, rank_layout(2), "local", 0, end, b"", {}, 0, theirs, ours)
@@ -398,18 +398,16 @@ def test_a_worker_that_ends_before_its_first_message_is_not_waited_for(kind: str
 
 
 @pytest.mark.parametrize("kind", ["local", "tcp"])
-def test_a_manager_that_comes_late_or_twice_hears_who_left_before(
+def test_a_late_or_restarted_manager_is_told_which_workers_left_before(
     kind: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """However long it takes: whoever leaves says so until the manager answers."""
+    """However long it takes: a worker that leaves sends Exit until the manager answers."""
     monkeypatch.setattr(launching, "_LEAVE_S", 0.05)
 
     def manage(ctx: Context) -> ReplayBufferManager:
         if not (tmp_path / "died").exists():
             (tmp_path / "died").touch()
-            ctx.carrier.recv(
-                timeout=SOON
-            )  # somebody has said that it leaves, and this one dies with the word
+            ctx.carrier.recv(timeout=SOON)  # a worker has sent Exit, and this manager dies with it
             os.kill(os.getpid(), signal.SIGKILL)
         threading.Event().wait(0.5)  # it takes a while to open, longer than a word needs to leave
         return manage_two(ctx)
@@ -421,10 +419,10 @@ def test_a_manager_that_comes_late_or_twice_hears_who_left_before(
 
 
 @pytest.mark.parametrize("kind", ["mpi", "torch"])
-def test_where_every_rank_calls_it_a_manager_hears_who_left_before(
+def test_where_every_rank_calls_launch_a_manager_is_told_which_workers_left_before(
     monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
-    """The worker's error is raised at once; the manager ends when it has begun, and does not wait for anybody."""
+    """The worker's error is raised at once; the manager ends when it has begun, and waits for no worker."""
     ends = LocalCarrier.group(3)
     for end in ends[:2]:
         monkeypatch.setattr(launching, "carrier_of", lambda name, end=end: end)

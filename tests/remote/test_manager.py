@@ -35,12 +35,12 @@ from recollect.remote import (
     Shards,
     Trajectories,
 )
-from recollect.remote import stats as timings
 from recollect.remote.frame import encode
 from recollect.remote.manager import manager as managers
 from recollect.remote.manager.baseline import Ranking
 from recollect.remote.messages import Exit
 from recollect.remote.stats import Timing
+from recollect.testing.carrier_contract import eventually
 
 INF = float("inf")
 
@@ -446,9 +446,19 @@ def rig() -> Iterator[Callable[..., Rig]]:
         one.close()
 
 
+_earlier: set[threading.Thread] = set()
+
+
+@pytest.fixture(autouse=True)
+def _threads_of_other_tests() -> None:
+    _earlier.update(threading.enumerate())
+
+
 def ended(m: ReplayBufferManager) -> bool:
-    m._thread.join(10.0)
-    return not m._thread.is_alive()
+    """Wait until the thread of a manager has ended."""
+    name = f"recollect-manager-{m.rank}"
+    eventually(lambda: name not in {thread.name for thread in set(threading.enumerate()) - _earlier})
+    return not m.is_running
 
 
 @pytest.mark.parametrize("mode", ["sync", "async_score", "async_comm"])
@@ -636,9 +646,8 @@ def test_exit_twice_is_harmless_and_ranks_count_by_number(rig: Any) -> None:
     r = rig(n=2, workers=2)
     with r.client(0) as replay:
         replay.add(samples([1], [0.0]))
-        writer = replay._protocol.writer
     for _ in range(3):
-        r.ends[0].send(2, 0, encode(Exit(1, writer, 0, "")))
+        r.ends[0].send(2, 0, encode(Exit(1, bytes(16), 0, "")))
     assert ReplayBufferManager.get_metadata(2, r.ends[1])["n_left"] == 1
     assert r.manager.is_running
     ReplayBufferManager.send_termination_signal(2, r.ends[1])
@@ -653,7 +662,7 @@ def test_a_termination_signal_flushes_the_client(rig: Any) -> None:
     assert ended(r.manager) and r.manager.stats().offered == 1
 
 
-def test_who_only_said_that_it_leaves_has_been_there() -> None:
+def test_a_worker_that_only_said_exit_counts_as_having_come() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=60.0))
     ReplayBufferManager.send_termination_signal(1, ends[0])
@@ -663,7 +672,7 @@ def test_who_only_said_that_it_leaves_has_been_there() -> None:
         end.close()
 
 
-def test_nobody_came() -> None:
+def test_a_run_to_which_no_worker_came_is_a_deadline_error() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1], limits=Limits(join_s=0.2))
     with pytest.raises(DeadlineError, match="no worker came"):
@@ -671,7 +680,7 @@ def test_nobody_came() -> None:
     ends[1].close()
 
 
-def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
+def test_a_run_stopped_before_a_worker_came_is_no_error() -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1])
     m.stop()
@@ -683,33 +692,33 @@ def test_who_stops_it_before_anybody_came_hears_no_error() -> None:
 def test_is_running_set_to_false_ends_it_like_stop(how: str) -> None:
     ends = LocalCarrier.group(2)
     m = manager(communication_backend=ends[1])
-
-    def end(*_: object) -> bool:
-        if how == "carrier":
-            ends[1].close()
-        else:
-            m.is_running = False
-        return False
-
     if how == "before run":
-        end()
-    else:
-        m._workers.tick = end  # type: ignore[method-assign]
-    assert m.run().offered == 0 and not m.is_running
-    if how == "before run":
+        m.is_running = False
+        assert m.run().offered == 0 and not m.is_running
         m.is_running = True  # and it may serve again
         ReplayBufferManager.send_termination_signal(1, ends[0])
         assert m.run().exit_counter == 1
+    else:
+        with ThreadPoolExecutor(1) as pool:
+            running = pool.submit(m.run)
+            ReplayBufferManager.get_metadata(1, ends[0])
+            if how == "carrier":
+                ends[1].close()
+            else:
+                m.is_running = False
+            assert running.result(10.0).offered == 0 and not m.is_running
     m.close()
     for carrier in ends:
         carrier.close()
 
 
-def test_it_runs_once_at_a_time_and_close_tells_how_it_ended(rig: Any) -> None:
-    r = rig(limits=Limits(join_s=60.0), n=1)
+def test_it_runs_once_at_a_time(rig: Any) -> None:
     with pytest.raises(RuntimeError, match="already running"):
-        r.manager.start()
-    r.manager._workers.limits = Limits(join_s=0.0)
+        rig(limits=Limits(join_s=60.0)).manager.start()
+
+
+def test_close_tells_once_how_it_ended_and_then_nothing_can_be_done(rig: Any) -> None:
+    r = rig(limits=Limits(join_s=0.0))
     assert ended(r.manager)
     with pytest.raises(DeadlineError, match="no worker came"):
         r.manager.close()
@@ -730,7 +739,7 @@ def test_close_waits_for_the_loop_and_gives_up_the_buffer(rig: Any) -> None:
         replay.add(samples([1, 2], [3.0, 4.0]))
         before = r.manager.stats()
     r.manager.close()
-    assert not r.manager._thread.is_alive() and not r.manager.is_running
+    assert ended(r.manager)
     with pytest.raises(ClosedError):
         r.manager.buffer[:]
     after = r.manager.stats()
@@ -766,19 +775,20 @@ def test_close_waits_for_a_run_in_whatever_thread(tmp_path: Path) -> None:
         end.close()
 
 
-def test_close_waits_for_a_thread_that_has_not_begun(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_close_waits_for_a_thread_that_has_not_begun() -> None:
     may_begin = threading.Event()
 
-    def late(async_send: bool = True) -> None:
-        assert may_begin.wait(10.0)
-        raise OSError("what it ended with")
+    class Late(ReplayBufferManager):
+        def run(self, async_send: bool = True) -> Any:
+            assert may_begin.wait(10.0)
+            raise OSError("what it ended with")
 
-    m = manager(n=None)
-    monkeypatch.setattr(m, "run", late)
-    m.start()
-    threading.Timer(0.2, may_begin.set).start()
+    (end,) = LocalCarrier.group(1)
+    m = Late(SAMPLE, 0, None, communication_backend=end).start()
+    threading.Timer(0.1, may_begin.set).start()
     with pytest.raises(OSError, match="what it ended with"):
         m.close()
+    end.close()
 
 
 def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -800,7 +810,7 @@ def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest
     with pytest.raises(DeadlineError, match="does its scoring function hang"):
         m.close()
     go_on.set()
-    m._thread.join(10.0)
+    monkeypatch.undo()
     m.close()
     assert m.stats().live == 1
     for end in ends:
@@ -808,14 +818,14 @@ def test_close_says_that_it_does_not_end_and_may_be_repeated(monkeypatch: pytest
 
 
 def test_it_can_be_run_again(rig: Any) -> None:
-    r = rig(n=1, workers=1)
+    r = rig(n=None)
     for i in range(2):
         if i:
-            r.manager._workers.by_rank.clear()
+            r.manager.is_running = True
             r.manager.start()
         with r.client() as replay:
             replay.add(samples([i], [0.0]))
-            assert r.manager._loop._late_thread is None  # nobody else takes what comes
+        r.manager.stop()
         assert ended(r.manager)
     assert r.manager.buffer[:]["id"].tolist() == [0, 1]
 
@@ -831,14 +841,23 @@ def test_it_can_be_run_again(rig: Any) -> None:
     ],
 )
 def test_other_threads_wait_while_the_manager_works(call: Callable[[Any], Any]) -> None:
-    m = manager()
-    m.add(samples([0], [0.0]))
-    with ThreadPoolExecutor(1) as beside:
-        with m._lock:
-            waiting = beside.submit(call, m)
-            with pytest.raises(TimeoutError):
-                waiting.result(0.05)
-        waiting.result(10.0)
+    at_work, goes_on = threading.Event(), threading.Event()
+
+    def score(obj: Any, sender_rank: int) -> dict[str, float]:
+        at_work.set()
+        assert goes_on.wait(10.0)
+        return {}
+
+    m = manager(scoring_function=score)
+    with ThreadPoolExecutor(2) as beside:
+        adding = beside.submit(m.add, samples([0], [0.0]))
+        assert at_work.wait(10.0)
+        waiting = beside.submit(call, m)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.05)
+        goes_on.set()
+        for one in (adding, waiting):
+            one.result(10.0)
 
 
 def test_at_the_end_a_checkpoint_is_written(rig: Any, tmp_path: Path) -> None:
@@ -882,7 +901,7 @@ def test_without_launch_a_name_is_an_error_that_names_it() -> None:
         RemoteReplay(SAMPLE, 1, "local").add(samples([1], [0.0]))
 
 
-def test_who_starts_it_hears_that_there_is_no_carrier() -> None:
+def test_start_raises_where_there_is_no_carrier() -> None:
     with manager(communication_backend="local") as m, pytest.raises(ValueError, match="launch"):
         m.start()
 
@@ -913,8 +932,7 @@ def test_forwarding_gives_another_manager_what_was_kept() -> None:
     with RemoteReplay(SAMPLE, 1, ends[0], deadline=10.0) as replay:
         for i in range(20):
             replay.add(samples([i], [float(i % 7)]))
-    first._thread.join(10)
-    last._thread.join(10)
+    assert ended(first) and ended(last)
     assert last.stats().offered == first.stats().offered - first.stats().n_rejected
     assert first.stats().forwarded.kept == last.stats().offered
     for m in (first, last):
@@ -990,19 +1008,18 @@ def test_stats_are_a_record_of_one_moment() -> None:
         assert stats.offered == stats.live == 0
 
 
-def test_who_reads_the_figures_is_not_disturbed_by_a_new_phase(monkeypatch: pytest.MonkeyPatch) -> None:
-    timing, phase, is_there = Timing(True), timings.Phase, threading.Event()
-    timing.add("recv", 1.0)
-    timing.add("store", 1.0)
+def test_phases_can_be_read_while_another_thread_adds_new_ones() -> None:
+    timing = Timing(True)
 
-    def late(*figures: Any) -> Any:
-        threading.Thread(target=lambda: (timing.add("send", 1.0), is_there.set()), daemon=True).start()
-        is_there.wait(0.1)  # in vain while they are read
-        return phase(*figures)
+    def add() -> None:
+        for i in range(3000):
+            timing.add(f"phase {i}", 1.0)
 
-    monkeypatch.setattr(timings, "Phase", late)
-    assert set(timing.phases()) == {"recv", "store"}
-    assert is_there.wait(10.0)
+    with ThreadPoolExecutor(1) as beside:
+        adding = beside.submit(add)
+        while not adding.done():
+            assert all(phase.count == 1 for phase in timing.phases().values())
+    assert len(timing.phases()) == 3000
 
 
 def test_phases_have_their_figures_and_the_last_thousand() -> None:

@@ -128,7 +128,7 @@ def test_peers_that_speak_while_the_last_answers_leave_are_answered() -> None:
 
 def test_a_manager_where_no_death_is_seen_answers_nothing_after_its_end() -> None:
     """Over MPI a rank ends by finalising it: no thread may still be in it."""
-    carrier = ScriptedCarrier(sees_death=False)
+    carrier = ScriptedCarrier(OWN, sees_death=False)
     m = manager(carrier, 1).start()
     peer = Peer(m)
     peer.hello()
@@ -139,12 +139,15 @@ def test_a_manager_where_no_death_is_seen_answers_nothing_after_its_end() -> Non
     assert [type(message) for *_, message in carrier.sent] == [Welcome, Goodbye] and late_threads() == []
 
 
+OWN = 77  # the rank of managers whose threads are counted
+
+
 def late_threads() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if thread.name == "recollect-late"]
+    return [thread for thread in threading.enumerate() if thread.name == f"recollect-late-{OWN}"]
 
 
 def test_the_thread_that_answers_late_has_ended_before_the_manager_runs_again_or_is_closed() -> None:
-    m = manager(ScriptedCarrier()).start()
+    m = manager(ScriptedCarrier(OWN)).start()
     peer = Peer(m)
     for next_step in ("run", "close"):
         assert isinstance(peer.hello(), Welcome) and late_threads() == []

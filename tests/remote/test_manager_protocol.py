@@ -103,7 +103,7 @@ def test_a_welcome_brings_the_baseline() -> None:
     assert Peer(m).hello().baseline == 3.0
 
 
-def test_anybody_may_draw_and_ask() -> None:
+def test_any_rank_may_draw_and_ask_for_metadata() -> None:
     m = made(n=1, worker_ranks=[0])
     m.add(samples([5]))
     stranger = Peer(m, 3)
@@ -149,7 +149,7 @@ def test_what_a_sender_sent_is_counted() -> None:
     assert m.stats().senders[4].state == "left" and m.stats().containers == 1
 
 
-def test_the_exit_of_anothers_writer_is_nobodys() -> None:
+def test_an_exit_with_another_ranks_writer_changes_nothing() -> None:
     m = made()
     Peer(m, 0).hello()
     Peer(m, 1, b"z" * 16).hello()
@@ -243,7 +243,7 @@ def test_after_a_hello_a_gap_is_told_again() -> None:
         assert peer.data(4, [4]) == []
 
 
-def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_writer_that_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(config, "MOST_CLIENTS", 2)
     known = Writers()
     for rank, name in enumerate((b"a", b"b", b"a", b"c")):
@@ -251,7 +251,9 @@ def test_who_was_silent_longest_is_forgotten_first(monkeypatch: pytest.MonkeyPat
     assert list(known.by_id) == [b"a", b"c"]
 
 
-def test_one_who_has_left_is_forgotten_before_one_who_is_only_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_that_left_is_forgotten_before_one_that_is_only_silent(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(config, "MOST_CLIENTS", 2)
     m = made()
     silent, left, new = (Peer(m, rank, bytes([rank]) * 16) for rank in range(3))
@@ -347,7 +349,7 @@ def test_the_sixteenth_malformed_frame_in_a_row_shuts_a_peer_out() -> None:
     assert isinstance(other.data(1, [7])[0], Scores) and held(m) == [1, 2, 7]
 
 
-def test_who_is_shut_out_hears_nothing_any_more() -> None:
+def test_a_peer_that_is_shut_out_is_not_answered_any_more() -> None:
     m = made()
     peer = Peer(m)
     peer.hello()
@@ -369,7 +371,7 @@ def test_who_is_shut_out_hears_nothing_any_more() -> None:
         Sync(0, 3, "agreed", 1.0, 0, False, None, 0),
     ],
 )
-def test_answers_that_nobody_waits_for_are_dropped_and_counted(answer: AnyMessage) -> None:
+def test_answers_that_no_request_waits_for_are_dropped_and_counted(answer: AnyMessage) -> None:
     m = made()
     assert Peer(m).say(answer) == [] and m.stats().stray == 1
 
@@ -396,7 +398,7 @@ def test_metadata_comes_on_its_own_tag() -> None:
     ],
     ids=["object", "time", "deep", "name", "number", "long", "list"],
 )
-def test_metadata_that_nobody_could_read_is_an_answer(values: Any) -> None:
+def test_metadata_that_no_peer_could_read_is_an_error(values: Any) -> None:
     m = made()
     m._compute_metadata = lambda: values  # type: ignore[method-assign]
     ((tag, answer),) = Peer(m).say(GetMetadata(5))
@@ -663,7 +665,7 @@ def test_an_add_here_that_cannot_be_synced_is_not_logged(
             m.add(samples([2]))
     assert held(m) == [1] and log.stat().st_size == nbytes
     m.add(samples([3]))
-    assert log_of(tmp_path) != log  # of what else was in it nobody knows whether it is on disk
+    assert log_of(tmp_path) != log  # what else was in it may not be on disk
     kill(m)
     assert held(made(checkpoint=Checkpoint(tmp_path, resume=True))) == [1, 3]
 
@@ -695,7 +697,7 @@ def test_a_short_message_draws_no_gigabytes() -> None:
     assert many.error == "BudgetError" and peak < 1 << 20
 
 
-def test_after_the_end_what_was_stored_has_its_answer_and_the_rest_hears_of_the_end() -> None:
+def test_after_the_end_stored_containers_have_their_answer_and_all_else_closed_error() -> None:
     m = made(n=2)
     peer, other = Peer(m), Peer(m, 1, b"y" * 16)
     peer.hello()

@@ -1,4 +1,4 @@
-"""Who is expected, present or gone, by a fake clock."""
+"""Which workers are expected, present or gone, by a fake clock."""
 
 from __future__ import annotations
 
@@ -42,18 +42,18 @@ def test_named_ranks_alone_are_served() -> None:
     assert b.n_left == 1 and b.is_over
 
 
-def test_who_does_not_come_in_time_has_left() -> None:
+def test_a_worker_that_does_not_come_in_time_has_left() -> None:
     b = book(3, [0, 1, 2])
     b.admit(0, HOST, ME, 1.0)
     b.tick(9.9, ALL, True)
     assert b.n_left == 0
     b.tick(10.0, ALL, True)
-    assert b.n_left == 2 and b.anybody
+    assert b.n_left == 2 and b.has_seen_any
     b.admit(1, HOST, ME, 11.0)  # late, but there
     assert b.n_left == 1
 
 
-def test_places_that_nobody_took_count_as_left() -> None:
+def test_places_that_no_worker_took_count_as_left() -> None:
     b = book(3)
     b.admit(0, HOST, ME, 1.0)
     b.tick(10.0, ALL, True)
@@ -71,7 +71,7 @@ def test_of_named_ranks_each_counts_once_though_fewer_have_to_leave() -> None:
 
 
 @pytest.mark.parametrize("ranks", [None, [0, 1, 2]])
-def test_who_comes_late_is_taken_in_while_others_are_at_work(ranks: list[int] | None) -> None:
+def test_a_late_worker_is_admitted_while_others_are_at_work(ranks: list[int] | None) -> None:
     b = book(3, ranks)
     b.admit(0, HOST, ME, 1.0)
     b.tick(10.0, ALL, True)
@@ -86,7 +86,7 @@ def test_who_comes_late_is_taken_in_while_others_are_at_work(ranks: list[int] | 
     assert b.is_over
 
 
-def test_one_who_never_came_and_leaves_late_is_counted_once() -> None:
+def test_a_worker_that_never_came_and_leaves_late_is_counted_once() -> None:
     b = book(3)
     b.admit(0, HOST, ME, 1.0)
     b.tick(10.0, ALL, True)
@@ -103,7 +103,7 @@ def test_a_manager_that_begins_again_waits_again() -> None:
     assert b.is_over
 
 
-def test_who_leaves_without_a_place_is_not_counted() -> None:
+def test_an_exit_without_a_place_is_not_counted() -> None:
     b = book(2)
     b.admit(0, HOST, ME, 1.0)
     b.leave(4)  # it never said Hello, but a place was free
@@ -149,7 +149,7 @@ def test_where_no_death_is_seen_silence_counts_on_other_machines_alone() -> None
     b = book(2)
     b.admit(0, "elsewhere", 0, 0.0)
     b.admit(1, HOST, ME, 0.0)
-    b.heard(0, 3.0)
+    b.note_message(0, 3.0)
     b.tick(7.9, ALL, False)
     assert b.n_left == 0
     b.tick(8.1, ALL, False)
@@ -199,13 +199,13 @@ def test_a_hello_counts_as_heard_and_as_back() -> None:
 @pytest.mark.parametrize("sees_death", [True, False])
 def test_processes_of_other_machines_and_unknown_ones_are_not_looked_for_here(sees_death: bool) -> None:
     b = book(2)
-    b.admit(0, "elsewhere", ME + (1 << 40), 0.0)  # a word that nobody has here
+    b.admit(0, "elsewhere", ME + (1 << 40), 0.0)  # a process word that no process has here
     b.admit(1, HOST, 0, 0.0)
     b.tick(0.1, ALL, sees_death)
     assert b.states() == {0: "present", 1: "present"}
 
 
-def test_who_counts_is_not_disturbed_by_one_who_comes() -> None:
+def test_counts_are_not_disturbed_by_a_worker_that_comes() -> None:
     """`exit_counter` is looked at by other threads than the manager's."""
     ranks = book(None)
 

@@ -121,7 +121,7 @@ def test_a_killed_worker_costs_its_unfinished_frame_and_no_more() -> None:
         eventually(lambda: made.exit_counter == 1)
         assert start.s < 1.0
         replay.add(samples([-1], [0.0]))
-    made._thread.join(10)
+    eventually(lambda: not made.is_running)
     assert made.exit_counter == 2
     ids = made.buffer[:]["id"]
     theirs = sorted(ids[ids >= 0].tolist())
@@ -144,7 +144,7 @@ def never_read(end: Any, ready: Any, stop: Any) -> None:
     stop.wait(60)
 
 
-def test_a_worker_that_does_not_read_delays_nobody() -> None:
+def test_a_worker_that_does_not_read_delays_no_other() -> None:
     ends = LocalCarrier.group(3)
     made = ReplayBufferManager(SAMPLE, 2, None, communication_backend=ends[2]).start()
     made.add(samples(range(100), np.zeros(100)))
@@ -164,7 +164,7 @@ def test_a_worker_that_does_not_read_delays_nobody() -> None:
         assert ready.wait(20)
         eventually(lambda: made.stats().senders.get(0) is not None and made.stats().senders[0].requests == 60)
         worst = usual()
-        assert worst < 1.0  # an answer that nobody takes is waited for for `send_s`
+        assert worst < 1.0  # an answer that is not taken is waited for for `send_s`
         stats = made.stats()
         assert stats.pending_sends <= made.limits.max_window + 1
     stop.set()
@@ -192,6 +192,25 @@ def test_a_client_never_closed_says_exit_with_its_undelivered_items() -> None:
     assert made.stats().senders[0].undelivered == 3
     made.close()
     child.close()
+    for end in ends:
+        end.close()
+
+
+def close_the_carrier(end: Any) -> None:
+    replay = RemoteReplay(SAMPLE, 1, end, mode="async_comm")
+    replay.add(samples([1], [0.0]))
+    end.close()
+
+
+def test_a_process_may_end_with_its_carrier_closed() -> None:
+    ends = LocalCarrier.group(2)
+    with ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]) as made:
+        made.start()
+        child = FORK.Process(target=close_the_carrier, args=(ends[0],))
+        child.start()
+        child.join(20)
+        assert child.exitcode == 0
+        child.close()
     for end in ends:
         end.close()
 
@@ -250,7 +269,7 @@ def test_exactly_once_over_a_faulty_carrier(seed: int) -> None:
         end.close()
 
 
-def test_a_peer_that_only_sends_rubbish_is_shut_out() -> None:
+def test_a_peer_that_sends_only_malformed_frames_is_shut_out() -> None:
     ends = LocalCarrier.group(2)
     made = ReplayBufferManager(SAMPLE, 1, None, communication_backend=ends[1]).start()
     for _ in range(20):
@@ -379,7 +398,7 @@ def test_every_rank_has_a_seed_of_its_own_and_names_find_the_launched_carrier() 
     assert len({seed for seed, _ in [*first.values(), *other.values()]}) == 4
 
 
-def test_a_launch_that_is_interrupted_leaves_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_launch_that_is_interrupted_leaves_no_process(monkeypatch: pytest.MonkeyPatch) -> None:
     def wait_for_ever(ctx: Any) -> None:
         with ctx.replay(SAMPLE) as replay:
             replay.add(samples([1], [0.0]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import socket
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -56,17 +57,11 @@ def test_a_driver_joins_a_job(ray_cluster: Any) -> None:
 
 def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     """Without a cluster: the registry says where the managers of a job listened."""
-    token = bytes(32)
-    own, ended = (TcpCarrier.serve(rank, token=token) for rank in (3, 2))
+    registry = ray_that(monkeypatch, None).registry("job")
+    own, ended = (TcpCarrier.serve(rank, token=registry.token()) for rank in (3, 2))
     ended.close()
-
-    def told(value: Any) -> Any:
-        return SimpleNamespace(remote=lambda: value)
-
-    registry = SimpleNamespace(token=told(token), addresses=told({2: ended.address, 3: own.address}))
-    monkeypatch.setattr("recollect.remote.carriers.ray._registry", lambda job: registry)
-    ray = SimpleNamespace(get=lambda value, timeout: value)
-    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: ray)
+    for carrier in (own, ended):
+        registry.enter(carrier.rank, carrier.address)
     worker = RayCarrier.join("job", 1, n_managers=2, own=3, timeout=20.0)
     worker.send(3, 0, [b"hello"])
     assert bytes(own.recv(timeout=10.0)[2]) == b"hello"
@@ -76,7 +71,7 @@ def test_a_late_worker_joins_though_another_manager_has_ended(monkeypatch: pytes
     own.close()
 
 
-def test_who_cannot_be_entered_or_linked_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_carrier_that_cannot_be_registered_or_connected_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     made = ray_that(monkeypatch, None)
     closed: list[TcpCarrier] = []
     close = TcpCarrier.close
@@ -94,7 +89,7 @@ def test_who_cannot_be_entered_or_linked_holds_nothing(monkeypatch: pytest.Monke
     with pytest.raises(DeadlineError, match="no answer"):
         RayCarrier.join("job", 1)
     assert [carrier.rank for carrier in closed] == [1]
-    answers = [bytes(32), {}]  # the token and the addresses; then nobody answers
+    answers = [bytes(32), {}]  # the token and the addresses; then there is no answer
     monkeypatch.setattr(made, "get", lambda found, timeout: answers.pop(0) if answers else fails())
     with pytest.raises(DeadlineError, match="no answer"):
         RayCarrier.serve("job", 3)
@@ -115,6 +110,7 @@ class Ray:
         self.work, self.killed, self.started = work, 0, []
         self.util = SimpleNamespace(get_node_ip_address=lambda: "127.0.0.2")
         self.n_nodes = 1
+        self.registries: dict[str, Registry] = {}
 
     def is_initialized(self) -> bool:
         return True
@@ -122,13 +118,22 @@ class Ray:
     def nodes(self) -> list[dict[str, bool]]:
         return [{"Alive": True}] * self.n_nodes + [{"Alive": False}]
 
+    def registry(self, job: str) -> Registry:
+        """The registry of a job, made at the first use."""
+        return self.registries.setdefault(f"recollect-{job}", Registry())
+
     def remote(self, **options: Any) -> Any:
+        def named(name: str, get_if_exists: bool) -> Any:
+            found = self.registry(name.removeprefix("recollect-"))
+            calls = {n: SimpleNamespace(remote=getattr(found, n)) for n in ("token", "enter", "addresses")}
+            return SimpleNamespace(remote=lambda: SimpleNamespace(**calls))
+
         def run(worker: Any, manager: Any, layout: Any, job: str, rank: int, seed: int) -> Any:
             self.started.append(rank)
             return len(self.started), rank
 
         actor = SimpleNamespace(run=SimpleNamespace(remote=run))
-        return lambda cls: SimpleNamespace(remote=lambda: actor)
+        return lambda cls: SimpleNamespace(remote=lambda: actor, options=named)
 
     def wait(self, futures: list[Any], num_returns: int) -> Any:
         return futures[:1], futures[1:]
@@ -141,13 +146,8 @@ class Ray:
 
 
 def ray_that(monkeypatch: pytest.MonkeyPatch, work: Any) -> Ray:
-    made = Ray(work)
-    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: made)
-    registry = Registry()
-    named = SimpleNamespace(
-        **{n: SimpleNamespace(remote=getattr(registry, n)) for n in ("token", "enter", "addresses")}
-    )
-    monkeypatch.setattr("recollect.remote.carriers.ray._registry", lambda job: named)
+    made: Any = Ray(work)
+    monkeypatch.setitem(sys.modules, "ray", made)
     return made
 
 
@@ -227,14 +227,13 @@ def test_a_manager_started_again_on_its_node_listens_where_it_did(monkeypatch: p
     assert Registry().token() != Registry().token()
 
 
-def test_who_joins_speaks_to_all_managers_and_holds_the_registry(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_peer_that_joins_is_connected_to_all_managers(monkeypatch: pytest.MonkeyPatch) -> None:
     ray_that(monkeypatch, None)
     own, other = (RayCarrier.serve("job", rank) for rank in (3, 4))
     with own, other, RayCarrier.join("job", 1, n_managers=2, own=3, timeout=20.0) as worker:
         for server in (own, other):
             worker.send(server.rank, 0, [b"hello"])
             assert bytes(server.recv(timeout=10.0)[2]) == b"hello"
-        assert worker._registry is own._registry is not None
 
 
 def test_a_manager_whose_place_is_taken_listens_elsewhere(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -255,7 +254,7 @@ def test_a_job_is_forgotten_once_and_again(monkeypatch: pytest.MonkeyPatch) -> N
         return named.pop(name)
 
     ray = SimpleNamespace(get_actor=get_actor, kill=killed.append)
-    monkeypatch.setattr("recollect.remote.carriers.ray._ray", lambda: ray)
+    monkeypatch.setitem(sys.modules, "ray", ray)
     for _ in range(2):
         RayCarrier.forget("job")
     assert killed == ["its registry"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from time import monotonic
 from typing import Any
 
 import numpy as np
@@ -10,8 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tests.remote.make import SAMPLE, samples
+from tests.remote.scripted import ScriptedCarrier
 
 from recollect.remote import LocalCarrier, RemoteReplay, ReplayBufferManager, Shards
+from recollect.remote.frame import encode
 from recollect.remote.manager.baseline import ShardSummary, SharedBaseline, agreed_value
 from recollect.remote.messages import Sync
 from recollect.testing.carrier_contract import eventually
@@ -40,7 +41,7 @@ def exchange(parties: dict[int, SharedBaseline], now: float, mine: dict[int, Sha
     for rank, party in parties.items():
         for dest, message, values in party.tick(now, mine[rank]):
             if dest in parties:
-                parties[dest].hear(rank, message, values, now)
+                parties[dest].receive(rank, message, values, now)
 
 
 def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() -> None:
@@ -63,7 +64,7 @@ def test_equal_epochs_are_equal_baselines_also_when_the_lowest_falls_silent() ->
     assert epochs[9] > 0 and epochs == sorted(epochs)
 
 
-def test_who_hears_nothing_uses_its_own() -> None:
+def test_a_manager_without_the_others_uses_its_own_baseline() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
     other = SharedBaseline(4, Shards((4, 5), sync_s=1.0), "min", 0.1)
     both = {4: other, 5: party}
@@ -74,13 +75,13 @@ def test_who_hears_nothing_uses_its_own() -> None:
     assert party.current(7.5) is None
 
 
-def test_an_older_epoch_counts_again_once_nobody_spoke_for_long() -> None:
+def test_an_older_epoch_counts_again_after_a_long_silence() -> None:
     """All others were started again: their epochs begin anew, and this one must not hold out for its own."""
     party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
     nothing = np.empty(0)
 
     def agreed(epoch: int, value: float, now: float) -> tuple[int, float | None] | None:
-        party.hear(4, Sync(0, epoch, "agreed", value, 0, False, None, 0), nothing, now)
+        party.receive(4, Sync(0, epoch, "agreed", value, 0, False, None, 0), nothing, now)
         return party.current(now)
 
     assert agreed(100, 1.0, 0.0) == (100, 1.0)
@@ -90,7 +91,7 @@ def test_an_older_epoch_counts_again_once_nobody_spoke_for_long() -> None:
 
 def test_managers_agree_over_a_carrier() -> None:
     ends = LocalCarrier.group(4)
-    shards = Shards((2, 3), sync_s=0.05)
+    shards = Shards((2, 3), sync_s=0.3)
     managers = [
         ReplayBufferManager(
             SAMPLE, rank, None, capacity=4, communication_backend=ends[rank], shards=shards
@@ -112,7 +113,8 @@ def test_managers_agree_over_a_carrier() -> None:
             return False
 
         eventually(agree)
-        assert managers[1].stats().baseline == managers[1]._compute_metadata()["baseline_log_reward"] == 1.0
+        eventually(lambda: a.add(samples([9], [-9.0])) and b.metadata()["baseline_log_reward"] == 1.0)
+        eventually(lambda: managers[1].stats().baseline == 1.0)
         assert managers[1].buffer[:]["id"].tolist() == [0, 1, 2, 3]  # items stay where they are
     for manager in managers:
         manager.close()
@@ -122,18 +124,27 @@ def test_managers_agree_over_a_carrier() -> None:
 
 @pytest.mark.parametrize("strategy", ["min", "percentile", "ema"])
 def test_a_shard_says_what_it_holds(strategy: str) -> None:
+    carrier = ScriptedCarrier(2)
     m = ReplayBufferManager(
-        SAMPLE, 2, None, capacity=3, shards=Shards((2, 3)), baseline_strategy=strategy, baseline_ema_alpha=0.5
-    )
-    assert m._state.shard_summary().is_full is False
+        SAMPLE, 2, None, capacity=3, shards=Shards((2, 3), sync_s=0.01), baseline_strategy=strategy,
+        baseline_ema_alpha=0.5, communication_backend=carrier,
+    ).start()  # fmt: skip
+
+    def said(containers: int) -> list[Any]:
+        found = [message for *_, message in carrier.sent if isinstance(message, Sync)]
+        return [sync for sync in found if sync.kind == "summary" and sync.containers == containers]
+
+    eventually(lambda: said(0))
+    assert not said(0)[-1].is_full and said(0)[-1].value is None
     m.add(samples([1, 2], [4.0, -np.inf]))
     m.add(samples([3], [2.0]))
-    got = m._state.shard_summary()
-    assert (got.lowest, got.is_full, got.ema, got.containers) == (2.0, True, 3.0, 2)
-    assert got.values.tolist() == ([2.0, 4.0] if strategy == "percentile" else [])
+    eventually(lambda: said(2))
+    got = said(2)[-1]
+    assert (got.value, got.is_full, got.ema, got.n) == (2.0, True, 3.0, 2 if strategy == "percentile" else 0)
+    m.close()
 
 
-def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
+def test_two_managers_that_both_decide_never_share_an_epoch() -> None:
     """The network between 4 and 5 is cut, and 6 hears both."""
     shards = Shards((4, 5, 6), sync_s=1.0)
     parties = {rank: SharedBaseline(rank, shards, "min", 0.1) for rank in (4, 5, 6)}
@@ -142,7 +153,7 @@ def test_two_that_think_they_are_the_lowest_never_share_an_epoch() -> None:
         for rank, party in parties.items():
             for dest, message, values in party.tick(float(step), summary([float(rank)], True, 0.0, 1)):
                 if {rank, dest} != {4, 5}:
-                    parties[dest].hear(rank, message, values, float(step))
+                    parties[dest].receive(rank, message, values, float(step))
         for party in parties.values():
             current = party.current(float(step))
             if current is not None:
@@ -162,21 +173,21 @@ NOTHING = np.empty(0)
 def test_an_agreed_value_is_used_for_three_times_sync_s_and_a_repeated_one_no_longer() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=2.0), "min", 0.1)
     agreed = Sync(0, 100, "agreed", 1.0, 0, False, None, 0)
-    assert party.hear(4, agreed, NOTHING, 0.0) and party.hear(4, agreed, NOTHING, 3.0)
+    assert party.receive(4, agreed, NOTHING, 0.0) and party.receive(4, agreed, NOTHING, 3.0)
     assert party.current(6.0) == (100, 1.0) and party.current(6.01) is None
 
 
-def test_who_is_no_manager_of_the_shards_has_no_say() -> None:
+def test_a_rank_that_is_no_manager_of_the_shards_is_ignored() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=1.0), "min", 0.1)
-    assert not party.hear(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
-    assert not party.hear(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
+    assert not party.receive(9, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 0.0)
+    assert not party.receive(9, Sync(0, 100, "summary", 1.0, 0, True, None, 1), NOTHING, 0.0)
     assert party.current(0.0) is None
     assert agreed_by(party, 0.0, MINE) == []
     (decided, *_) = agreed_by(party, 4.0, MINE)
     assert (decided.value, decided.epoch) == (2.5, 3)  # by its own average alone
 
 
-def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
+def test_a_manager_sends_its_summary_every_sync_s() -> None:
     party = SharedBaseline(5, Shards((4, 5), sync_s=2.0), "percentile", 0.1)
     ((dest, said, values),) = party.tick(10.0, MINE)
     assert dest == 4 and values.tolist() == [5.0]
@@ -184,11 +195,11 @@ def test_a_manager_speaks_every_sync_s_and_says_what_its_shard_holds() -> None:
     assert party.tick(11.9, MINE) == [] and len(party.tick(12.0, MINE)) == 1
 
 
-def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None:
+def test_a_manager_that_takes_over_waits_and_goes_on_with_greater_epochs() -> None:
     party = SharedBaseline(5, Shards((4, 5, 6), sync_s=1.0), "min", 0.1)
     assert agreed_by(party, 0.0, MINE) == []  # the lowest has not had the time to speak
-    party.hear(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
-    party.hear(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
+    party.receive(4, Sync(0, 100, "agreed", 1.0, 0, False, None, 0), NOTHING, 1.0)
+    party.receive(4, Sync(0, 100, "summary", 1.0, 0, False, None, 1), NOTHING, 1.0)
     assert agreed_by(party, 4.0, MINE) == []
     decided = agreed_by(party, 5.0, MINE)
     assert len(decided) == 2 and decided[0].epoch > 100
@@ -196,13 +207,16 @@ def test_who_takes_over_waits_its_time_and_goes_on_with_greater_epochs() -> None
 
 
 def test_scores_hold_the_epoch_only_of_a_value_that_was_agreed() -> None:
-    m = ReplayBufferManager(SAMPLE, 2, None, shards=Shards((2, 3), sync_s=60.0))
-    agreement = m._state.baseline.shared
-    assert agreement is not None
+    carrier = ScriptedCarrier(3)
+    m = ReplayBufferManager(
+        SAMPLE, 3, None, shards=Shards((2, 3), sync_s=60.0), communication_backend=carrier
+    )
+    m.start()
     for epoch, value, want in (
-        (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # nobody had anything yet
+        (3, None, {"score": np.inf, "baseline_log_reward": 4.0}),  # no shard had anything yet
         (5, 1.5, {"score": np.inf, "baseline_log_reward": 1.5, "baseline_epoch": 5.0}),
     ):
-        agreement.hear(3, Sync(0, epoch, "agreed", value, 0, False, None, 0), NOTHING, monotonic())
+        carrier.exchange(2, b"".join(encode(Sync(0, epoch, "agreed", value, 0, False, None, 0))))
         assert m.add(samples([1], [4.0])) == want
         assert m.stats().baseline == want["baseline_log_reward"]
+    m.close()

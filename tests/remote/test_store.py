@@ -105,9 +105,9 @@ def test_a_container_is_kept_as_a_list_would(given_: list[Any], capacity: int, i
 def test_lengths_and_rows_that_do_not_fit_are_refused_before_anything_is_written() -> None:
     items = item_space(RANKED, 4)
     buffer = make_buffer(items, 5, "lowest", "memory")
-    store = Store(items, buffer, None)
+    plan = item_plan(items, buffer.inner_storage.rows.layout)  # type: ignore[attr-defined]
     packed = items.encode(block_of([(0.0, 2), (1.0, 3)], 0, True))
-    native, tree, index, keys = store._native, _core.MinTree(5), np.arange(2), np.zeros(2)
+    native, tree, index, keys = buffer.engine.native, _core.MinTree(5), np.arange(2), np.zeros(2)
     good = (packed.rows, packed.lengths, packed.fields, index, keys, 0)
     for at, wrong in (
         (0, packed.rows[:-1]),
@@ -124,12 +124,10 @@ def test_lengths_and_rows_that_do_not_fit_are_refused_before_anything_is_written
         args = [*good]
         args[at] = wrong
         with pytest.raises((ValueError, TypeError, IndexError)):
-            store._plan.place_lowest(native, tree, *args)
+            plan.place_lowest(native, tree, *args)
     long = items.encode(block_of([(0.0, 5)], 0, True))
     with pytest.raises(ValueError, match="no room"):
-        store._plan.place_lowest(
-            native, tree, long.rows, long.lengths, long.fields, np.arange(1), np.zeros(1), 0
-        )
+        plan.place_lowest(native, tree, long.rows, long.lengths, long.fields, np.arange(1), np.zeros(1), 0)
     shorter = item_space(RANKED, 3)
     with make_buffer(shorter, 5, "lowest", "memory") as small:
         other = item_plan(shorter, small.inner_storage.rows.layout)  # type: ignore[attr-defined]

@@ -53,7 +53,7 @@ def check_max_frame(max_frame: Any) -> int:
 
 
 def check_drawn(n: int, shapes: Shapes) -> None:
-    """Raise BudgetError for more items than one Sample may ask for: the manager serves nobody else meanwhile."""
+    """Raise BudgetError for more items than one Sample may ask for: the manager serves no other peer meanwhile."""
     most = MOST_DRAWN if shapes.row_nbytes else MOST_EMPTY
     if n > most:
         raise BudgetError(f"n: must be at most {most} items in one draw, got {n}; draw several times")
@@ -107,7 +107,7 @@ def decode(frame: Any, *, max_frame: int = MAX_FRAME) -> tuple[AnyMessage, int, 
         raise FrameError(f"frame: must have {PREFIX.size} to {max_frame} bytes, got {view.nbytes}")
     magic, protocol, tag, n_head, crc_head, n_body, crc_body, zero = PREFIX.unpack_from(view)
     if magic != MAGIC or zero:
-        raise FrameError(f"frame: must begin with {MAGIC:#x}, got {magic:#x}; the peer speaks something else")
+        raise FrameError(f"frame: must begin with {MAGIC:#x}, got {magic:#x}; the peer uses another protocol")
     if protocol != PROTOCOL:
         raise FrameError(f"frame: protocol must be {PROTOCOL}, got {protocol}; use one release everywhere")
     at = PREFIX.size + n_head

@@ -25,7 +25,7 @@ from recollect.text import told
 
 Work = Callable[["Context"], Any]
 _LISTEN_S = 60.0  # until a manager listens
-_LEAVE_S = 5.0  # for the word that a worker will not come to leave this process
+_LEAVE_S = 5.0  # for the Exit of a worker that will not come
 _LOOK_S = 0.2  # between two looks whether the launch is over
 _END_S = 5.0  # for a child to end by itself, or when it is told to
 
@@ -73,7 +73,7 @@ def launch(
         raise ValueError(f"carrier: must be one of {list(NAMES)}, got {carrier!r}")
     layout = rank_layout(n_workers + n_managers, n_managers)
     if carrier in ("mpi", "torch") or carrier not in NAMES:
-        return _here(worker, manager, layout, carrier, seed)
+        return _run_here(worker, manager, layout, carrier, seed)
     if carrier == "ray":
         from recollect.remote.carriers.ray import launch_on_ray
 
@@ -101,7 +101,7 @@ def run_rank(worker: Work, manager: Work, layout: RankLayout, carrier: Carrier, 
     return "result", worker(ctx)
 
 
-def take_leave(layout: RankLayout, carrier: Carrier, is_over: Callable[[], bool] | None = None) -> None:
+def tell_absence(layout: RankLayout, carrier: Carrier, is_over: Callable[[], bool] | None = None) -> None:
     """Tell the manager of a worker that never spoke to it that it will not come; the manager would wait for it.
 
     Without `is_over` it is sent once: MPI and TCP keep it for a manager that is not at work yet. With it, it is said
@@ -120,11 +120,11 @@ def take_leave(layout: RankLayout, carrier: Carrier, is_over: Callable[[], bool]
             with suppress(PeerDiedError, DeadlineError):
                 if hasattr(carrier, "reconnect"):
                     carrier.reconnect(manager, _LOOK_S)
-                if _is_heard(manager, carrier, is_over):
+                if _is_answered(manager, carrier, is_over):
                     return
 
 
-def _is_heard(manager: int, carrier: Carrier, is_over: Callable[[], bool]) -> bool:
+def _is_answered(manager: int, carrier: Carrier, is_over: Callable[[], bool]) -> bool:
     """Say Exit, and wait for the Goodbye; PeerDiedError if the manager ends before."""
     request = secrets.randbits(48)
     carrier.send(manager, DATA_TAG, encode(Exit(request, bytes(16), 0, "ended")), _LEAVE_S)
@@ -137,11 +137,11 @@ def _is_heard(manager: int, carrier: Carrier, is_over: Callable[[], bool]) -> bo
     return False
 
 
-def nothing(ctx: Context) -> None:
-    """The work of a rank that only takes leave."""
+def only_tell_absence(ctx: Context) -> None:
+    """The work of a rank that only tells its manager that it will not come."""
 
 
-def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int) -> Launched:
+def _run_here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int) -> Launched:
     found = carrier_of(name)
     size = len(layout.workers) + len(layout.managers)
     if found.size is not None and found.size != size:
@@ -149,7 +149,7 @@ def _here(worker: Work, manager: Work, layout: RankLayout, name: str, seed: int)
     try:
         kind, value = run_rank(worker, manager, layout, found, seed)
     finally:
-        take_leave(layout, found)
+        tell_absence(layout, found)
     return Launched(**{"results" if kind == "result" else "stats": {found.rank: value}})
 
 
@@ -175,7 +175,7 @@ class _Launch:
         self.token = os.urandom(32)
         self.addresses: dict[int, str] = {}
         self.children: dict[int, _RankProcess] = {}
-        self.leaving: list[_RankProcess] = []  # processes that take leave for workers that died
+        self.leaving: list[_RankProcess] = []  # processes that send Exit for workers that died
         # Functions defined in a script or a test need not be importable: forked children have them already.
         self.context = multiprocessing.get_context("fork")
 
@@ -189,7 +189,7 @@ class _Launch:
                 self._start(rank)
             while any(child.outcome is None for child in self.children.values()):
                 self._watch()
-            return self._gathered()
+            return self._outcomes()
         finally:
             self._end()
 
@@ -218,24 +218,24 @@ class _Launch:
             self._watch()
 
     def _watch(self) -> None:
-        """Wait for a word from a child, or for its end."""
+        """Wait for a message of a child, or for its end."""
         open_ones = [child for child in self.children.values() if child.outcome is None]
         wait([c.pipe for c in open_ones] + [c.process.sentinel for c in open_ones], timeout=1.0)
         for child in open_ones:
             while child.outcome is None and child.pipe.poll(0):
-                if not self._hear(child):
+                if not self._receive(child):
                     break
             if child.outcome is None and not child.process.is_alive():
-                self._hear_the_rest(child)
+                self._receive_rest(child)
 
-    def _hear_the_rest(self, child: _RankProcess) -> None:
+    def _receive_rest(self, child: _RankProcess) -> None:
         """What a child said before it ended counts; otherwise it died."""
-        while child.pipe.poll(0) and self._hear(child):
+        while child.pipe.poll(0) and self._receive(child):
             if child.outcome is not None:
                 return
         self._died(child)
 
-    def _hear(self, child: _RankProcess) -> bool:
+    def _receive(self, child: _RankProcess) -> bool:
         try:
             kind, value = child.pipe.recv()
         except (EOFError, OSError):
@@ -253,11 +253,11 @@ class _Launch:
         if child.restarts < most_restarts(child.rank, self.layout, self.max_restarts):
             self._start(child.rank, child.restarts + 1)
             return
-        child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} and without a word")
+        child.outcome = ("error", f"rank {child.rank}: its process ended with code {code} without a result")
         if child.rank in self.layout.workers:  # it may have died before its manager knew of it
-            self.leaving.append(self._started(child.rank, nothing))
+            self.leaving.append(self._started(child.rank, only_tell_absence))
 
-    def _gathered(self) -> Launched:
+    def _outcomes(self) -> Launched:
         launched, failed = Launched(), []
         for rank, child in sorted(self.children.items()):
             kind, value = child.outcome or ("error", "no outcome")
@@ -272,11 +272,11 @@ class _Launch:
         return launched
 
     def _end(self) -> None:
-        everybody = (*self.children.values(), *self.leaving)
-        for child in everybody:
+        all_children = (*self.children.values(), *self.leaving)
+        for child in all_children:
             with suppress(OSError, ValueError):
                 child.pipe.send("over")
-        for child in everybody:
+        for child in all_children:
             if child.outcome is None and child.process.is_alive():
                 child.process.terminate()
             child.process.join(_END_S)
@@ -299,8 +299,8 @@ def _child(worker: Work, manager: Work, layout: RankLayout, kind: str, rank: int
         except BaseException as error:  # told first: taking leave may take a moment
             pipe.send(("error", f"rank {rank}: {told(error)}"))
         finally:
-            # A word from there, or the end of who launched it, is the end of the launch.
-            take_leave(layout, carrier, lambda: pipe.poll(0) or os.getppid() != parent)
+            # A message from there, or the end of the process that launched it, is the end of the launch.
+            tell_absence(layout, carrier, lambda: pipe.poll(0) or os.getppid() != parent)
             carrier.close()
     except BaseException as error:
         pipe.send(("error", f"rank {rank}: {told(error)}"))
@@ -315,7 +315,7 @@ def _tcp_end(
         carrier = TcpCarrier.join([addresses[layout.manager_of(rank)]], token=token, rank=rank)
         carrier.link_others(addresses)  # they may have served their workers and ended
         return carrier
-    # Started again, it listens where it did, so that those who look for it find it.
+    # Started again, it listens where it did, so that its peers find it.
     carrier = TcpCarrier.serve(rank, addresses.get(rank, "127.0.0.1:0"), token=token)
     pipe.send(("address", carrier.address))
     return carrier

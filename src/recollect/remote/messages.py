@@ -40,7 +40,7 @@ class NumberedMessage(msgspec.Struct, array_like=True, forbid_unknown_fields=Tru
 
 
 class Hello(NumberedMessage, tag=1):
-    """I am here: who I am, and what I take an item to be (an empty space: whatever yours is)."""
+    """A peer introduces itself, with its space of an item (empty: it takes the manager's)."""
 
     role: Literal["worker", "manager", "reader"]
     writer: Id
@@ -85,7 +85,7 @@ class Scores(NumberedMessage, tag=4):
 
 
 class Sample(NumberedMessage, tag=5):
-    """Draw items, to be sent back."""
+    """Asks for a draw of items."""
 
     n: Count
     by: Literal["uniform", "log_reward"]
@@ -103,7 +103,7 @@ class Items(NumberedMessage, tag=6):
 
 
 class GetMetadata(NumberedMessage, tag=7):
-    """Say how you are."""
+    """Asks a manager for its metadata."""
 
 
 class Metadata(NumberedMessage, tag=8):
@@ -113,7 +113,7 @@ class Metadata(NumberedMessage, tag=8):
 
 
 class Exit(NumberedMessage, tag=9):
-    """I am leaving; so many items could not be delivered."""
+    """A client leaves; so many of its items could not be delivered."""
 
     writer: Id
     undelivered: Count

@@ -1,4 +1,4 @@
-"""Backends: the carrier that a name stands for."""
+"""The carrier that a name stands for: one of ours, or one of a plugin."""
 
 from __future__ import annotations
 

@@ -2,11 +2,11 @@
 
 Between threads of one process a frame is handed over in memory; between processes it goes through an abstract Unix
 socket, which has no name in the file system and ends with its process. Each end listens at an address made of the
-group's random number and its rank, and connects to the others when it first has something to say to them, so either
-side may start first, and a process started again takes its end again.
+group's random number and its rank, and connects to another when it first sends to it. So either side may start first,
+and a process that is started again takes its end again.
 
-Every user of the machine can see an abstract address while somebody listens there, and can listen there afterwards.
-So addresses are digests under the group's number, which nobody sees: no address tells another. An end has several of
+Every user of the machine can see an abstract address while a process listens there, and can listen there afterwards.
+So addresses are digests under the group's number, which stays secret: no address tells another. An end has several of
 them, listens at the first that is free, and both sides of a connection ask the kernel whose process the other is.
 """
 
@@ -96,7 +96,7 @@ class LocalCarrier(StreamCarrier):
         self._listener = self._acceptor = None
 
     def _addresses(self, rank: int) -> list[bytes]:
-        """Where an end may listen; nobody finds one address out from another."""
+        """Where an end may listen; one address does not tell another."""
         names = (blake2b(b"%d/%d" % (rank, k), key=self.group_id, digest_size=16) for k in range(_ADDRESSES))
         return [b"\0recollect-" + name.hexdigest().encode() for name in names]
 
@@ -168,7 +168,7 @@ class LocalCarrier(StreamCarrier):
             found = map(_connected_to, self._addresses(dest))
             sock = next((one for one in found if one is not None), None)
             if sock is None:
-                raise ConnectionRefusedError(f"rank {dest}: nobody listens")
+                raise ConnectionRefusedError(f"rank {dest}: no process listens")
             if _check_same_user(sock) == os.getpid():
                 sock.close()  # it is near after all, and has just opened: frames go through memory, in one order
                 return None
@@ -179,14 +179,14 @@ class LocalCarrier(StreamCarrier):
             if error.errno in _TOO_MANY_FILES:
                 return None  # perhaps not for long
             if dest in self._gone:
-                raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place yet") from None
+                raise PeerDiedError(f"rank {dest}: is gone, and no process took its place yet") from None
             return None
         link = FramedSocket(sock, dest, self.max_frame)
         self._add(link, outward=True)
         return link
 
     def reconnect(self, dest: int, timeout: float = 30.0) -> None:
-        """Connect again to a peer that was gone; PeerDiedError if nobody takes its place in time."""
+        """Connect again to a peer that was gone; PeerDiedError if no process takes its place in time."""
         end = monotonic() + check_timeout(timeout)
         while True:
             self._ensure_open()
@@ -199,7 +199,9 @@ class LocalCarrier(StreamCarrier):
                     return
             left = end - monotonic()
             if left <= 0:
-                raise PeerDiedError(f"rank {dest}: is gone, and nobody took its place within {timeout:g} s")
+                raise PeerDiedError(
+                    f"rank {dest}: is gone, and no process took its place within {timeout:g} s"
+                )
             threading.Event().wait(min(left, RETRY_S))
 
     # -- within the process
@@ -294,7 +296,7 @@ class LocalCarrier(StreamCarrier):
 
 
 def _is_bound(listener: socket.socket, address: bytes) -> bool:
-    """Take an address; False if somebody has it."""
+    """Take an address; False if it is taken."""
     try:
         listener.bind(address)
     except OSError as error:

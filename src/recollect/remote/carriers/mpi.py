@@ -108,8 +108,8 @@ class MpiCarrier:
         self._flusher: threading.Thread | None = None
         with self._lock:
             self._comm, request = base.Idup()
-        everybody = f"all {self.size} ranks to make their carrier"
-        self._wait(lambda: self._tested(request), check_timeout(open_s), lambda: everybody)
+        all_ranks = f"all {self.size} ranks to make their carrier"
+        self._wait(lambda: self._tested(request), check_timeout(open_s), lambda: all_ranks)
 
     # -- waiting
 
@@ -231,7 +231,7 @@ class MpiCarrier:
         return taken
 
     def alive(self) -> frozenset[int]:
-        """All ranks: MPI does not tell who is gone; managers and clients look at the processes themselves."""
+        """All ranks: MPI does not tell which are gone; managers and clients look at the processes themselves."""
         self._check_open()
         return frozenset(range(self.size or 0))
 

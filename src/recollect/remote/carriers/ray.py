@@ -55,7 +55,7 @@ class RayCarrier(TcpCarrier):
     """A TcpCarrier whose addresses and token come from the named actor of a Ray job.
 
     Ownership: `close()` gives up the sockets. The registry lives as long as a carrier of the job holds it (Ray ends an
-    actor that nobody has a handle of), or until `RayCarrier.forget(job)`.
+    actor without a handle), or until `RayCarrier.forget(job)`.
     """
 
     _registry: Any = None
@@ -143,7 +143,7 @@ class _Rank:
 
     def run(self, worker: Any, manager: Any, layout: RankLayout, job: str, rank: int, seed: int) -> Any:
         from recollect.remote.carriers.by_name import set_launched
-        from recollect.remote.launcher import run_rank, take_leave
+        from recollect.remote.launcher import run_rank, tell_absence
 
         if rank in layout.managers:
             carrier = RayCarrier.serve(job, rank)
@@ -154,14 +154,14 @@ class _Rank:
         try:
             return run_rank(worker, manager, layout, carrier, seed)
         finally:
-            take_leave(layout, carrier)
+            tell_absence(layout, carrier)
             set_launched("ray", None)
             carrier.close()
 
 
 def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: int, seed: int) -> Any:
     """Do `launch` with an actor per rank; one whose process dies is started again as `launch` says."""
-    from recollect.remote.launcher import Launched, most_restarts, nothing
+    from recollect.remote.launcher import Launched, most_restarts, only_tell_absence
 
     ray = _ray()
     if not ray.is_initialized():
@@ -195,7 +195,7 @@ def launch_on_ray(worker: Any, manager: Any, layout: RankLayout, max_restarts: i
                 failed[rank] = f"rank {rank}: {error}"
                 if is_dead and rank in layout.workers:  # it may have died before its manager knew of it
                     leaving.append(kind_of_actor.remote())
-                    leaving[-1].run.remote(nothing, manager, layout, job, rank, seed)
+                    leaving[-1].run.remote(only_tell_absence, manager, layout, job, rank, seed)
                 continue
             (launched.results if kind == "result" else launched.stats)[rank] = value
     finally:

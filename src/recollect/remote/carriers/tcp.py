@@ -47,7 +47,7 @@ _OK, _WRONG_TOKEN, _RANK_TAKEN, _SHUT_OUT = range(4)
 _WHY = {
     _WRONG_TOKEN: "the token does not match; set RECOLLECT_TOKEN to the manager's",
     _RANK_TAKEN: "the rank belongs to a live peer; ask for another or for none",
-    _SHUT_OUT: "this rank was shut out for sending rubbish",
+    _SHUT_OUT: "this rank was shut out for what it sent",
 }
 
 
@@ -145,9 +145,7 @@ class TcpCarrier(StreamCarrier):
                     break
                 except _TRY_AGAIN as error:
                     if monotonic() >= end:
-                        raise DeadlineError(
-                            f"{address}: nobody answered within {timeout:g} s ({error})"
-                        ) from None
+                        raise DeadlineError(f"{address}: no answer within {timeout:g} s ({error})") from None
                     threading.Event().wait(min(0.05, max(0.0, end - monotonic())))
 
     def link_others(self, addresses: Mapping[int, str], timeout: float = 30.0) -> None:
@@ -161,7 +159,7 @@ class TcpCarrier(StreamCarrier):
 
     @property
     def token(self) -> bytes:
-        """The token, to be handed to those who shall join."""
+        """The token, to be given to the processes that shall join."""
         return self._token
 
     def __repr__(self) -> str:
@@ -219,7 +217,7 @@ class TcpCarrier(StreamCarrier):
     # -- serving
 
     def _greeted(self, stranger: _Stranger) -> None:
-        """Listen to a stranger, for a moment and a few bytes; in a thread of its own."""
+        """Let a stranger prove itself, within a few seconds and bytes. In a thread of its own."""
         sock = stranger.sock
         try:
             end = monotonic() + PROOF_S
@@ -240,7 +238,7 @@ class TcpCarrier(StreamCarrier):
                 raise PermissionError("wrong token")
             stranger.progress = _PROVED
             proof = self._proof(b"serve", nonce, mine)
-            with self._admission:  # or two who ask for one rank at once would both be given it
+            with self._admission:  # or two that ask for one rank at once would both be given it
                 status, rank = self._given(asked, session)
                 if status == _OK:
                     self._sessions[rank] = session
@@ -257,7 +255,7 @@ class TcpCarrier(StreamCarrier):
                 self._greeting.pop(threading.current_thread(), None)
 
     def _listen_to(self, sock: socket.socket) -> bool:
-        """Hear a stranger in a thread of its own; where too many are heard already, one of them has to go.
+        """Let a stranger prove itself in a thread of its own; where too many are at it, one of them has to go.
 
         False once this carrier is closed.
         """
@@ -267,7 +265,7 @@ class TcpCarrier(StreamCarrier):
         thread = threading.Thread(target=self._greeted, args=(stranger,), name="recollect-greet", daemon=True)
         with self._cond:
             if len(self._greeting) >= MOST_STRANGERS:
-                # Silence costs nothing; who knows the token has spoken within a round trip, and comes again if not.
+                # A peer that knows the token has said so within a round trip, and comes again if not.
                 oldest = min(self._greeting, key=lambda t: self._greeting[t].progress)
                 self._greeting.pop(oldest).dismiss()
             self._greeting[thread] = stranger
@@ -293,15 +291,15 @@ class TcpCarrier(StreamCarrier):
             raise
 
     def _given(self, asked: int, session: bytes) -> tuple[int, int]:
-        """The rank of one who joins: what it asks for, unless a live peer has it, or the next that nobody had."""
-        self._glance()
+        """The rank of a peer that joins: what it asks for, unless a live peer has it, or the next new one."""
+        self._poll_now()
         with self._cond:
             if asked < 0:
                 while self._next_rank == self.rank or self._next_rank in self._known:
                     self._next_rank += 1
                 self._known.add(self._next_rank)
                 self._gone[self._next_rank] = None
-                self._next_rank += 1  # given once: who had it may be forgotten by then
+                self._next_rank += 1  # given once, also when its peer is forgotten
                 return _OK, self._next_rank - 1
             if asked in self._banned:
                 return _SHUT_OUT, -1

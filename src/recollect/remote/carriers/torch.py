@@ -1,7 +1,7 @@
 """TorchCarrier: ranks and addresses by torch.distributed, frames by tcp.
 
-gloo's receives have no deadline and nccl moves no host bytes, so torch only tells everybody where everybody listens:
-one all_gather. Every rank of the group serves and is joined by those above it.
+gloo's receives have no deadline and nccl moves no host bytes, so torch only tells all ranks where each listens: one
+all_gather. Every rank of the group serves and is joined by those above it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def TorchCarrier(group: Any = None, *, max_frame: int = MAX_FRAME) -> TcpCarrier
     bind = "127.0.0.1" if is_one_node else socket.gethostbyname(host)
     carrier = TcpCarrier.serve(rank, f"{bind}:0", token=first[0][1], max_frame=max_frame)
     try:
-        carrier.size = size  # nobody comes and goes here
+        carrier.size = size  # no rank comes or goes
         addresses: list[Any] = [None] * size
         distributed.all_gather_object(addresses, carrier.address, group=group)
         carrier.link(addresses[:rank])

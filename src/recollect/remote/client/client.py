@@ -237,14 +237,14 @@ class RemoteReplay:
 
     def _room(self) -> SentContainer | None:
         """Wait until one more container may be outstanding; return the oldest if its answer is to be handed out."""
-        session, most = self._protocol, self._protocol.max_window
-        oldest = None if self.mode == "sync" else session.oldest()
-        if oldest is not None and len(session.entries) >= min(self.window, most):
+        protocol, most = self._protocol, self._protocol.max_window
+        oldest = None if self.mode == "sync" else protocol.oldest()
+        if oldest is not None and len(protocol.entries) >= min(self.window, most):
             self._connection.until(oldest.has_answer, "an answer")
             return oldest
-        if session.n_unanswered >= most:
+        if protocol.n_unanswered >= most:
             self._connection.until(
-                lambda: True if session.n_unanswered < most else None, "room in its window"
+                lambda: True if protocol.n_unanswered < most else None, "room in its window"
             )
         return None
 
@@ -275,7 +275,7 @@ class RemoteReplay:
         """Open the carrier and greet the manager, if that is not done."""
         if self._connection.carrier is None:
             carrier = carrier_of(self.communication_backend)
-            enter(self, carrier, self._abandon)
+            register_open(self, carrier, self._abandon)
             self._connection.open(carrier)
         self._connection.greet()
 
@@ -334,11 +334,11 @@ class RemoteReplay:
         with self._lock:
             self._check_open()
             self._connect()
-            line, session = self._connection, self._protocol
-            if line.carrier is None:
+            connection, protocol = self._connection, self._protocol
+            if connection.carrier is None:
                 return {}
             return get_metadata(
-                line.carrier, self.manager_rank, self.deadline, line.retry_s, session.count_stray
+                connection.carrier, self.manager_rank, self.deadline, connection.retry_s, protocol.count_stray
             )
 
     # -- ending
@@ -351,7 +351,7 @@ class RemoteReplay:
         with self._lock:
             if self._is_closed:
                 return []
-            # Giving up makes a new writer, of whom the manager never heard.
+            # Giving up makes a new writer, which the manager does not know.
             self._known_as = self._known_as or self._protocol.writer
             try:
                 scores = self._flush_all()
@@ -392,7 +392,7 @@ class RemoteReplay:
         """Say Exit, for a moment; whatever happens, this client is closed, but for Ctrl-C: then `close` goes on."""
         try:
             self._is_closed = True
-            leave(self)
+            forget_open(self)
             if self._connection.carrier is not None:
                 known_as = self._known_as
                 if known_as is None or (self._protocol.writer != known_as and not self._undelivered):
@@ -403,7 +403,7 @@ class RemoteReplay:
             raise
 
     def _abandon(self) -> None:
-        """The process ends and nobody closed this: say Exit, with what could not be delivered."""
+        """The process ends before this was closed: send Exit, with what could not be delivered."""
         if self._connection.carrier is not None:
             self._known_as = self._known_as or self._protocol.writer
             self._lose()
@@ -447,7 +447,7 @@ os.register_at_fork(after_in_child=_open.clear)  # they are the parent's, and sa
 # its carrier, and what is known is compared with the carrier itself, and goes with it.
 
 
-def enter(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -> None:
+def register_open(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -> None:
     """Note an open client; RuntimeError if its place is taken."""
     key = (id(carrier), client.manager_rank)
     if _open.get(key, (carrier, client, abandon))[1] is not client:
@@ -455,11 +455,11 @@ def enter(client: RemoteReplay, carrier: Carrier, abandon: Callable[[], None]) -
             f"rank {client.manager_rank}: has a client on this carrier already; close it first"
         )
     _open[key] = carrier, client, abandon
-    _known[key] = _found(carrier, key)
+    _known[key] = _reference(carrier, key)
     _close_at_exit()
 
 
-def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
+def _reference(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
     def forget(gone: Any) -> None:
         if _known.get(key) is gone:
             del _known[key]
@@ -470,7 +470,7 @@ def _found(carrier: Carrier, key: tuple[int, int]) -> Callable[[], Any]:
         return lambda: carrier
 
 
-def leave(client: RemoteReplay) -> None:
+def forget_open(client: RemoteReplay) -> None:
     """Forget a client that was closed, also one that a Ctrl-C kept from opening its carrier."""
     for key, (_, found, _) in list(_open.items()):  # a list at once: other threads enter and leave meanwhile
         if found is client:

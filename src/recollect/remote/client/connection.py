@@ -1,4 +1,4 @@
-"""Line: a session over a carrier. It greets, sends, receives, sends again and connects again, every wait bounded."""
+"""A client's protocol over a carrier: it greets, sends, receives, retries and connects again; each wait is bounded."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Connection:
         self.send_s = self.wait_s = 0.0
         self._handles: list[Any] = []
         self._down_since: float | None = None
-        self._next_retry = 0.0
+        self.next_retry = 0.0
         self._next_ask = inf  # when a request without an answer is made again
 
     def open(self, carrier: Carrier) -> None:
@@ -66,7 +66,7 @@ class Connection:
                     now = monotonic()
                     self._check(now, end, what)
                     self._say_what_is_due(now)
-                    self.receive(max(0.0, min(end, self._next_retry, self._next_ask) - now))
+                    self.receive(max(0.0, min(end, self.next_retry, self._next_ask) - now))
                 except PeerDiedError as error:
                     self._reconnect(error)
         finally:
@@ -83,9 +83,9 @@ class Connection:
             )
 
     def _say_what_is_due(self, now: float) -> None:
-        if now < self._next_retry:
+        if now < self.next_retry:
             return
-        self._next_retry = now + self.retry_s
+        self.next_retry = now + self.retry_s
         frames = self.protocol.unanswered() if self.protocol.is_ready else [self.protocol.greet()]
         for parts in frames:
             self._send(parts)
@@ -104,14 +104,14 @@ class Connection:
         try:
             message, _, body = decode(frame, max_frame=carrier.max_frame)
             with interrupts.deferred():  # an answer is counted once, also if it comes again
-                frames = self.protocol.hear(message, body)
+                frames = self.protocol.receive(message, body)
         except FrameError:
             self.protocol.malformed += 1
             return
         for parts in frames:
             self._send(parts)
         if frames:
-            self._next_retry = monotonic() + self.retry_s
+            self.next_retry = monotonic() + self.retry_s
 
     def _opened(self) -> Carrier:
         if self.carrier is None:
@@ -142,9 +142,9 @@ class Connection:
         try:
             reconnect(self.manager_rank, min(max(left, 0.0), 0.5))
         except (PeerDiedError, DeadlineError, OSError):
-            sleep(_PAUSE_S)  # one who is refused hears that at once
+            sleep(_PAUSE_S)  # a refusal comes at once
             return
-        self._next_retry = 0.0
+        self.next_retry = 0.0
 
     # -- sending
 
@@ -166,27 +166,27 @@ class Connection:
                 self._handles.append(carrier.isend(self.manager_rank, DATA_TAG, parts))
         finally:
             self.send_s += perf_counter() - start
-        if self._next_retry < start:
-            self._next_retry = monotonic() + self.retry_s
+        if self.next_retry < start:
+            self.next_retry = monotonic() + self.retry_s
 
     def ask(self, make: Callable[[int], list[Any]]) -> Drawn:
         """Send a request, again with a new number when no answer comes, until all parts of one are here.
 
         All of them are waited for: over a slow line the first may be answered after the second was sent.
         """
-        session, again = self.protocol, 0.0
+        protocol, again = self.protocol, 0.0
         asked: list[int] = []
 
         def whole() -> Drawn | None:
             nonlocal again
             now = monotonic()
-            if session.is_ready and now >= again:
-                request, again = session.new_request(), now + self.retry_s
-                session.expected[request] = []
+            if protocol.is_ready and now >= again:
+                request, again = protocol.new_request(), now + self.retry_s
+                protocol.expected[request] = []
                 asked.append(request)
                 self._send(make(request))
-            self._next_ask = again if session.is_ready else inf
-            found = (_all_parts(session.expected[request]) for request in asked)
+            self._next_ask = again if protocol.is_ready else inf
+            found = (_all_parts(protocol.expected[request]) for request in asked)
             return next((parts for parts in found if parts is not None), None)
 
         try:
@@ -195,20 +195,20 @@ class Connection:
         finally:
             self._next_ask = inf
             for request in asked:
-                session.expected.pop(request, None)
+                protocol.expected.pop(request, None)
 
     def leave(self, undelivered: int, known_as: bytes, wait_s: float) -> None:
         """Say Exit until Goodbye comes, for a moment at most; nothing is raised."""
-        carrier, session = self.carrier, self.protocol
-        if carrier is None or session.manager is None:
+        carrier, protocol = self.carrier, self.protocol
+        if carrier is None or protocol.manager is None:
             return
-        request = session.new_request()
+        request = protocol.new_request()
         reason = "deadline" if undelivered else ""
         parts = encode(Exit(request, known_as, undelivered, reason))
-        session.expected[request] = []
+        protocol.expected[request] = []
         end, again = monotonic() + min(wait_s, max(self.deadline, 1.0)), 0.0
         try:
-            while not session.expected[request] and (now := monotonic()) < end:
+            while not protocol.expected[request] and (now := monotonic()) < end:
                 if now >= again:
                     again = now + min(self.retry_s, 1.0)
                     carrier.send(self.manager_rank, DATA_TAG, parts, max(0.0, end - now))

@@ -1,4 +1,4 @@
-"""Session: a client without a carrier. Containers go in, frames come out; it knows what has no answer yet.
+"""The protocol of a client, without a carrier. Containers go in, frames come out; it knows what has no answer yet.
 
 A container is stored once per (writer, seq), in order, however often it is sent: so whatever has no answer may be
 sent again at any time. A new connection begins with Hello; the manager's Welcome says what it already has.
@@ -91,7 +91,7 @@ class ClientProtocol:
         self.next_seq, self.acked = 1, 0
         self._acked_items: dict[int, int] = {}
         self._request = secrets.randbits(40) << 20
-        self._hello = 0
+        self.hello_request = 0
         self._warned = False
 
     def new_request(self) -> int:
@@ -99,7 +99,7 @@ class ClientProtocol:
         return self._request
 
     def count_stray(self) -> None:
-        """An answer came that nobody waits for."""
+        """Count an answer that no request waits for."""
         self.stray += 1
 
     # -- the connection
@@ -107,12 +107,12 @@ class ClientProtocol:
     def greet(self) -> Parts:
         """Say Hello, at first and whenever the connection or the manager is new."""
         self.is_ready, self.failure = False, None
-        self._hello = self.new_request()
+        self.hello_request = self.new_request()
         space = self.items.text if self.items is not None else ""
         role: Any = self.role
         return encode(
             Hello(
-                self._hello,
+                self.hello_request,
                 role,
                 self.writer,
                 self.rank,
@@ -175,7 +175,7 @@ class ClientProtocol:
 
     def _enter(self, packed: PackedItems, entry: SentContainer | None) -> SentContainer:
         if self.items is None:
-            raise RemoteError("session: no space is known yet; wait for the manager")
+            raise RemoteError("client: no space is known yet; wait for the manager")
         seq, request = self.next_seq, self.new_request()
         head = Data(request, self.writer, seq, self.items.id, packed.n, len(packed.rows), packed.scoring_only)
         parts = encode(head, packed.blocks(), max_frame=self.max_frame, first_crc=packed.rows_crc)
@@ -259,11 +259,11 @@ class ClientProtocol:
 
     def is_greeted_by(self, welcome: Welcome) -> bool:
         """Whether it answers the newest Hello."""
-        return welcome.request == self._hello
+        return welcome.request == self.hello_request
 
     # -- messages
 
-    def hear(self, message: AnyMessage, body: memoryview) -> list[Parts]:
+    def receive(self, message: AnyMessage, body: memoryview) -> list[Parts]:
         """Take a message from the manager; return the frames that it asks for."""
         match message:
             case Welcome():
@@ -321,7 +321,7 @@ class ClientProtocol:
             self._acked_items[following] += base  # what is forgotten then is still counted
 
     def _on_failed(self, failed: Failed, body: memoryview) -> list[Parts]:
-        if failed.request == self._hello:
+        if failed.request == self.hello_request:
             self.failure = as_error(failed)
             return []
         if failed.request in self.expected:

@@ -132,7 +132,7 @@ def _strides(f: Field) -> tuple[int, ...]:
 
 
 def storable(packed: PackedItems, max_length: int, refuse: Callable[[str, int], None]) -> Array | None:
-    """Which items may be stored (bools), None if all; `refuse` hears why and how many others may not.
+    """Which items may be stored (bools), None if all; `refuse` is called with why and how many others may not.
 
     A log reward must not be NaN or +inf; a trajectory not longer than `max_length`.
     """

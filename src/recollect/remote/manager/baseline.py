@@ -149,7 +149,7 @@ def agreed_value(summaries: list[ShardSummary], strategy: str, percentile: float
 
 
 class SharedBaseline:
-    """One manager's part in agreeing; it says what to send, and hears what was sent."""
+    """One manager's part in the agreement: what it sends, and what it makes of what was sent."""
 
     def __init__(self, rank: int, shards: Shards, strategy: str, percentile: float) -> None:
         self.rank, self.shards = rank, shards
@@ -171,7 +171,7 @@ class SharedBaseline:
             return None
         return self._agreed[0], self._agreed[1]
 
-    def hear(self, sender: int, message: Sync, values: Array, now: float) -> bool:
+    def receive(self, sender: int, message: Sync, values: Array, now: float) -> bool:
         """Take a summary or an agreed value from another manager; False if it is none of them."""
         if sender not in self.others:
             return False
@@ -214,7 +214,7 @@ class SharedBaseline:
                 return True
             last = self._heard[other][0] if other in self._heard else self._began
             if last is not None and now - last <= self.patience_s:
-                return False  # it is there, or has not had the time to speak
+                return False  # it is there, or had no time to send anything yet
         return True
 
     def _new_epoch(self) -> int:

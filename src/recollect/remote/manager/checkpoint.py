@@ -1,6 +1,7 @@
 """Checkpoint: a dump of the manager now and then, and between dumps a log of every container.
 
-The dump is a replay dump (`manifest.json`, `storage/`) with one more file, `manager-<commit>.bin`, in the same commit.
+The dump is a replay dump (`manifest.json`, `storage/`) with one more file, `manager-<commit>.bin`, in the same commit:
+that of `write_dump`, where the new manifest is renamed into place.
 `log-<commit>.bin` beside it has what came after that commit, each record written before its answer leaves. A record
 that a kill cut short was never acknowledged, and is cut off. Damage (a flipped bit, foreign bytes) costs the records
 it lies in: reading goes on at the next whole one, and a damaged log is kept as `damaged-log-<commit>.bin`.
@@ -426,7 +427,7 @@ class ManagerCheckpoint:
                 self._log_is_over |= old is not None and not is_followed_by(path, old)
             raise
         if old is not None:
-            with suppress(OSError):  # nobody reads it any more
+            with suppress(OSError):  # it is not read any more
                 old.remove()
         self._dumped_at, self._log_is_over, self._warned = monotonic(), False, False
         self._forwards_as = None if self.forwarder is None else self.forwarder.writer

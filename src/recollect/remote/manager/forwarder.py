@@ -77,7 +77,7 @@ class Forwarder:
                 return
             self._queue.append(packed)
 
-    def hear(self, sender: int, message: AnyMessage) -> bool:
+    def receive(self, sender: int, message: AnyMessage) -> bool:
         """Take an answer; False if it is not from the manager that is forwarded to."""
         if sender != self.dest:
             return False
@@ -87,7 +87,7 @@ class Forwarder:
                 self._is_resumed = False
                 self._skip(message.last_seq)
             with suppress(FrameError):
-                self._outbox.extend(self._protocol.hear(message, memoryview(b"")))
+                self._outbox.extend(self._protocol.receive(message, memoryview(b"")))
             if self._leave is not None and self._protocol.expected.get(self._leave):
                 self._has_left = True
             for entry in [e for e in self._protocol.entries.values() if e.answer is not None]:
@@ -101,27 +101,27 @@ class Forwarder:
             self._work(carrier)
 
     def _work(self, carrier: Any) -> None:
-        session, now = self._protocol, monotonic()
-        session.max_frame = carrier.max_frame
-        if not session.is_ready and (self._queue or session.entries) and now >= self._due:
+        protocol, now = self._protocol, monotonic()
+        protocol.max_frame = carrier.max_frame
+        if not protocol.is_ready and (self._queue or protocol.entries) and now >= self._due:
             self._due = now + _RETRY_S
-            self._outbox.append(session.greet())
-        elif session.is_ready and session.n_unanswered and now >= self._due:
+            self._outbox.append(protocol.greet())
+        elif protocol.is_ready and protocol.n_unanswered and now >= self._due:
             self._due = now + _RETRY_S
-            self._outbox.extend(session.unanswered())
-        while session.is_ready and self._queue and session.n_unanswered < min(8, session.max_window):
+            self._outbox.extend(protocol.unanswered())
+        while protocol.is_ready and self._queue and protocol.n_unanswered < min(8, protocol.max_window):
             packed = self._queue.popleft()
             try:
-                self._outbox.append(session.put(packed).parts)
+                self._outbox.append(protocol.put(packed).parts)
                 self._due = now + _RETRY_S
             except FrameError:
-                session.doors.lost += packed.n
+                protocol.doors.lost += packed.n
         self._handles = [handle for handle in self._handles if not is_over(handle)]
         while self._outbox:
             try:
                 self._handles.append(carrier.isend(self.dest, DATA_TAG, self._outbox.popleft()))
             except (PeerDiedError, DeadlineError):
-                session.is_ready = False
+                protocol.is_ready = False
                 reconnect = getattr(carrier, "reconnect", None)
                 with suppress(PeerDiedError, DeadlineError, OSError):
                     if reconnect is not None:
@@ -129,15 +129,15 @@ class Forwarder:
 
     def finish(self, carrier: Any, end: float) -> None:
         """Deliver what waits, and leave; what cannot be delivered by then is lost, and counted."""
-        session = self._protocol
-        while (self._queue or session.n_unanswered) and monotonic() < end:
+        protocol = self._protocol
+        while (self._queue or protocol.n_unanswered) and monotonic() < end:
             self._pump(carrier, end)
         with interrupts.deferred(), self._lock:
-            self._leave, parts = session.leave("manager ended")
-            session.expected[self._leave] = []
-            session.doors.lost += sum(packed.n for packed in self._queue)
+            self._leave, parts = protocol.leave("manager ended")
+            protocol.expected[self._leave] = []
+            protocol.doors.lost += sum(packed.n for packed in self._queue)
             self._queue.clear()
-            session.give_up("lost")
+            protocol.give_up("lost")
         with suppress(PeerDiedError, DeadlineError, ClosedError):
             carrier.isend(self.dest, DATA_TAG, parts)
             while not self._has_left and monotonic() < end:
@@ -153,7 +153,7 @@ class Forwarder:
             message, _, _ = decode(frame, max_frame=carrier.max_frame)
         except (DeadlineError, FrameError, PeerDiedError):
             return
-        self.hear(self.dest, message)
+        self.receive(self.dest, message)
 
     def stats(self) -> ForwardStats:
         """What became of the items that were to be forwarded."""
@@ -173,13 +173,13 @@ class Forwarder:
 
     def state(self) -> ForwardState:
         """What a dump must keep."""
-        session = self._protocol
+        protocol = self._protocol
         with self._lock:
-            doors = {name: getattr(session.doors, name) for name in _DOORS} | {"arrived": self._arrived}
-            sent = [(seq, self._saved(packed)) for seq, packed in session.sent()]
+            doors = {name: getattr(protocol.doors, name) for name in _DOORS} | {"arrived": self._arrived}
+            sent = [(seq, self._saved(packed)) for seq, packed in protocol.sent()]
             queued = [self._saved(packed) for packed in self._queue]
             return ForwardState(
-                self.dest, session.writer, session.next_seq, session.acked, doors, sent, queued
+                self.dest, protocol.writer, protocol.next_seq, protocol.acked, doors, sent, queued
             )
 
     def resume(self, state: ForwardState | None) -> None:

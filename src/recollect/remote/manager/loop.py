@@ -22,7 +22,7 @@ from recollect.remote.stats import Timing
 _TICK_S = 0.1
 _MOST_MALFORMED = 16  # in a row, then a peer is shut out
 _AT_HAND = 64  # messages that one sync of the log may serve
-_MOST_WAITING = 1 << 20  # bytes of answers that wait; who has not taken more is given no items
+_MOST_WAITING = 1 << 20  # bytes of answers that wait; a peer that has more to take is given no items
 
 
 class Received(NamedTuple):
@@ -95,7 +95,7 @@ class ManagerLoop:
                 return []
             if received.message is None:
                 return self._malformed(sender, received)
-            self.workers.heard(sender, monotonic())
+            self.workers.note_message(sender, monotonic())
             max_frame = MAX_FRAME if self._carrier is None else self._carrier.max_frame
             may_draw = not isinstance(received.message, Sample) or self._may_draw(sender)
             try:
@@ -131,8 +131,8 @@ class ManagerLoop:
             refuse(sender, for_ever)
         return for_ever
 
-    def _hear_of_streams(self) -> None:
-        """Frames whose size alone was wrong never came here: the carrier closed the connection. Count them too."""
+    def _count_refused_streams(self) -> None:
+        """Count also the frames whose size alone was wrong: the carrier closed their connection."""
         seen: dict[int, int] = getattr(self.carrier, "take_malformed", dict)()
         for rank, n in seen.items():
             for _ in range(n):
@@ -249,10 +249,10 @@ class ManagerLoop:
         carrier = self.carrier
         self.prune()
         with self._lock:
-            self._hear_of_streams()
+            self._count_refused_streams()
             self.workers.tick(now, carrier.alive(), getattr(carrier, "sees_death", True))
             replies = self.protocol.tick(now)
-        for reply in replies:  # to other managers, who may not be there
+        for reply in replies:  # to other managers, which may not be there
             with suppress(PeerDiedError, DeadlineError, ValueError):
                 carrier.isend(reply.dest, reply.tag, reply.parts)
         self._forward()
@@ -274,12 +274,15 @@ class ManagerLoop:
         if getattr(carrier, "sees_death", True):
             with interrupts.deferred():
                 self._late_thread = threading.Thread(
-                    target=self._answer_late, args=(carrier,), name="recollect-late", daemon=True
+                    target=self._answer_late,
+                    args=(carrier,),
+                    name=f"recollect-late-{carrier.rank}",
+                    daemon=True,
                 )
                 self._late_thread.start()
 
     def _late(self, rank: int, frame: memoryview) -> list[Reply]:
-        """The answer to one who comes too late: duplicates get their answer, all others ClosedError."""
+        """The answer to a message after the end: a duplicate gets its answer, all else ClosedError."""
         received = self._opened(frame)
         if received.message is None:
             return []
@@ -287,7 +290,7 @@ class ManagerLoop:
             return self.protocol.late(rank, received.message)
 
     def _answer_late(self, carrier: Carrier) -> None:
-        """After the end, while the process lives, this manager's own workers hear that it has ended."""
+        """After the end, while the process lives, tell this manager's own workers that it has ended."""
         ranks = sorted(self.workers.by_rank)
         while not self.is_closed.wait(0.05) and not self.is_running:
             try:

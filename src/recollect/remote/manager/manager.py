@@ -18,10 +18,11 @@ from recollect.remote.config import Checkpoint, Limits, Shards, check_settings
 from recollect.remote.frame import encode
 from recollect.remote.items.space import ItemSpace, item_space
 from recollect.remote.manager.baseline import Baseline, SharedBaseline
+from recollect.remote.manager.checkpoint import ManagerCheckpoint
 from recollect.remote.manager.diversity import Diversity
 from recollect.remote.manager.forwarder import Forwarder
 from recollect.remote.manager.loop import ManagerLoop, PendingAnswer, Received
-from recollect.remote.manager.peers import Workers
+from recollect.remote.manager.peers import Workers, Writers
 from recollect.remote.manager.protocol import ManagerProtocol
 from recollect.remote.manager.scoring import Scoring, checked_scoring
 from recollect.remote.manager.state import BufferSettings, Hooks, ManagerState
@@ -110,8 +111,9 @@ class ReplayBufferManager:
         forwarder = None
         if remote_manager_rank is not None:
             forwarder = Forwarder(items, rank, remote_manager_rank, is_bounded=checkpoint is None)
+        saved = ManagerCheckpoint(self._state, Writers(), checkpoint, forwarder)
         self._protocol = ManagerProtocol(
-            self._state, self._workers, limits, checkpoint, forwarder, lambda: self._compute_metadata()
+            self._state, self._workers, limits, saved, forwarder, lambda: self._compute_metadata()
         )
         self._loop = ManagerLoop(self._protocol, communication_backend, limits, self._timing, self._lock)
         self._protocol.open()
@@ -218,7 +220,7 @@ class ReplayBufferManager:
         return self._loop.recv()
 
     def _handle_message_async(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
-        """Handle a message, and answer by `isend`: a worker that does not read delays nobody."""
+        """Handle a message, and answer by `isend`: a worker that does not read delays no other."""
         self._loop.answer(self._loop.handle(sender_rank, msg), is_async=True)
 
     def _handle_message_sync(self, sender_rank: int, msg: Received, msg_data_len: int = 0) -> None:
@@ -230,7 +232,7 @@ class ReplayBufferManager:
         self._loop.prune()
 
     def _print_timing_summary(self) -> None:
-        """Print what came from whom, and how long each kind of work took."""
+        """Print what came from which rank, and how long each kind of work took."""
         sys.stdout.write(self._timing.summary(self.stats()) + "\n")
 
     @staticmethod
@@ -270,7 +272,7 @@ class ReplayBufferManager:
                 raise
         if self.timing:
             self._print_timing_summary()
-        if self._workers.nobody_came and self.num_training_ranks and not self._loop.is_stopping:
+        if self._workers.none_came and self.num_training_ranks and not self._loop.is_stopping:
             raise DeadlineError(f"run: no worker came within {self.limits.join_s:g} s; are they started?")
         return self.stats()
 
@@ -283,7 +285,7 @@ class ReplayBufferManager:
         self._check_open()
         if self._thread is not None and self._thread.is_alive():
             raise RuntimeError("start: already running; call stop() first")
-        _ = self._loop.carrier  # opened in this thread, so that the caller hears what is wrong
+        _ = self._loop.carrier  # opened in this thread, so that the caller sees what is wrong
 
         def work() -> None:
             try:
@@ -291,7 +293,7 @@ class ReplayBufferManager:
             except BaseException as error:
                 self._failure = error
 
-        self._thread = threading.Thread(target=work, name="recollect-manager", daemon=True)
+        self._thread = threading.Thread(target=work, name=f"recollect-manager-{self.rank}", daemon=True)
         self._thread.start()
         return self
 

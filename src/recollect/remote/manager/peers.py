@@ -1,7 +1,7 @@
 """Peers: what a manager knows of those that send to it.
 
-`Workers`: which are expected, present or gone. `Writers`: what each client sent last, so that a container is
-stored once however often it comes.
+`Workers`: which workers are expected, present or gone; here a dead one is noticed. `Writers`: what each client sent
+last, by which a duplicate is recognised, so that a container is stored once. `Senders`: how much came from each rank.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Workers:
         self.by_rank: dict[int, WorkerRecord] = {
             rank: WorkerRecord("expected") for rank in sorted(self.fixed or ())
         }
-        self.anybody = False
+        self.has_seen_any = False
         self._began: float | None = None
         self._is_late = False  # `join_s` is over
         self._n_forgotten = 0
@@ -54,15 +54,15 @@ class Workers:
 
     @property
     def n_missing(self) -> int:
-        """Places that nobody took in time; one who comes late takes such a place."""
+        """Places that no worker took in time; one that comes late takes such a place."""
         if not self._is_late or self.n_expected is None:
             return 0
         return max(0, self.n_expected - len(self.by_rank))
 
     @property
-    def nobody_came(self) -> bool:
+    def none_came(self) -> bool:
         """Whether all of `join_s` was waited in vain; not if the wait was cut short."""
-        return self._is_late and not self.anybody
+        return self._is_late and not self.has_seen_any
 
     @property
     def n_left(self) -> int:
@@ -91,7 +91,7 @@ class Workers:
             worker = self._enter(rank)
         worker.state, worker.host, worker.process = "present", host, process
         worker.heard, worker.lost_since = now, None
-        self.anybody = True
+        self.has_seen_any = True
         return None
 
     def allows(self, rank: int) -> bool:
@@ -108,7 +108,7 @@ class Workers:
                 return
             worker = self._enter(rank)
         worker.state = "left"
-        self.anybody = True
+        self.has_seen_any = True
 
     def _enter(self, rank: int) -> WorkerRecord:
         worker = self.by_rank[rank] = WorkerRecord("expected")
@@ -119,14 +119,14 @@ class Workers:
                 self._n_forgotten += 1
         return worker
 
-    def heard(self, rank: int, now: float) -> None:
+    def note_message(self, rank: int, now: float) -> None:
         """Something came from this rank."""
         worker = self.by_rank.get(rank)
         if worker is not None:
             worker.heard = now
 
     def tick(self, now: float, alive: frozenset[int], sees_death: bool) -> None:
-        """Look who is gone by now."""
+        """Mark the workers that are gone by now: dead, silent or not back in time."""
         for rank, worker in self.by_rank.items():
             if worker.state == "present" and self._is_gone(rank, worker, now, alive, sees_death):
                 worker.state = "left"
@@ -210,7 +210,7 @@ class Writers:
 
 
 class Senders:
-    """What is counted of each rank that sent something, the one that was heard last at the end.
+    """What is counted of each rank that sent something, the latest last.
 
     Of too many, one that is not present is counted among the others.
     """

@@ -10,13 +10,13 @@ from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from time import monotonic
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
 from recollect import _core, interrupts
 from recollect.errors import EmptyError, SchemaError, ScoringError
-from recollect.remote.config import Checkpoint, Limits
+from recollect.remote.config import Limits
 from recollect.remote.frame import (
     MAX_FRAME,
     MOST_DRAWN_NBYTES,
@@ -30,9 +30,7 @@ from recollect.remote.frame import (
 )
 from recollect.remote.items.packed import PackedItems
 from recollect.remote.items.space import text_difference
-from recollect.remote.manager.checkpoint import ManagerCheckpoint
-from recollect.remote.manager.forwarder import Forwarder
-from recollect.remote.manager.peers import Workers, Writer, Writers, bounded_sum
+from recollect.remote.manager.peers import Workers, Writer, bounded_sum
 from recollect.remote.manager.state import ManagerState
 from recollect.remote.manager.store import Placement
 from recollect.remote.messages import (
@@ -58,6 +56,10 @@ from recollect.remote.ranks import HOST
 from recollect.remote.stats import ManagerStats
 from recollect.text import told_briefly
 
+if TYPE_CHECKING:
+    from recollect.remote.manager.checkpoint import ManagerCheckpoint
+    from recollect.remote.manager.forwarder import Forwarder
+
 LOCAL_WRITER = bytes(16)  # the writer of `add`
 _UNSCORED = "scoring function: was interrupted; the items are kept, without scores"
 _HEAD_NBYTES = 4096  # room in a frame for all but the items
@@ -79,14 +81,13 @@ class ManagerProtocol:
     """
 
     def __init__(
-        self, state: ManagerState, workers: Workers, limits: Limits, checkpoint: Checkpoint | None,
+        self, state: ManagerState, workers: Workers, limits: Limits, checkpoint: ManagerCheckpoint,
         forwarder: Forwarder | None, metadata: Callable[[], dict[str, Any]],
     ) -> None:  # fmt: skip
         self.state, self.items, self.workers, self.limits = state, state.items, workers, limits
+        self.checkpoint, self.writers = checkpoint, checkpoint.writers
         self.forwarder, self._metadata = forwarder, metadata
         self.incarnation = secrets.token_bytes(16)
-        self.writers = Writers()
-        self.checkpoint = ManagerCheckpoint(state, self.writers, checkpoint, forwarder)
 
     def open(self) -> None:
         """Make the buffer, or take it from the checkpoint and repeat the work of its log."""
@@ -117,7 +118,7 @@ class ManagerProtocol:
             case Sync():
                 self._on_sync(sender, message, body)
             case _:
-                if self.forwarder is None or not self.forwarder.hear(sender, message):
+                if self.forwarder is None or not self.forwarder.receive(sender, message):
                     self.state.counts["stray"] += 1
                 self.checkpoint.follow_forwarder()
         return []
@@ -142,7 +143,7 @@ class ManagerProtocol:
         return [Reply(sender, DATA_TAG, encode(welcome))]
 
     def _why_not(self, sender: int, hello: Hello, writer: Writer | None) -> tuple[str, str] | None:
-        """The error that refuses one who says Hello, and its text; None if it is welcome."""
+        """The error that refuses a Hello, and its text; None if it is welcome."""
         if hello.protocol != PROTOCOL or hello.rank != sender:
             why = f"protocol {PROTOCOL} and your own rank {sender}"
             return "RemoteError", f"hello: must give {why}, got others"
@@ -170,7 +171,7 @@ class ManagerProtocol:
 
     def _on_sync(self, sender: int, message: Sync, body: memoryview) -> None:
         values, shared = cut_values(message, body), self.state.baseline.shared
-        if shared is None or not shared.hear(sender, message, values, monotonic()):
+        if shared is None or not shared.receive(sender, message, values, monotonic()):
             self.state.counts["stray"] += 1
 
     # -- Data
@@ -184,7 +185,7 @@ class ManagerProtocol:
             text = f"rank {sender}: is not a worker of this manager"
             return [_failed(sender, data.request, "RemoteError", text)]
         if data.seq != writer.last_seq + 1:
-            return self._out_of_turn(sender, data, writer)
+            return self._duplicate_or_gap(sender, data, writer)
         if data.layout != self.items.id:
             text = "container: its layout is not the manager's"
             return [_failed(sender, data.request, "SchemaError", text)]
@@ -199,7 +200,7 @@ class ManagerProtocol:
             placement = self._take_in(sender, data, packed, writer)
         return [Reply(sender, DATA_TAG, [self._answer(sender, data, packed, placement, writer)])]
 
-    def _out_of_turn(self, sender: int, data: Data, writer: Writer) -> list[Reply]:
+    def _duplicate_or_gap(self, sender: int, data: Data, writer: Writer) -> list[Reply]:
         """A container seen before gets its first answer again; after a gap the client is told where to go on."""
         if data.seq <= writer.last_seq:
             self.state.counts["duplicates"] += 1
@@ -303,7 +304,7 @@ class ManagerProtocol:
         try:
             values = self._metadata()
             frame = encode(Metadata(message.request, values), tag=METADATA_TAG, max_frame=max_frame)
-            decode(joined(frame), max_frame=max_frame)  # what nobody could read is told, not sent
+            decode(joined(frame), max_frame=max_frame)  # what no peer could read is an error, not an answer
         except Exception as error:
             text = f"_compute_metadata: raised {told_briefly(error)}; return plain values by name"
             frame = encode(Failed(message.request, "RemoteError", note(text)), tag=METADATA_TAG)

@@ -1,4 +1,4 @@
-"""Store: the items a manager keeps, in a ReplayBuffer, and why the others were not kept."""
+"""Store: the items that a manager keeps in a ReplayBuffer, why others were not kept, and which ones a draw chooses."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""StreamCarrier: what carriers over stream sockets have in common.
+"""StreamCarrier: what carriers over stream sockets have in common, which is all but how a connection is made.
 
-The thread that waits in `recv`, `send` or `wait` does the work of all (see `turns`). Only what `isend` could not send
-at once is finished by a thread of its own, which ends when there is nothing left to do.
+The thread that waits in `recv`, `send` or `wait` does the work of all threads (see `poll`). What `isend` could not send
+at once is finished by a thread of its own, which ends when nothing is left to do.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class StreamCarrier:
         self._links: dict[int, FramedSocket] = {}  # by descriptor
         self._outward: dict[int, FramedSocket] = {}  # by rank
         self._known: set[int] = set()
-        self._gone: dict[int, None] = {}  # who left last, last
+        self._gone: dict[int, None] = {}  # in the order they left
         self._flusher: threading.Thread | None = None
         self._epoll: select.epoll | None = None
         self._wakeup: Wakeup | None = None
@@ -112,7 +112,7 @@ class StreamCarrier:
                 if len(self._gone) > config.MOST_CLIENTS:
                     self._forget(next(iter(self._gone)))
         link.close(self.is_closed)
-        self._wake()  # who leads looks again, and wakes the others
+        self._wake()  # the leading thread looks again, and wakes the others
 
     def _forget(self, rank: int) -> None:
         """Keep nothing of a rank that is gone; it may come again as one that was never here."""
@@ -121,7 +121,7 @@ class StreamCarrier:
         self.malformed.pop(rank, None)
 
     def _sever(self, link: FramedSocket) -> None:
-        """Send nothing more by a link; who leads reads what came before its end, and drops it."""
+        """Send nothing more by a socket; the leading thread reads what came before its end, and drops it."""
         with self._cond:
             if self._outward.get(link.rank) is link:
                 del self._outward[link.rank]
@@ -138,10 +138,10 @@ class StreamCarrier:
         if self.is_closed:
             raise ClosedError(f"{type(self).__name__}: was closed while waiting for {what()}")
 
-    def _glance(self) -> None:
+    def _poll_now(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
         if self._epoll is not None:
-            self._leader.glance()
+            self._leader.poll_now()
 
     def _work(self, timeout: float) -> None:
         """Poll once; read and write what is possible. By the leader alone."""
@@ -350,7 +350,7 @@ class StreamCarrier:
         check_rank(source, self.size, "source", any_allowed=True)
         self._ensure_open()
         if self._inbox and monotonic() - self._looked_at > LOOK_S:
-            self._glance()  # or who sends without end would be the only one that is read
+            self._poll_now()  # or a peer that sends without end would be the only one that is read
         found: Frame = self._leader.wait(
             lambda: self._matching(source, tag), timeout, lambda: awaited(source, tag)
         )
@@ -375,7 +375,7 @@ class StreamCarrier:
     def alive(self) -> frozenset[int]:
         """Ranks that joined and are not known to be gone, this one included."""
         self._ensure_open()
-        self._glance()
+        self._poll_now()
         with self._cond:
             return frozenset((self._known - self._gone.keys()) | {self.rank})
 
@@ -386,7 +386,7 @@ class StreamCarrier:
         return taken
 
     def refuse(self, rank: int, for_ever: bool = False) -> None:
-        """Close the connections of a peer that sends rubbish; it may connect again unless it is for ever."""
+        """Close the connections of a peer that sends no frames; unless `for_ever`, it may connect again."""
         with self._cond:
             links = [link for link in self._links.values() if link.rank == rank]
         for link in links:
@@ -439,7 +439,7 @@ class StreamCarrier:
         _open.discard(self)
 
     def _finish_sending(self, link: FramedSocket) -> None:
-        """Give frames already begun a moment: the peer would see rubbish otherwise."""
+        """Give frames already begun a moment: the peer would see half a frame otherwise."""
         end = monotonic() + 0.2
         while link.out and link.is_open:
             try:
@@ -460,7 +460,7 @@ class StreamCarrier:
         return f"{type(self).__name__}(rank={self.rank}, size={self.size})"
 
     def _forget_in_child(self) -> None:
-        """In a forked child: give up what belongs to the parent, without a word on the wire."""
+        """In a forked child: give up what belongs to the parent, and send nothing."""
         for link in self._links.values():
             link.sock.close()
         if self._epoll is not None and self._wakeup is not None:

@@ -1,4 +1,4 @@
-"""Link: one connected stream socket, with frames half read and half written.
+"""One connected stream socket, with frames half read and half written.
 
 On the stream a frame is `magic u32, tag u32, bytes u64` and its bytes. The number of bytes is checked against the
 carrier's `max_frame` before memory is taken for them.
@@ -76,7 +76,7 @@ class Outgoing:
 
 
 class FramedSocket:
-    """A socket to or from one rank. Reading is the business of one thread at a time; writing takes `lock`.
+    """A socket to or from one rank. One thread at a time reads; writing takes `lock`.
 
     Where it is encrypted, reading takes `lock` too.
     """
@@ -148,7 +148,7 @@ class FramedSocket:
     # -- in
 
     def read(self) -> list[Tagged]:
-        """Return the frames that have come; EOFError at the end of the stream. After rubbish, `error` says so."""
+        """Return the frames that have come; EOFError at the end of the stream. `error` is set if it holds no frame."""
         frames: list[Tagged] = []
         total = 0
         try:
@@ -262,7 +262,7 @@ def accept_each(listener: socket.socket, take: weakref.WeakMethod[Callable[[sock
 
 
 def accepted(listener: socket.socket) -> socket.socket | None:
-    """Wait for a connection; None once nobody listens any more."""
+    """Wait for a connection; None once the listener is closed."""
     while True:
         try:
             return listener.accept()[0]

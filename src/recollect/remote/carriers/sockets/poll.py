@@ -18,9 +18,10 @@ from recollect.remote.carriers.base import too_late
 
 
 class PollLeader:
-    """Who leads. Concurrency: any thread.
+    """Lets one thread at a time do the work of all that wait. Concurrency: any thread.
 
-    `work(timeout)` polls once, by the leader alone and without the lock; `check(what)` raises once waiting is in vain.
+    The leading thread calls `work(timeout)`, which polls once, without the lock; `check(what)` raises once a wait is
+    in vain.
     """
 
     def __init__(self, work: Callable[[float], None], check: Callable[[Callable[[], str]], None]) -> None:
@@ -30,7 +31,7 @@ class PollLeader:
 
     @property
     def is_led(self) -> bool:
-        """Whether somebody does the work now."""
+        """Whether a thread does the work now."""
         return self._leader is not None
 
     def wait(self, ready: Callable[[], Any], timeout: float, what: Callable[[], str]) -> Any:
@@ -52,7 +53,7 @@ class PollLeader:
                             raise too_late(what(), timeout)
                         self.cond.wait(left)
                 self._work(max(left, 0.0))
-            finally:  # not by a call, at whose begin an interrupt could come: nobody would ever lead again
+            finally:  # not by a call: an interrupt could come as it begins, and no thread would lead again
                 if self._leader is me:
                     with self.cond:
                         self._leader = None
@@ -65,7 +66,7 @@ class PollLeader:
                     raise too_late(what(), timeout)
                 return found
 
-    def glance(self) -> None:
+    def poll_now(self) -> None:
         """Do what is to do now, without waiting, unless another thread does it."""
         me = object()
         try:
@@ -83,7 +84,7 @@ class PollLeader:
 
 
 class Wakeup:
-    """An event that a poll sees. Concurrency: any thread may wake; after `close()` that does nothing."""
+    """An event that a poll sees. Concurrency: any thread may `wake`; after `close()` that does nothing."""
 
     def __init__(self) -> None:
         self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)

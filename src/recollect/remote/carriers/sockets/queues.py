@@ -37,11 +37,11 @@ class Inbox:
 
     def take(self, source: int, tag: int) -> Frame | None:
         """Give out the first frame of a source and tag (or any), None if there is none."""
-        for who in self._frames if source == ANY else (source,):
-            frames = self._frames.get(who, ())
+        for rank in self._frames if source == ANY else (source,):
+            frames = self._frames.get(rank, ())
             for i, found in enumerate(frames):
                 if tag in (ANY, found[1]):
-                    self._remove(who, i)
+                    self._remove(rank, i)
                     return found
         return None
 
@@ -60,12 +60,12 @@ class Inbox:
 
 
 class DeferredFrames:
-    """What waits for whom. Concurrency: every call takes the carrier's lock itself."""
+    """Frames for peers that have not come, in order. Concurrency: every call takes the carrier's lock itself."""
 
     def __init__(self, lock: Condition) -> None:
         self._lock = lock
         self._waiting: dict[int, deque[Outgoing]] = {}
-        self._leaving: Outgoing | None = None  # the one that who leads is sending
+        self._leaving: Outgoing | None = None  # the frame that the leading thread is sending
 
     def __bool__(self) -> bool:
         return bool(self._waiting)
