@@ -35,7 +35,7 @@ import torch.multiprocessing  # its reductions make queues carry tensors in shar
 
 import recollect as rc
 from ipc import Figure, middle
-from recollect.memory import shared
+from recollect.memory import segment as segments
 
 N, T, O, A = 1024, 24, 48, 12
 SLOTS = 4
@@ -114,7 +114,7 @@ class Writer:
 
 
 def serve(pipe: Any, ring: Ring, name: str, queues: dict[str, Any]) -> None:
-    segment = shared.attach(name, "bench")
+    segment = segments.attach(name, "bench")
     writer = Writer(ring, segment.mapping.view(segment.data_at, segment.data_nbytes), queues)
     pipe.send("ready")
     while (told := pipe.recv()) is not None:
@@ -250,7 +250,7 @@ def run(n_rounds: int, with_ray: bool) -> list[Figure]:
     }
     with Ring(N, T, O, A, order="time", num_slots=SLOTS) as ring:
         nbytes = SLOTS * sum(4 * int(np.prod(shape)) for shape in ring.slot_shapes.values())
-        segment = shared.create("bench", None, 64, nbytes, "bench").hold(lambda _: Nothing())
+        segment = segments.create("bench", None, 64, nbytes, "bench").hold(lambda _: Nothing())
         block = segment.mapping.view(segment.data_at, nbytes)
         block[:] = 1
         mine, theirs = context.Pipe()

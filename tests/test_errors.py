@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 from gymnasium import spaces
 
 import recollect as rc
+from recollect import errors
 from recollect.remote.items.space import item_space
 
 ALSO: dict[str, type[BaseException]] = {
@@ -41,6 +43,31 @@ def test_an_error_is_ours_and_the_builtin_that_callers_expect(name: str) -> None
 @pytest.mark.parametrize("name", ["MissingLeafError", "DtypeError"])
 def test_children_of_the_schema_error(name: str) -> None:
     assert issubclass(getattr(rc, name), rc.SchemaError)
+
+
+DRAWN = re.compile(r"^    (?P<lines>[│ ]*)[├└]── (?P<name>\w+)(?: \((?P<also>[^)]+)\))? +\S")
+
+
+def test_the_tree_is_drawn_as_the_classes_are() -> None:
+    """Name, parent and builtin of each error, in the drawing and in the module."""
+    drawn, above = {}, ["RecollectError"]
+    for line in str(errors.__doc__).splitlines():
+        if found := DRAWN.match(line):
+            depth = len(found["lines"]) // 4 + 1
+            drawn[found["name"]] = (above[depth - 1], found["also"])
+            above[depth:] = [found["name"]]
+    classes = [
+        c for c in vars(errors).values() if isinstance(c, type) and issubclass(c, errors.RecollectError)
+    ]
+    there = {}
+    for c in classes[1:]:
+        parents = [b.__name__ for b in c.__bases__ if issubclass(b, errors.RecollectError)]
+        also = [b for b in c.__bases__ if not issubclass(b, errors.RecollectError)]
+        names = [
+            b.__name__ if b.__module__ == "builtins" else f"{b.__module__.partition('.')[0]}'s" for b in also
+        ]
+        there[c.__name__] = (*parents, *(names or [None]))
+    assert drawn == there
 
 
 def foreign(name: str) -> Any:

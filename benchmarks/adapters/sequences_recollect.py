@@ -13,9 +13,8 @@ import recollect as rc
 from adapters import Turn, turn_of
 from adapters.recollect import Recollect, newest, open_adapter
 from recollect import _core
-from recollect.memory import segment as segments
-from recollect.memory.geometry import Geometry
-from recollect.memory.rows import Rows
+from recollect.memory import rows as memory_rows
+from recollect.memory.rows import Geometry, Rows
 from recollect.replay.buffer import OLDEST
 from recollect.spaces import as_space, compile_layout
 from sequences import EPISODE, LENGTH, SMALL, STACK, with_ends
@@ -118,7 +117,7 @@ def sparse_buffer(work: Work, n_rows: int) -> rc.ReplayBuffer:
     space = as_space(space_of(work))
     layout = compile_layout(space)
     geometry = Geometry(n_rows, 1, layout.row_nbytes, True, layout.hash)
-    segment = segments._fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
+    segment = memory_rows._fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
     storage = rc.MemoryStorage(Rows(segment, layout), space, capacity=n_rows)
     native = storage.rows.native
     native.set_window(0, 0, n_rows)

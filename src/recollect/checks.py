@@ -29,39 +29,41 @@ class ArgumentError(TypeError, ValueError):
 
 def count(subject: str, value: Any, least: int = 1, *, most: int | None = None, advice: str = "") -> int:
     """Return an int of at least `least` and at most `most`; True and False are none."""
-    bounds = f"of at least {least}" if most is None else f"in [{least}, {most}]"
-    number = _as_int(value)
-    if number is None:
-        raise ArgumentError(_message(subject, f"must be an int {bounds}", repr(value), advice))
-    if number < least or (most is not None and number > most):
-        raise ValueError(_message(subject, f"must be an int {bounds}", number, advice))
-    return number
+    found = value if type(value) is int else _as_int(value)
+    if found is None or found < least or (most is not None and found > most):
+        bounds = f"of at least {least}" if most is None else f"in [{least}, {most}]"
+        raise _wrong(subject, f"must be an int {bounds}", value, found, advice)
+    return found
 
 
 def seed(subject: str, value: Any, *, below: int = _SEEDS) -> int:
     """Return an int that can be a seed: not negative, and below a power of two."""
-    bits = below.bit_length() - 1
-    rule, advice = f"must be an int in [0, 2**{bits})", f"take it modulo 2**{bits}"
-    number = _as_int(value)
-    if number is None:
-        raise ArgumentError(_message(subject, rule, repr(value), "pass an int"))
-    if not 0 <= number < below:
-        raise ValueError(_message(subject, rule, number, advice))
-    return number
+    found = _as_int(value)
+    if found is None or not 0 <= found < below:
+        bits = below.bit_length() - 1
+        advice = "pass an int" if found is None else f"take it modulo 2**{bits}"
+        raise _wrong(subject, f"must be an int in [0, 2**{bits})", value, found, advice)
+    return found
 
 
 def number(subject: str, value: Any, least: float = 0.0, *, above: bool = False, advice: str = "") -> float:
     """Return a finite number of at least `least`, or `above` it."""
-    rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
-    return _bounded(subject, value, rule, least, above=above, advice=advice)
+    found = _as_float(value)
+    if found is None or not _is_within(found, least, math.inf, above):
+        rule = f"must be a finite number {'above' if above else 'of at least'} {least:g}"
+        raise _wrong(subject, rule, value, found, advice)
+    return found
 
 
 def seconds(
     subject: str, value: Any, *, above: bool = False, most: float = math.inf, advice: str = ""
 ) -> float:
     """Return a finite number of seconds, of at least 0, or `above` it."""
-    rule = f"must be a finite number of seconds {'above' if above else 'of at least'} 0"
-    return _bounded(subject, value, rule, 0.0, most, above=above, advice=advice)
+    found = _as_float(value)
+    if found is None or not _is_within(found, 0.0, most, above):
+        rule = f"must be a finite number of seconds {'above' if above else 'of at least'} 0"
+        raise _wrong(subject, rule, value, found, advice)
+    return found
 
 
 def timeout(value: Any, default: float) -> float:
@@ -71,43 +73,29 @@ def timeout(value: Any, default: float) -> float:
 
 def fraction(subject: str, value: Any, *, above: bool = False, advice: str = "") -> float:
     """Return a number from 0 to 1; with `above` 0 is none."""
-    rule = f"must be a number in {'(' if above else '['}0, 1]"
-    return _bounded(subject, value, rule, 0.0, 1.0, above=above, advice=advice)
+    found = _as_float(value)
+    if found is None or not _is_within(found, 0.0, 1.0, above):
+        raise _wrong(subject, f"must be a number in {'(' if above else '['}0, 1]", value, found, advice)
+    return found
 
 
 def choice(subject: str, value: Chosen, known: Iterable[Chosen], *, advice: str = "choose one") -> Chosen:
     """Return one of the values that there are."""
     known = list(known)
     if not any(value is one or (type(value) is type(one) and value == one) for one in known):
-        raise ValueError(
-            _message(subject, f"must be one of {', '.join(map(str, known))}", repr(value), advice)
-        )
+        raise _wrong(subject, f"must be one of {', '.join(map(str, known))}", value, value, advice)
     return value
 
 
 def flag(subject: str, value: Any) -> bool:
     """Return True or False, and nothing that only counts as one of them."""
     if not isinstance(value, bool):
-        raise ArgumentError(_message(subject, "must be True or False", repr(value), "pass one of them"))
+        raise _wrong(subject, "must be True or False", value, None, "pass one of them")
     return value
 
 
-def _bounded(subject: str, value: Any, rule: str, least: float, most: float = math.inf, *, above: bool,
-             advice: str) -> float:  # fmt: skip
-    if type(value) is not float and (isinstance(value, bool) or not isinstance(value, Real)):
-        raise ArgumentError(_message(subject, rule, repr(value), advice or "pass a float"))
-    try:
-        found = float(value)
-    except OverflowError:  # an int of 400 digits
-        found = math.inf
-    if not (least <= found <= most and math.isfinite(found)) or (above and found == least):
-        raise ValueError(_message(subject, rule, value, advice))
-    return found
-
-
 def _as_int(value: Any) -> int | None:
-    if type(value) is int:
-        return value
+    """A value as an int, None if it is of another kind."""
     if isinstance(value, bool):
         return None
     try:
@@ -116,5 +104,24 @@ def _as_int(value: Any) -> int | None:
         return None
 
 
-def _message(subject: str, rule: str, value: Any, advice: str) -> str:
-    return f"{subject}: {rule}, got {value}{advice and f'; {advice}'}"
+def _as_float(value: Any) -> float | None:
+    """A value as a float, None if it is of another kind."""
+    if type(value) is float:
+        return value
+    if isinstance(value, bool) or not isinstance(value, Real):
+        return None
+    try:
+        return float(value)
+    except OverflowError:  # an int of 400 digits
+        return math.inf
+
+
+def _is_within(found: float, least: float, most: float, above: bool) -> bool:
+    return found < math.inf and (least < found if above else least <= found) and found <= most
+
+
+def _wrong(subject: str, rule: str, value: Any, found: Any, advice: str) -> ValueError:
+    """The error for a value; `found` is None if it is of another kind."""
+    shown = repr(value) if found is None or isinstance(value, str) else value
+    text = f"{subject}: {rule}, got {shown}{advice and f'; {advice}'}"
+    return ArgumentError(text) if found is None else ValueError(text)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from recollect import _core
-from recollect.memory.geometry import Geometry
+from recollect.memory.rows import Geometry
 
 BYTE = np.dtype(np.uint8)
 Blocks = list[np.ndarray]

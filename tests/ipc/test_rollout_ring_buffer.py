@@ -121,7 +121,7 @@ class TestSlots:
     @pytest.mark.parametrize(
         ("wrong", "text"),
         [
-            ({"num_slots": 1}, "num_slots: must be at least 2"),
+            ({"num_slots": 1}, "num_slots: must be an int of at least 2"),
             ({"policy": "drop"}, "policy"),
             ({"order": "T"}, "order"),
             ({"critic_dim": -1}, "critic_dim"),

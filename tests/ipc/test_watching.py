@@ -12,7 +12,7 @@ from tests.ipc.replay_pipelines.make import buffer
 
 import recollect as rc
 from recollect.ipc.replay_pipelines import CPUPinnedDoubleBufferReplayPipeline
-from recollect.memory import watching
+from recollect.memory import waiting
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -44,7 +44,7 @@ def test_a_look_is_due_ten_times_a_second_though_nobody_has_to_wait(
 ) -> None:
     """Two collectors fill a ring, one is killed: the other one kept it full, and nobody looked."""
     now, looks = [100.0], [0]
-    monkeypatch.setattr(watching, "monotonic", lambda: now[0])
+    monkeypatch.setattr(waiting, "monotonic", lambda: now[0])
 
     def look() -> bool:
         looks[0] += 1
@@ -67,6 +67,6 @@ def test_what_the_look_raises_ends_the_wait() -> None:
 
     with a_ring() as (ring, wait), pytest.MonkeyPatch.context() as patch:
         ring.watch(look)
-        patch.setattr(watching, "LOOK_S", 0.0)
+        patch.setattr(waiting, "LOOK_S", 0.0)
         with pytest.raises(rc.CollectorDiedError):
             wait()

@@ -64,9 +64,9 @@ def test_unknown_key_names_the_nearest(cls: Any, key: str, near: str) -> None:
     [
         (SACConfig, {"batch_size": 0}, "batch_size: must be an int of at least 1, got 0"),
         (SACConfig, {"batch_size": True}, "batch_size"),
-        (SACConfig, {"gamma": 1.5}, r"gamma: must be finite and in \[0, 1\], got 1.5"),
+        (SACConfig, {"gamma": 1.5}, r"gamma: must be a number in \[0, 1\], got 1.5"),
         (SACConfig, {"gamma": float("nan")}, "gamma"),
-        (SACConfig, {"lr": 0}, "lr: must be above 0"),
+        (SACConfig, {"lr": 0}, "lr: must be a finite number above 0"),
         (SACConfig, {"hidden": ()}, "hidden"),
         (SACConfig, {"hidden": (8, 0)}, "hidden"),
         (SACConfig, {"pack": "both"}, "pack: must be one of"),
@@ -83,17 +83,17 @@ def test_unknown_key_names_the_nearest(cls: Any, key: str, near: str) -> None:
           ("updates_per_step", "policy_frequency", "env_steps_per_sync", "replay_buffer_n")),
         *((APPOConfig, {name: 0}, f"{name}: must be an int of at least 1, got 0") for name in
           ("steps_per_env", "staging", "epochs", "minibatches")),
-        *((APPOConfig, {name: x}, f"{name}: must be above 0 and finite") for x in (0.0, float("inf")) for name in
+        *((APPOConfig, {name: x}, f"{name}: must be a finite number above 0") for x in (0.0, float("inf")) for name in
           ("lr", "clip", "rho_bar", "c_bar", "max_grad_norm")),
         (SACConfig, {"learning_starts": -1}, "learning_starts: must be an int of at least 0"),
         (SACConfig, {"tau": -0.1}, "tau"),
-        (SACConfig, {"lr": "fast"}, "lr: must be a number"),
+        (SACConfig, {"lr": "fast"}, "lr: must be a finite number above 0"),
         (SACConfig, {"obs_normalization": 1}, "obs_normalization: must be True or False"),
         (SACConfig, {"save_replay": "yes"}, "save_replay: must be True or False"),
         (SACConfig, {"hidden": (True,)}, "hidden"),
         (APPOConfig, {"gamma": 2}, "gamma"),
         (APPOConfig, {"lam": 1.1}, "lam"),
-        (APPOConfig, {"value_coef": float("inf")}, "value_coef: must be finite"),
+        (APPOConfig, {"value_coef": float("inf")}, "value_coef: must be a finite"),
         (APPOConfig, {"sync_collection": "no"}, "sync_collection"),
         (APPOConfig, {"nan_policy": "ignore"}, "nan_policy"),
     ],

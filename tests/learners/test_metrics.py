@@ -219,5 +219,5 @@ def test_a_logger_that_is_not_installed_is_said_and_leaves_no_file_open(
 
 
 def test_unknown_logger_is_named(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="logger: must be None or one of"):
+    with pytest.raises(ValueError, match="logger: must be one of None, tensorboard"):
         open_sinks(tmp_path, "tensorbord")

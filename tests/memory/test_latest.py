@@ -220,7 +220,7 @@ def test_a_waiter_is_woken_by_a_value() -> None:
         answers: list[Any] = []
         thread = threading.Thread(target=lambda: answers.append((box.wait_newer(0), box.latest(empty()))))
         thread.start()
-        segment = box._open()
+        segment = box.segment()
         while not segment.mapping.wake(256 + 5 * 64):  # it sleeps
             os.sched_yield()
         start = time.monotonic()
@@ -233,7 +233,7 @@ def test_a_value_and_a_close_wake_who_sleeps() -> None:
     """The sleeper here has nothing but the wake-up: it does not look again every 100 ms as a wait does."""
     box, at = make(), 256 + 5 * 64
     for act in (lambda: box.publish(value(3)), box.cleanup):
-        mapping = box._open().mapping
+        mapping = box.segment().mapping
         sleeper = asleep_at(mapping, at)
         act()
         sleeper.join(5)
@@ -253,7 +253,7 @@ def sleeping_in(box: Latest) -> tuple[threading.Thread, list[BaseException]]:
 
     thread = threading.Thread(target=wait)
     thread.start()
-    mapping = box._open().mapping
+    mapping = box.segment().mapping
     while not mapping.wake(256 + 5 * 64):
         os.sched_yield()
     return thread, errors

@@ -8,6 +8,8 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator
 
+import pytest
+
 from recollect import _core
 
 
@@ -36,7 +38,13 @@ def in_child(work: Callable[[], object]) -> None:
     assert not killed_at(-1, work)
 
 
-def steps(limit: int = 2000) -> Iterator[int]:
+EVERY = [
+    3,
+    pytest.param(1, marks=pytest.mark.soak),
+]  # where two may be killed, the suite takes every third step
+
+
+def steps(limit: int = 2000, every: int = 1) -> Iterator[int]:
     """0, 1, 2, …: break when a child came through unharmed."""
-    yield from range(limit)
+    yield from range(0, limit, every)
     raise AssertionError(f"still killed at step {limit}")

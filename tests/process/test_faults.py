@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tests.process.killing import in_child, killed_at, steps
+from tests.process.killing import EVERY, in_child, killed_at, steps
 from tests.timing import Stopwatch
 
 import recollect as rc
@@ -377,13 +377,14 @@ def test_an_unbounded_file_is_repaired_by_whoever_opens_it(name: str, tmp_path: 
     assert step >= 4
 
 
+@pytest.mark.parametrize("every", EVERY)
 @pytest.mark.parametrize("name", ["set several", "remove here and there", "remove near the oldest", "clear"])
-def test_who_repairs_may_be_killed_too(name: str, tmp_path: Path) -> None:
+def test_a_process_that_repairs_may_be_killed_too(name: str, every: int, tmp_path: Path) -> None:
     operation = OPERATIONS[name]
     before = list(range(7))
     repairs = 0
-    for step in steps():
-        for again in steps():
+    for step in steps(every=every):
+        for again in steps(every=every):
             place = Shared(tmp_path, 7)
             killed = killed_at(step, place.in_writer(operation.work))
             repairing = killed_at(again, place.in_writer(lambda b: b[...]))
@@ -394,4 +395,4 @@ def test_who_repairs_may_be_killed_too(name: str, tmp_path: Path) -> None:
                 break
         if not killed:
             break
-    assert repairs > 5
+    assert repairs > 5 // every

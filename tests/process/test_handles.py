@@ -18,7 +18,8 @@ import pytest
 from tests.process.killing import in_child
 
 import recollect as rc
-from recollect.memory import segment as segments
+from recollect.memory import rows as memory_rows
+from recollect.memory.segment import registry
 
 pytestmark = pytest.mark.process
 SPACE = {"id": ((), "int64"), "words": ((3,), "float32")}
@@ -126,7 +127,7 @@ def test_attached_process_outlives_the_owner(tmp_path: Path) -> None:
 
 def handle_of(buffer: rc.ReplayBuffer) -> Any:
     storage: Any = buffer.storage
-    return storage.rows._open().handle()
+    return storage.rows.segment().handle()
 
 
 def test_descriptor_that_was_reused(tmp_path: Path) -> None:
@@ -146,7 +147,7 @@ def test_descriptor_that_was_reused(tmp_path: Path) -> None:
                 else thing.fileno()
             )
             with pytest.raises(rc.AttachError, match="reused"):
-                segments.attach(replace(handle, fd=fd))
+                memory_rows.attach(replace(handle, fd=fd))
         finally:
             for f in fds:
                 os.close(f)
@@ -156,7 +157,7 @@ def test_descriptor_that_was_reused(tmp_path: Path) -> None:
 
 def test_another_layout_is_refused(tmp_path: Path) -> None:
     def attach_wrong(handle: Any) -> None:
-        segments._attached.clear()  # as if this process had never seen it
+        registry.clear()  # as if this process had never seen it
         for field, value in (
             ("row_nbytes", 16),
             ("capacity", 4),
@@ -166,7 +167,7 @@ def test_another_layout_is_refused(tmp_path: Path) -> None:
         ):
             wrong = replace(handle, geometry=replace(handle.geometry, **{field: value}))
             with pytest.raises(rc.AttachError, match=field):
-                segments.attach(wrong)
+                memory_rows.attach(wrong)
 
     with make("shared", tmp_path) as buffer:
         in_child(lambda: attach_wrong(handle_of(buffer)))
@@ -185,9 +186,9 @@ def test_a_damaged_header_is_refused(at: int, data: bytes, text: str, tmp_path: 
         handle = handle_of(buffer)
         rows: Any = buffer.storage
         rows.rows.header.view(at, len(data))[:] = np.frombuffer(data, np.uint8)
-        segments._attached.clear()
+        registry.clear()
         with pytest.raises(rc.AttachError, match=text):
-            segments.attach(handle)
+            memory_rows.attach(handle)
 
 
 def test_a_memory_that_was_cut_is_refused(tmp_path: Path) -> None:
@@ -197,9 +198,9 @@ def test_a_memory_that_was_cut_is_refused(tmp_path: Path) -> None:
         try:
             for nbytes in (100, 4096):
                 os.pwrite(fd, os.pread(handle.fd, nbytes, 0), 0)
-                segments._attached.clear()
+                registry.clear()
                 with pytest.raises(rc.AttachError, match=f"got {nbytes}.*truncated"):
-                    segments.attach(replace(handle, fd=fd))
+                    memory_rows.attach(replace(handle, fd=fd))
         finally:
             os.close(fd)
 

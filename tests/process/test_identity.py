@@ -234,7 +234,7 @@ def test_a_file_that_grows_needs_a_descriptor(tmp_path: Path) -> None:
     code = """
 buffer = rc.ReplayBuffer.create("memmap", ((), "int64"), capacity=None, cache_path=sys.argv[1])
 rows = buffer.inner_storage.rows
-mapping, g, fd = rows.header, rows.geometry, rows._open().fd
+mapping, g, fd = rows.header, rows.geometry, rows.segment().fd
 fill_descriptors()
 say(outcome=outcome(lambda: _core.Rows(mapping, 0, 1, g.row_nbytes, g.tagged, True, False, fd, None)))
 """

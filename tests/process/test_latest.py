@@ -23,13 +23,14 @@ from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect import _core
-from recollect.memory import shared
-from recollect.memory.latest import Latest
+from recollect.memory import segment as segments
+from recollect.memory.latest import Latest, offsets_of
+from recollect.memory.segment import registry
 
 pytestmark = pytest.mark.process
 LONG = 40.0
-STAMPS_AT = shared.WORDS_AT + 64
-HOLD_AT = shared.WORDS_AT + 4 * 64
+STAMPS_AT = segments.WORDS_AT + 64
+HOLD_AT = segments.WORDS_AT + 4 * 64
 WORDS = 4096
 
 
@@ -165,7 +166,7 @@ def test_closing_lets_another_write() -> None:
         in_child(refused)
 
         def work() -> None:
-            shared._attached.clear()
+            registry.clear()
             with Latest.attach(name) as mine:
                 mine.publish(value(2))
             assert mine is not box and box.publish(value(3)) == 3  # of the same process, after close
@@ -273,12 +274,12 @@ def test_a_writer_killed_at_every_step() -> None:
 def test_a_reader_killed_at_every_step(patience: int) -> None:
     """With no patience a reader holds its slot at once: it is killed with the hold, before it and after it."""
     with make() as box:
-        box._native.set_patience(patience)
+        box.native.set_patience(patience)
         left = set()
         for step in steps():
             box.publish(value(step))
             killed = killed_at(step, lambda: read(box))
-            left.add(box._open().mapping.load(HOLD_AT) != 0)
+            left.add(box.segment().mapping.load(HOLD_AT) != 0)
             for n in range(step + 1, step + 6):
                 assert (
                     box.publish(value(n)) and read(box)[1] == n
@@ -286,17 +287,17 @@ def test_a_reader_killed_at_every_step(patience: int) -> None:
             if not killed:
                 assert step >= 2
                 break
-        assert box._open().mapping.load(HOLD_AT) == 0 and left == ({False} if patience else {False, True})
+        assert box.segment().mapping.load(HOLD_AT) == 0 and left == ({False} if patience else {False, True})
         assert (box.stats().steals > 0) is (patience == 0)
 
 
 def test_a_live_readers_hold_is_left_alone() -> None:
     with make() as box:
         box.publish(value(3))
-        mapping = box._open().mapping
+        mapping = box.segment().mapping
         alive = key(os.getppid())
         mapping.store(HOLD_AT, alive | 2)
-        box._native.set_patience(0)
+        box.native.set_patience(0)
         assert read(box) == (1, 3) and mapping.load(HOLD_AT) == alive | 2  # nobody overtook: no need to steal
         del mapping
 
@@ -304,8 +305,8 @@ def test_a_live_readers_hold_is_left_alone() -> None:
 @pytest.mark.parametrize("slot", [0, 1, 2])
 def test_a_dead_readers_hold_stops_nobody(slot: int) -> None:
     with make() as box:
-        mapping = box._open().mapping
-        in_child(lambda: box._open().mapping.store(HOLD_AT, key() | slot + 1))
+        mapping = box.segment().mapping
+        in_child(lambda: box.segment().mapping.store(HOLD_AT, key() | slot + 1))
         hold = mapping.load(HOLD_AT)
         assert hold & 3 == slot + 1
         for n in range(20):
@@ -319,8 +320,8 @@ def test_a_hold_that_was_taken_away_is_noticed() -> None:
     """While a reader copies much, its hold goes and the writer comes round to its slot, to the end of it."""
     sizes, end = [1 << 24, 8], time.monotonic() + 2 * LONG
     with Latest.create(sizes) as box:
-        box._native.set_patience(0)
-        mapping, offsets = box._open().mapping, list(box._offsets[1:])
+        box.native.set_patience(0)
+        mapping, offsets = box.segment().mapping, offsets_of(box.sizes)[1:]
         out: list[Any] = [np.empty(1 << 24, np.uint8), np.empty(1, np.int64)]
         for n in range(1, 4):
             box.publish([np.zeros(1 << 24, np.uint8), np.array([n])])
@@ -334,7 +335,7 @@ def test_a_hold_that_was_taken_away_is_noticed() -> None:
                 pass
             mapping.store(HOLD_AT, 0)
             for version in range(n, n + 3):
-                box._native.publish([np.array([version])], offsets, [8])
+                box.native.publish([np.array([version])], offsets, [8])
             reader.join()
             assert seen == out[1].tolist(), "of another version than it says"
             n += 3
@@ -342,16 +343,16 @@ def test_a_hold_that_was_taken_away_is_noticed() -> None:
 
 def test_neither_a_held_slot_nor_the_latest_is_written() -> None:
     with make() as box:
-        mapping = box._open().mapping
-        data_at = box._open().data_at
+        mapping = box.segment().mapping
+        data_at = box.segment().data_at
         for n in range(5):
             box.publish(value(n))
-        slot = mapping.load(shared.WORDS_AT) & 3
+        slot = mapping.load(segments.WORDS_AT) & 3
         mapping.store(HOLD_AT, os.getpid() << 2 | slot + 1)
         for n in range(5, 20):
-            latest = mapping.load(shared.WORDS_AT) & 3
+            latest = mapping.load(segments.WORDS_AT) & 3
             box.publish(value(n))
-            assert mapping.load(shared.WORDS_AT) & 3 not in (slot, latest)
+            assert mapping.load(segments.WORDS_AT) & 3 not in (slot, latest)
             held = mapping.view(data_at + slot * (8 * WORDS + 4096), 8 * WORDS).view(np.int64)
             assert (held == 4).all() and read(box) == (n + 1, n)
         del held, mapping
@@ -384,11 +385,11 @@ class Later:
 
 
 def load(box: Latest, at: int) -> int:
-    return box._open().mapping.load(at)
+    return box.segment().mapping.load(at)
 
 
 def store(box: Latest, at: int, word: int) -> None:
-    box._open().mapping.store(at, word)
+    box.segment().mapping.store(at, word)
 
 
 @pytest.mark.parametrize("to_the_end", [True, False], ids=["whole", "half written"])
@@ -396,7 +397,7 @@ def store(box: Latest, at: int, word: int) -> None:
 def test_a_reader_notices_that_the_writer_came_round(patience: int, to_the_end: bool) -> None:
     for n in range(100):
         with make() as box:
-            box._native.set_patience(patience)
+            box.native.set_patience(patience)
             box.publish(value(0))
             with at_moment(n, lambda: come_round(box, to_the_end)) as meanwhile:
                 version, found = read(box)
@@ -428,9 +429,9 @@ def test_the_hold_of_a_reader_that_lives_and_does_not_end_is_taken_over() -> Non
 
 def test_a_held_value_is_whole_though_the_writer_stamps_its_slot_for_a_while() -> None:
     with make() as box:
-        box._native.set_patience(0)
+        box.native.set_patience(0)
         box.publish(value(0))
-        at = STAMPS_AT + 64 * (load(box, shared.WORDS_AT) & 3)
+        at = STAMPS_AT + 64 * (load(box, segments.WORDS_AT) & 3)
         stamp = load(box, at)
         with at_every_moment(Later(lambda: store(box, at, load(box, at) ^ 1))):
             assert read(box) == (1, 0)
@@ -439,7 +440,7 @@ def test_a_held_value_is_whole_though_the_writer_stamps_its_slot_for_a_while() -
 
 def test_a_reader_gives_up_no_hold_but_its_own() -> None:
     with make() as box:
-        box._native.set_patience(0)
+        box.native.set_patience(0)
         box.publish(value(0))
         others = key(os.getppid()) | 2
         with at_moment(1, lambda: store(box, HOLD_AT, others)) as meanwhile:
@@ -451,11 +452,11 @@ def test_a_slot_that_is_held_once_it_was_chosen_stays_as_it_was() -> None:
     with make() as box:
         for n in range(3):
             box.publish(value(n))
-        slot = ((load(box, shared.WORDS_AT) & 3) + 1) % 3
+        slot = ((load(box, segments.WORDS_AT) & 3) + 1) % 3
         stamp = load(box, STAMPS_AT + 64 * slot)
         with at_moment(0, lambda: store(box, HOLD_AT, key() | slot + 1)) as meanwhile:
             assert box.publish(value(3)) == 4
-        at = box._open().data_at + slot * (8 * WORDS + 4096)
+        at = box.segment().data_at + slot * (8 * WORDS + 4096)
         assert meanwhile.happened and load(box, at) == 0 and load(box, STAMPS_AT + 64 * slot) == stamp
         assert read(box) == (4, 3)
 
@@ -485,7 +486,7 @@ def read_for_ever(box: Latest, pipe: Any, seconds: float) -> None:
 def full_speed(seconds: float, patience: int) -> None:
     context = multiprocessing.get_context("fork")
     with make() as box:
-        box._native.set_patience(patience)
+        box.native.set_patience(patience)
         stop, stopped = context.Pipe(), []
         writer = context.Process(target=write_for_ever, args=(box, stop[1]))
         writer.start()

@@ -24,8 +24,9 @@ from tests.timing import Stopwatch
 
 import recollect as rc
 from recollect.memory import ring as rings
-from recollect.memory import shared
+from recollect.memory import segment as segments
 from recollect.memory.ring import Ring
+from recollect.memory.segment import registry
 
 pytestmark = pytest.mark.process
 SLOT = {"obs": ((4,), "float32"), "n": ((), "int64")}
@@ -161,8 +162,8 @@ class TestHandles:
             Ring.attach("nonsense")
 
     def test_the_first_difference_is_named(self) -> None:
-        def attach_wrong(name: shared.Name) -> None:
-            shared._attached.clear()
+        def attach_wrong(name: segments.Name) -> None:
+            registry.clear()
             for wrong, said in (
                 (replace(name, schema_hash="0" * 32), "layout hash must be 0000"),
                 (replace(name, kind="latest"), "kind must be ring, found latest"),
@@ -172,11 +173,11 @@ class TestHandles:
                     Ring.attach(str(wrong))
 
         with Ring.create(SLOT, 2) as ring:
-            in_child(lambda: attach_wrong(shared.Name.parse(ring.name, "ring")))
+            in_child(lambda: attach_wrong(segments.Name.parse(ring.name, "ring")))
 
     def test_sealed(self) -> None:
         with Ring.create(SLOT, 2) as ring, pytest.raises(PermissionError):
-            os.ftruncate(ring._open().fd, 0)
+            os.ftruncate(ring.segment().fd, 0)
 
     def test_at_home_it_is_the_same_ring(self) -> None:
         with Ring.create(SLOT, 2) as ring:
@@ -369,7 +370,7 @@ class TestWaits:
         with ring.on_lane(0) as lane:
             put(lane, 1)
             ring.take()
-            mapping, at = ring._open().mapping, shared.WORDS_AT + (200 if who == "writer" else 64)
+            mapping, at = ring.segment().mapping, segments.WORDS_AT + (200 if who == "writer" else 64)
             word = mapping.load(at) & 0xFFFFFFFF  # above it in ring.hpp: who waits
             mapping.store(at, word | (2 if who == "reader of that lane" else 1) << 32)
             sleeper = asleep_at(mapping, at)

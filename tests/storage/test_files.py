@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from tests.storage.disk import file_size
 
 import recollect as rc
 from recollect.batch import CastTransformation
@@ -222,22 +223,19 @@ def test_added_rows_count_for_a_commit_once_written(kind: str, tmp_path: Path) -
             assert ids(reader.get(...)) == [0, 1, 2, 3]
 
 
-@pytest.mark.parametrize(("kind", "part"), [("hdf5", "_write"), ("image", "_encode"), ("parquet", "_add")])
-def test_a_failed_append_leaves_no_row(
-    kind: str, part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*args: Any) -> None:
-        raise OSError(28, "full")
-
-    with make(kind, tmp_path) as buffer:
-        storage: Any = buffer.storage
+@pytest.mark.parametrize("kind", ["image", "parquet"])
+def test_a_failed_append_leaves_no_row(kind: str, tmp_path: Path) -> None:
+    made: Any
+    if kind == "image":
+        made = rc.ImageStorage.create(FRAME, cache_path=tmp_path)
+    else:
+        made = rc.ParquetStorage.create(ROWS, cache_path=tmp_path, piece_size=1)
+    with made as storage:
         storage.append(sample(kind, 0))
         for added in (0, 1):
             storage.extend_length(added)
-            with monkeypatch.context() as patch:
-                patch.setattr(storage, part, fail)
-                with pytest.raises(OSError, match="full"):
-                    storage.append(sample(kind, 1))
+            with file_size(0), pytest.raises(OSError, match="File too large"):
+                storage.append(sample(kind, 1))
             assert len(storage) == 1 + added and storage.stored_length() <= 1
         storage.append(sample(kind, 1))
         assert ids(storage.get(...)) == [0, 1]
@@ -758,27 +756,17 @@ def test_dict_in_files_takes_only_storages_with_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "fails", ["ParquetStorage._add", "VideoStorage._add", "VideoStorage._write_clip", "commit"]
-)
-def test_if_a_child_fails_all_go_back(fails: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    "most", [0, 500, 1000, 1500]
+)  # the clip, the Parquet file or the manifest is refused
+def test_if_a_child_fails_all_go_back(most: int, tmp_path: Path) -> None:
     both: Any = {"obs/image": "video", "*": "parquet"}
     with rc.ReplayBuffer.create(
         "dict", NESTED, both, cache_path=tmp_path, maintain_segment_metadata=True
     ) as buffer:
         buffer.extend(nested(0, 4))
         before = json.loads((tmp_path / "manifest.json").read_text())["commit"]
-
-        def fail(*args: Any) -> None:
-            raise OSError(28, "full")
-
-        with monkeypatch.context() as patch:
-            if fails == "commit":
-                patch.setattr("recollect.storage.filed.commits.write_manifest", fail)
-            else:
-                name, method = fails.split(".")
-                patch.setattr(getattr(rc, name), method, fail)
-            with pytest.raises(OSError, match="full"):
-                buffer.extend(nested(4, 3))
+        with file_size(most), pytest.raises(OSError, match="File too large"):
+            buffer.extend(nested(4, 3))
         assert len(buffer) == 4 and buffer.get_segments() == [(0, 4)] and buffer.open_segment is None
         assert [len(s) for s in buffer.storage.storages] == [4, 4]
         assert ids(buffer[...]) == [0, 1, 2, 3]
@@ -874,16 +862,11 @@ def test_frames_that_the_disk_refuses_are_none_of_the_segment(
     assert {f.suffix for f in (tmp_path / "storage").iterdir()} == {".mkv"}
 
 
-def test_a_failed_segment_end_leaves_it_open(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_segment_end_leaves_it_open(tmp_path: Path) -> None:
     with make("video", tmp_path, maintain_segment_metadata=True) as buffer:
         buffer.append(frames(0, 1)[0])
-        with monkeypatch.context() as patch:
-            patch.setattr(
-                "recollect.storage.filed.video.write_video",
-                lambda *a: (_ for _ in ()).throw(OSError(28, "full")),
-            )
-            with pytest.raises(OSError, match="full"):
-                buffer.mark_segment_end()
+        with file_size(0), pytest.raises(OSError, match="File too large"):
+            buffer.mark_segment_end()
         assert buffer.open_segment == (0, 1) and len(buffer) == 0
         buffer.mark_segment_end()
         assert len(buffer) == 1 and committed(tmp_path) == [0]

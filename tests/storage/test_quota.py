@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import resource
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from tests.storage.disk import file_size
 
 import recollect as rc
 
@@ -24,17 +23,6 @@ def rows(first: int, n: int) -> Any:
     noise = np.random.default_rng(first).standard_normal((n, 64))
     noise[:, 0] = ids
     return {"id": ids, "x": noise}
-
-
-@contextlib.contextmanager
-def file_size(most: int) -> Iterator[None]:
-    """No file of this process may grow beyond this."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (most, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 def found(path: Path) -> list[int]:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 from gymnasium import spaces
+from tests.storage.disk import file_size
 
 import recollect as rc
 from recollect.batch import CastTransformation
@@ -38,10 +39,6 @@ def numbers(data: Any) -> list[int]:
     """The numbers of samples whose parts belong together."""
     assert np.array_equal(data["image"][:, 0, 0, 0], data["id"])
     return [int(i) for i in data["id"]]
-
-
-def fail(*args: Any) -> None:
-    raise OSError(28, "full")
 
 
 # -- settings of `create`
@@ -250,18 +247,16 @@ def test_an_open_segment_of_a_video_below(kind: str, tmp_path: Path) -> None:
         assert found() == [0, 1, 4, 5, 6] and buffer.locate(...).segment.tolist() == ids
 
 
-def test_a_segment_ends_in_all_videos_or_in_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    space: Any = {"a": BOTH["image"], "b": BOTH["image"]}
-    frame = one(3)["image"]
+def test_a_segment_ends_in_all_videos_or_in_none(tmp_path: Path) -> None:
+    space: Any = {"a": BOTH["image"], "b": ((64, 64, 3), "uint8")}
+    large = np.random.default_rng(0).integers(0, 256, (64, 64, 3), np.uint8)
+    sample = {"a": one(3)["image"], "b": large}
     with rc.DictStorage.create(space, {"a": "video", "b": "video"}, cache_path=tmp_path) as storage:
-        storage.append({"a": frame, "b": frame})
-        second: Any = storage.storages[1]
-        with monkeypatch.context() as patch:
-            patch.setattr(second, "_write_clip", fail)
-            with pytest.raises(OSError, match="full"):
-                storage.mark_segment_end()
+        storage.append(sample)
+        with file_size(4096), pytest.raises(OSError, match="File too large"):  # enough for the first
+            storage.mark_segment_end()
         assert not list(tmp_path.rglob("*.mkv")) and storage.has_open_segment and len(storage) == 0
-        storage.append({"a": frame, "b": frame})
+        storage.append(sample)
         storage.mark_segment_end()
         assert [len(s) for s in storage.storages] == [2, 2] and storage.get_segments() == [(0, 2)]
 
@@ -290,17 +285,14 @@ def test_a_dict_of_shared_rows_is_sent_to_other_processes() -> None:
             assert_same(other.get([0, 1]), {"a": np.array([1, 2]), "b": np.array([3, 4])})
 
 
-def test_no_child_commits_before_the_last_has_written(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    space: Any = {"a": ((), "int64"), "b": ((), "int64")}
-    each = {"a": ("parquet", {"piece_size": 1}), "*": "parquet"}
+def test_no_child_commits_before_the_last_has_written(tmp_path: Path) -> None:
+    space: Any = {"a": ((), "int64"), "b": ((4096,), "float64")}
+    each = {"a": ("parquet", {"piece_size": 1}), "*": ("parquet", {"piece_size": 1})}
+    sample = {"a": 1, "b": np.random.default_rng(0).standard_normal(4096)}
     with rc.DictStorage.create(space, each, cache_path=tmp_path) as storage:
         before = json.loads((tmp_path / "manifest.json").read_text())
-        with monkeypatch.context() as patch:
-            patch.setattr(storage.storages[1], "_add", fail)
-            with pytest.raises(OSError, match="full"):
-                storage.append({"a": 1, "b": 1})
+        with file_size(1 << 14), pytest.raises(OSError, match="File too large"):  # enough for the first
+            storage.append(sample)
         assert json.loads((tmp_path / "manifest.json").read_text()) == before
-        storage.append({"a": 1, "b": 1})
+        storage.append(sample)
         assert len(storage) == 1

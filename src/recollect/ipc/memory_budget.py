@@ -18,7 +18,7 @@ from recollect.budget import available_nbytes, human_nbytes
 from recollect.errors import BudgetError
 from recollect.ipc.rollout_ring_buffer import rollout_ring_nbytes
 from recollect.ipc.rollout_slots import plan_slot
-from recollect.memory.geometry import PAGE, page_up
+from recollect.memory.segment import PAGE, page_up
 
 MUTE = "RECOLLECT_SKIP_MEMORY_CHECK"
 _warned: set[str] = set()

@@ -21,10 +21,17 @@ from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError, ContentionError, EmptyError, FormatError, SchemaError
 from recollect.ipc.shared_buffer import NUMPY, SharedBufferBase, check_lane
 from recollect.ipc.transitions import Checker, dtypes_as_text, dtypes_of_text, fields_of, row_layout
-from recollect.memory import segment as segments
-from recollect.memory.geometry import CLOSED_AT, LIMITER_AT, Geometry, check_same
-from recollect.memory.rows import Rows, packed_codec
-from recollect.memory.segment import Handle, Segment
+from recollect.memory import rows as memory_rows
+from recollect.memory.rows import (
+    CLOSED_AT,
+    LIMITER_AT,
+    Geometry,
+    Handle,
+    Rows,
+    RowSegment,
+    check_same,
+    packed_codec,
+)
 from recollect.sampling.stream import IndexStream
 from recollect.spaces import Layout, as_numpy
 from recollect.spaces.tree import brief
@@ -115,7 +122,7 @@ class ReplayBuffer(SharedBufferBase):
         geometry = Geometry(capacity, n_rings, layout.row_nbytes, envs_per_lane > 0, layout.hash)
         stream = IndexStream(seed)
         check_lane(lane, num_lanes)
-        rows = Rows(segments.in_shared(geometry, "capacity"), layout)
+        rows = Rows(memory_rows.in_shared(geometry, "capacity"), layout)
         self._setup(_ring(rows), lane, stream, cast, envs_per_lane)
         self._owner = _core.own_word()
 
@@ -458,7 +465,7 @@ class ReplayBuffer(SharedBufferBase):
             return False
         return True
 
-    def _open(self) -> Segment:
+    def _open(self) -> RowSegment:
         self._rows.check_open()
         return self._segment
 
@@ -487,7 +494,7 @@ def _attach(
     check_lane(lane, handle.geometry.n_lanes // max(1, envs_per_lane))
     buffer = kind.__new__(kind)
     SharedBufferBase.__init__(buffer, handle.geometry.capacity or 0, device)
-    segment = segments.attach(handle)
+    segment = memory_rows.attach(handle)
     check_same(handle.geometry, segment.geometry, f"replay buffer of process {handle.pid}")
     buffer._setup(_ring(Rows(segment, layout)), lane, IndexStream(seed), cast, envs_per_lane)
     return buffer
@@ -518,8 +525,8 @@ def _ring(rows: Rows) -> replay.ReplayBuffer:
     )  # fmt: skip
 
 
-def _segment_of(rows: Rows) -> Segment:
-    return rows._open()  # its header word says for all processes that the owner has closed it
+def _segment_of(rows: Rows) -> RowSegment:
+    return rows.segment()  # its header word says for all processes that the owner has closed it
 
 
 def _checked_size(name: str, n: Any, row_nbytes: int) -> int:

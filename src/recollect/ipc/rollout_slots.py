@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recollect import checks
-from recollect.memory.geometry import page_up
+from recollect.memory.segment import page_up
 from recollect.spaces.dtypes import dtype_from, dtype_name
 
 Array = np.ndarray[Any, Any]

@@ -10,11 +10,9 @@ from typing import Any, Self
 
 from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, PeerDiedError
-from recollect.memory import shared
-from recollect.memory.closed import Closed
-from recollect.memory.geometry import page_up
-from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch, process_watch
+from recollect.memory import segment as segments
+from recollect.memory.segment import CLOSED_AT, WORDS_AT, Closed, SharedSegment, page_up
+from recollect.memory.waiting import LOOK_S, Watch, process_watch
 
 KIND = "latest"
 
@@ -52,7 +50,7 @@ class Latest:
 
     def __init__(self, segment: SharedSegment, deadline: float = 60.0) -> None:
         self._segment: SharedSegment | None = segment.hold(_make_core)
-        self._native: Any = segment.core.share()
+        self.native: Any = segment.core.share()
         self.deadline = checks.seconds("deadline", deadline, most=checks.MOST_S)
         self.sizes: list[int] = list(segment.schema["sizes"])
         self._offsets = offsets_of(self.sizes)
@@ -63,62 +61,62 @@ class Latest:
         """Make one whose values are pieces of these many bytes; `schema` (JSON) is kept for whoever attaches."""
         content = _schema(sizes, schema)
         data_nbytes = 3 * page_up(sum(sizes))
-        return cls(shared.create(KIND, content, _core.LATEST_WORDS_NBYTES, data_nbytes, "Latest"), deadline)
+        return cls(segments.create(KIND, content, _core.LATEST_WORDS_NBYTES, data_nbytes, "Latest"), deadline)
 
     @classmethod
     def attach(cls, name: str, *, deadline: float = 60.0) -> Self:
         """Attach to the one of that `name`, in any process of the same user."""
-        return cls(shared.attach(name, KIND, _core.LATEST_WORDS_NBYTES), deadline)
+        return cls(segments.attach(name, KIND, _core.LATEST_WORDS_NBYTES), deadline)
 
     # -- what it is
 
     @property
     def name(self) -> str:
         """The handle as text."""
-        return self._open().name
+        return self.segment().name
 
     @property
     def schema(self) -> Any:
         """What `create` was given to keep."""
-        return self._open().schema["schema"]
+        return self.segment().schema["schema"]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the segment; untouched pages cost nothing."""
-        return self._open().nbytes
+        return self.segment().nbytes
 
     @property
     def version(self) -> int:
         """The number of values published so far; 0 before the first."""
-        found: int = self._native.version()
+        found: int = self.native.version()
         return found
 
     def stats(self) -> LatestStats:
         """Return a frozen record of what was published, and of this process's reads."""
-        writer = self._native.writer()
+        writer = self.native.writer()
         pid = None if _core.is_dead(writer) else _core.pid_of(writer)
-        return LatestStats(self.version, self.nbytes, pid, *self._native.counts())
+        return LatestStats(self.version, self.nbytes, pid, *self.native.counts())
 
     # -- values
 
     def publish(self, value: list[Any]) -> int:
         """Publish one contiguous array for each piece and return the version; never waits for a reader."""
-        version: int = self._native.publish(value, self._offsets, self.sizes)
+        version: int = self.native.publish(value, self._offsets, self.sizes)
         return version
 
     def latest(self, out: list[Any]) -> int:
         """Copy the newest value into one writable contiguous array for each piece; its version, 0: none yet."""
-        version: int = self._native.read(out, self._offsets, self.sizes)
+        version: int = self.native.read(out, self._offsets, self.sizes)
         return version
 
     def publish_at(self, value: list[Any], offsets: list[int]) -> int:
         """Publish arrays at other places of the slot than the pieces; for values whose size is known late."""
-        version: int = self._native.publish(value, offsets, [x.nbytes for x in value])
+        version: int = self.native.publish(value, offsets, [x.nbytes for x in value])
         return version
 
     def latest_at(self, out: list[Any], offsets: list[int]) -> int:
         """Copy parts of the newest value; the version that all of them are of."""
-        version: int = self._native.read(out, offsets, [x.nbytes for x in out])
+        version: int = self.native.read(out, offsets, [x.nbytes for x in out])
         return version
 
     def wait_newer(self, version: int, timeout: float | None = None) -> bool:
@@ -144,7 +142,7 @@ class Latest:
                 return False
 
     def _wait_once(self, version: int, seconds: float) -> bool:
-        newer: bool = self._native.wait_newer(version, seconds, self._open().owner)
+        newer: bool = self.native.wait_newer(version, seconds, self.segment().owner)
         return newer
 
     def watch(self, look: Callable[[], object] | None) -> None:
@@ -155,14 +153,14 @@ class Latest:
 
     def release_lane(self) -> None:
         """Let another process write; nothing happens if this one does not."""
-        self._native.release()
+        self.native.release()
 
     def close(self) -> None:
         """Detach this object; may be called twice."""
         with interrupts.deferred():
             if self._segment is not None:
                 segment, self._segment = self._segment, None
-                native, self._native = self._native, Closed()
+                native, self.native = self.native, Closed()
                 native.close()  # whoever waits in this object hears of it
                 segment.release()
 
@@ -172,7 +170,8 @@ class Latest:
             self._segment.mark_closed()
         self.close()  # which wakes all who wait
 
-    def _open(self) -> SharedSegment:
+    def segment(self) -> SharedSegment:
+        """The segment that this object maps; ClosedError once it was closed."""
         segment = self._segment
         if segment is None:
             raise ClosedError("this object was closed; open or create it again")
@@ -208,7 +207,7 @@ def _schema(sizes: Sequence[Any], schema: Any) -> dict[str, Any]:
 def latest_nbytes(sizes: Sequence[int], schema: Any = None) -> int:
     """Bytes of the segment that `Latest.create` would make."""
     data_nbytes = 3 * page_up(sum(sizes))
-    return shared.segment_nbytes(_schema(sizes, schema), _core.LATEST_WORDS_NBYTES, data_nbytes)
+    return segments.segment_nbytes(_schema(sizes, schema), _core.LATEST_WORDS_NBYTES, data_nbytes)
 
 
 def offsets_of(sizes: Sequence[int]) -> list[int]:

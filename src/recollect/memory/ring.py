@@ -14,10 +14,9 @@ import numpy as np
 
 from recollect import _core, checks, interrupts
 from recollect.errors import ClosedError, DeadlineError, EmptyError, LaneBusyError, PeerDiedError
-from recollect.memory import shared
-from recollect.memory.closed import Closed
-from recollect.memory.shared import CLOSED_AT, WORDS_AT, SharedSegment
-from recollect.memory.watching import LOOK_S, Watch, process_watch
+from recollect.memory import segment as segments
+from recollect.memory.segment import CLOSED_AT, WORDS_AT, Closed, SharedSegment
+from recollect.memory.waiting import LOOK_S, Watch, process_watch
 from recollect.spaces import Layout, compile_layout
 
 KIND = "ring"
@@ -120,18 +119,18 @@ class Ring:
         checks.choice("policy", policy, POLICIES)
         checks.seconds("deadline", deadline)
         plan = _plan(slot, num_slots, num_lanes, policy, least_nbytes, wake_free, about)
-        ring = cls(shared.create(KIND, *plan, "num_slots"), None, deadline)
+        ring = cls(segments.create(KIND, *plan, "num_slots"), None, deadline)
         ring._is_maker = True
         return ring
 
     @classmethod
     def attach(cls, name: str, *, lane: int | None = None, deadline: float = 60.0) -> Ring:
         """Attach to the ring of that name, from any process of the same user."""
-        return cls(shared.attach(name, KIND), lane, deadline)
+        return cls(segments.attach(name, KIND), lane, deadline)
 
     def on_lane(self, number: int) -> Ring:
         """Return a ring over the same slots that writes to lane `number`."""
-        segment = self._open()
+        segment = self.segment()
         checks.count("lane", number, 0, most=self.num_lanes - 1, advice="create more lanes")
         return type(self)(segment, number, self.deadline)
 
@@ -150,7 +149,7 @@ class Ring:
 
     def claim_slot(self, timeout: float | None = None) -> int:
         """Claim as `claim`, and return the number of the slot."""
-        self._open()
+        self.segment()
         native, end = self.native, self._seconds(timeout)
         slot = BUSY
         while slot == BUSY:
@@ -174,10 +173,10 @@ class Ring:
 
     def commit(self, *info: int) -> bool:
         """Publish the claimed slot with up to 6 numbers beside it; False if it was dropped (`drop_newest`)."""
-        self._open()
+        self.segment()
         outcome = NOTHING if not self._held else self.native.commit(self._lane_now, info)
         if outcome == NOTHING:
-            self._open()  # or there was one, until somebody closed this object
+            self.segment()  # or there was one, until somebody closed this object
             raise EmptyError("commit: a slot must be claimed first, got none; call claim()")
         self._check(outcome, "commit", 1.0)
         self._end_loans()
@@ -185,7 +184,7 @@ class Ring:
 
     def release_lane(self) -> None:
         """Give up the lane of this object; a slot claimed and not committed is free again."""
-        self._open()
+        self.segment()
         self._give_up(self.native)
 
     # -- reading
@@ -203,33 +202,33 @@ class Ring:
 
     def take_slot(self, timeout: float | None = None, lane: int | None = None) -> int:
         """Take as `take`, and return the number of the slot."""
-        self._open()
+        self.segment()
         native, end = self.native, self._seconds(timeout)
         slot = self._waited(partial(native.take, -1 if lane is None else lane), end)
         return self._taken(native, slot, end)
 
     def try_take_slot(self) -> int:
         """Take as `take_slot` if there is a value, else return -1; does not wait."""
-        self._open()
+        self.segment()
         native = self.native
         slot = native.take(-1, 0.0)
         return -1 if slot in (TIMEOUT, PEER_DIED) else self._taken(native, slot, 0.0)
 
     def release(self) -> None:
         """Give the slot that was taken back to its writer; EmptyError if none was."""
-        self._open()
+        self.segment()
         self._release(False)
 
     def skip(self) -> None:
         """Pass over the oldest value unread, counted as skipped; EmptyError if there is none."""
-        self._open()
+        self.segment()
         if self.try_take_slot() < 0:
             raise EmptyError("skip: the ring must hold a value, got none; see available()")
         self._release(True)
 
     def wait(self, timeout: float | None = None, lane: int | None = None) -> bool:
         """Wait until `take` would have a value, as it has while one is taken; False when the time is over."""
-        self._open()
+        self.segment()
         end = self._seconds(timeout)
         if self.native.reading() >= 0:
             return True
@@ -241,7 +240,7 @@ class Ring:
 
     def available(self) -> int:
         """How many values are published and not released, the one being read included."""
-        self._open()
+        self.segment()
         return sum(self.native.available(k) for k in range(self.num_lanes))
 
     def watch(self, look: Callable[[], bool] | None) -> None:
@@ -253,21 +252,21 @@ class Ring:
     @property
     def name(self) -> str:
         """The handle as text: what `attach` takes in another process."""
-        return self._open().name
+        return self.segment().name
 
     @property
     def about(self) -> Any:
         """What `create` was given to keep."""
-        return self._open().schema["about"]
+        return self.segment().schema["about"]
 
     @property
     def nbytes(self) -> int:
         """Bytes of the segment; untouched pages cost nothing."""
-        return self._open().nbytes
+        return self.segment().nbytes
 
     def stats(self) -> RingStats:
         """Return a frozen record of what came in and by which door it left."""
-        self._open()
+        self.segment()
         lanes = tuple(RingLaneStats(**self.native.counters(k)) for k in range(self.num_lanes))
         names = RingLaneStats.__slots__
         return RingStats(**{n: sum(getattr(lane, n) for lane in lanes) for n in names}, lanes=lanes)
@@ -278,7 +277,7 @@ class Ring:
 
     def slot_bytes(self, slot: int) -> Array:
         """The bytes of a slot by number, writable, whoever has it; for code that keeps to the protocol by itself."""
-        segment = self._open()
+        segment = self.segment()
         return segment.mapping.view(segment.data_at + slot * self.slot_nbytes, self.slot_nbytes)
 
     def lend(self, arrays: Iterable[Array]) -> None:
@@ -320,7 +319,8 @@ class Ring:
 
     # -- parts
 
-    def _open(self) -> SharedSegment:
+    def segment(self) -> SharedSegment:
+        """The segment that this object maps; ClosedError once it was closed."""
         segment = self._segment
         if segment is None or self.native.is_closed():
             raise ClosedError("ring: was closed; create or attach it again")
@@ -394,7 +394,7 @@ class Ring:
     def _release(self, skips: bool) -> None:
         outcome = self.native.release(skips)
         if outcome == NOTHING:
-            self._open()  # or there was one, until somebody closed this object
+            self.segment()  # or there was one, until somebody closed this object
             raise EmptyError("release: a value must be taken first, got none; call take()")
         self._check(outcome, "release", 1.0)
 
@@ -437,7 +437,7 @@ def _plan(slot: Any, num_slots: int, num_lanes: int, policy: str, least_nbytes: 
 def ring_nbytes(slot: Any, num_slots: int, num_lanes: int, *, least_nbytes: int = 0,
                 wake_free: int = 1, about: Any = None) -> int:  # fmt: skip
     """Bytes of the segment that `Ring.create` would make."""
-    return shared.segment_nbytes(
+    return segments.segment_nbytes(
         *_plan(slot, num_slots, num_lanes, POLICIES[0], least_nbytes, wake_free, about)
     )
 

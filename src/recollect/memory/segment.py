@@ -1,327 +1,390 @@
-"""A segment: memory of one process, of several (memfd), or of a file, with one way to share it.
+"""Segments: mapped memory that several objects of a process, and several processes, use.
 
-A memfd has no name: the kernel frees it with its last user, whatever that user died of, so nothing can leak. Another
-process of the same user reaches it through a handle, which says whose descriptor to open; the nonce in the header
-tells a descriptor number that was given to another file since.
+Here is what all of them have in common, whole pages, users that are counted and one registry in each process; and the
+segment of any primitive but rows: header, schema block and data in one memfd, and the name that attaches to it.
+
+    header: 256 bytes (what it is, and a word that says whether its owner closed it), then the primitive's own
+        words, rounded up to a page
+    schema: JSON of what the values are, rounded up to a page
+    data: as the primitive says
+
+A memfd has no name in any file system: the kernel frees it with its last user, whatever that user died of. Another
+process of the same user reaches it by a *name*, a line of text that says whose descriptor to open. The nonce in name
+and header tells a descriptor number that was given to another file since.
+
+Two objects of one process that mean the same segment share its native part, hence its locks: they find it in the
+registry by its nonce. The last of its users closes it.
 """
 
 from __future__ import annotations
 
-import errno
+import fcntl
+import json
 import os
 import secrets
+import struct
 import threading
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from hashlib import blake2b
+from typing import Any, TypeVar
+
+import numpy as np
 
 from recollect import _core, interrupts
-from recollect.budget import check_fits, human_nbytes
-from recollect.errors import AttachError, ClosedError, FormatError, LaneBusyError
-from recollect.files import lock_file
-from recollect.memory.closed import Closed
-from recollect.memory.geometry import (
-    CLOSED_AT,
-    LIMITER_CHANGES_AT,
-    Geometry,
-    check_lanes,
-    check_same,
-    page_up,
-    read_header,
-    write_header,
-)
-from recollect.memory.shared import make_memfd, open_memfd
+from recollect.budget import check_fits
+from recollect.errors import AttachError, ClosedError
+
+PAGE = 4096
 
 
-@dataclass(frozen=True, slots=True)
-class Handle:
-    """What another process needs to attach: a descriptor of a live process, or a file, and the nonce inside."""
-
-    pid: int
-    fd: int
-    path: str | None
-    nonce: bytes
-    geometry: Geometry
-    writable: bool
-    n_closed: int = 0  # how often it had been closed for all when its sender opened it
+def page_up(nbytes: int) -> int:
+    """Round up to whole pages."""
+    return -(-nbytes // PAGE) * PAGE
 
 
-class Segment:
-    """A mapped segment and the native rows in it; one per process and nonce, shared by its users.
+class Closed:
+    """Stands in for what was closed: whatever is asked of it raises."""
 
-    Ownership: the kernel's; `release` of the last user unmaps and closes, nothing is ever unlinked. A descriptor
-    that nobody released goes with the last reference. `close_for_all` ends it for every process.
-    Concurrency: `hold` and `release` from any thread.
+    def __getattr__(self, name: str) -> Any:
+        raise ClosedError("this object was closed; open or create it again")
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.called
+
+
+class Mapped:
+    """A mapped segment that several objects of a process use; a subclass says what its end is, in `_end`.
+
+    Ownership: of its descriptor, if it has one, which is closed with the last user, or with the last reference.
+    Concurrency: `release` from any thread.
     """
 
-    def __init__(
-        self,
-        mapping: _core.Mapping,
-        geometry: Geometry,
-        fd: int,
-        nonce: bytes,
-        path: str | None,
-        writable: bool,
-        *,
-        can_repair: bool = True,
-        rows: _core.Rows | None = None,
-        opener: int = 0,
-        n_closed: int = 0,
-    ) -> None:
-        self.mapping, self.geometry, self.nonce, self.path, self.writable = (
-            mapping,
-            geometry,
-            nonce,
-            path,
-            writable,
-        )
-        self.fd = fd
-        self.users = 0
-        self._opener, self._n_closed = opener, n_closed  # a process word: no forked child's
-        self.rows = rows or _core.Rows(
-            mapping,
-            geometry.capacity or 0,
-            geometry.n_lanes,
-            geometry.row_nbytes,
-            geometry.tagged,
-            can_repair,
-            fd < 0,
-            fd if geometry.capacity is None or path is not None else -1,
-            geometry.sections(mapping),
-            path is not None,
-            n_closed,
-        )
-        if rows is None and can_repair and not writable:
-            self.rows.freeze()
-        # Last: until this object is made, the descriptor is closed by who opened it.
-        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
-
-    @property
-    def is_shared(self) -> bool:
-        """True when other processes can attach."""
-        return self.fd >= 0
-
-    def handle(self) -> Handle:
-        """Return what another process needs to attach to this segment."""
-        fd = self.fd
-        if self.rows.is_closed:
-            raise ClosedError("this object was closed; open or create it again")
-        if fd < 0:
-            raise TypeError("this memory belongs to one process; use SharedMemoryStorage to share it")
-        return Handle(os.getpid(), fd, self.path, self.nonce, self.geometry, self.writable, self._n_closed)
-
-    def close_for_all(self) -> None:
-        """In the process that made it or opened its file: end it for every process, and wake who waits in one.
-
-        Any later call raises ClosedError. A file can be opened again.
-        """
-        if self.fd < 0 or not self.writable or self._opener != _core.own_word():
-            return
-        mapping = self.mapping
-        mapping.store(
-            CLOSED_AT, (self._n_closed + 1) % (1 << 32)
-        )  # who waits for rows and is not asleep yet sees the 0
-        mapping.wake(CLOSED_AT + 4)
-        mapping.add(LIMITER_CHANGES_AT, 1)
-        mapping.wake(LIMITER_CHANGES_AT)
-
-    def hold(self) -> Segment:
-        """Count one more user."""
-        with _lock:
-            if self.rows.is_closed:  # found by its handle just before its last user left
-                raise ClosedError("this object was closed; open or create it again")
-            self.users += 1
-        return self
+    nonce: bytes
+    mapping: _core.Mapping
+    fd = -1  # no descriptor, or given up
+    users = 0
+    _close_fd: Callable[[], Any] | None = None
 
     def release(self) -> None:
         """Count one user less; the last one closes."""
-        with _lock:
+        with registry.lock:
             self.users -= 1
             if self.users > 0:
                 return
-            if _attached.get(self.nonce) is self:  # not that of a writer beside this reader
-                del _attached[self.nonce]
-            self.rows.close()
+            registry.drop(self)
+            self._end()
             if self._close_fd is not None:
                 self._close_fd()
                 self.fd = -1
             self.mapping = Closed()  # type: ignore[assignment]  # threads that were about to use it hear of it
 
-
-_ADVICE = "lower capacity, or use MemmapStorage, which may be larger than memory"
-_lock = threading.Lock()
-# A child forked while another thread holds it would wait for that thread, which it does not have.
-os.register_at_fork(before=_lock.acquire, after_in_parent=_lock.release, after_in_child=_lock.release)
-# Two objects of one process that mean the same segment must share its lane locks, hence its native rows.
-_attached: weakref.WeakValueDictionary[bytes, Segment] = weakref.WeakValueDictionary()
+    def _end(self) -> None:
+        """Close the native part."""
+        raise NotImplementedError
 
 
-def in_ram(geometry: Geometry, what: str) -> Segment:
-    """Memory of this process alone."""
-    check_fits(geometry.nbytes, what, _ADVICE)
-    return _fresh(_core.Mapping(-1, 0, geometry.nbytes, True), geometry, -1, None)
+Found = TypeVar("Found", bound=Mapped)
 
 
-@interrupts.undivided  # a descriptor is closed by who opened it or with the segment, and once
-def in_shared(geometry: Geometry, what: str) -> Segment:
-    """Memory that other processes can attach to, freed by the kernel with its last user."""
-    fd = make_memfd(geometry.nbytes, what, _ADVICE)
-    try:
-        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
-    except BaseException:
-        os.close(fd)
-        raise
+class SegmentRegistry:
+    """The segments that this process has open, by nonce.
 
+    Concurrency: any thread; `lock` also guards the counts of users. A forked child finds it free, whatever thread of
+    its parent held it.
+    """
 
-@interrupts.undivided
-def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) -> Segment:
-    """A new file. Its space is taken at once unless `sparse`: a full disk is an error here, not a crash later."""
-    fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
-    try:
-        lock_file(fd, path, shared=True)
-        if sparse:
-            os.ftruncate(fd, geometry.nbytes)
-        else:
-            os.posix_fallocate(fd, 0, geometry.nbytes)
-        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, str(path))
-    except BaseException as error:
-        os.close(fd)
-        path.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
-            raise OSError(
-                errno.ENOSPC,
-                f"{what}: needs {human_nbytes(geometry.nbytes)} of disk, which are not free",
-                str(path),
-            ) from None
-        raise
-
-
-@interrupts.undivided
-def over_file(path: Path, geometry: Geometry) -> Segment:
-    """Rows that lie packed in a file of nothing else, mapped for reading; the rest is memory of this process."""
-    fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        rows = _core.Mapping(fd, 0, geometry.row_nbytes * (geometry.capacity or 0), False)
-    finally:
-        os.close(fd)
-    rest = _core.Mapping(-1, 0, geometry.rows_at, True)
-    nonce = secrets.token_bytes(16)
-    write_header(rest, geometry, nonce)
-    stamps, ids, steps, _ = geometry.sections(rest) or (None,) * 4
-    native = _core.Rows(
-        rest,
-        geometry.capacity or 0,
-        geometry.n_lanes,
-        geometry.row_nbytes,
-        geometry.tagged,
-        True,
-        True,
-        -1,
-        (stamps, ids, steps, (rows, 0)),
-    )
-    return Segment(rest, geometry, -1, nonce, None, False, rows=native)
-
-
-@interrupts.undivided
-def open_file(path: Path, *, writable: bool) -> Segment:
-    """Attach to an existing file. A reader too opens it for writing if it may: to mend what a killed writer left."""
-    try:
-        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        can_repair = True
-    except PermissionError:
-        can_repair = False
-    except OSError as error:
-        if error.errno != errno.EROFS:
-            raise
-        can_repair = False
-    if not can_repair:
-        if writable:
-            raise PermissionError(errno.EACCES, "may not be written; load it with read_only=True", str(path))
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
-    try:
-        if writable:
-            _use(fd, path)
-        return _attach(fd, str(path), writable, None, str(path), can_repair)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _use(fd: int, path: Path) -> None:
-    """Say that this process writes a file: nobody may replace it. FileNotFoundError if somebody has."""
-    if not lock_file(fd, path, shared=True):
-        raise LaneBusyError(f"{path}: is being replaced, got a second writer; load it again later")
-    if not os.fstat(fd).st_nlink:
-        raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-
-
-@interrupts.undivided
-def attach(handle: Handle) -> Segment:
-    """Attach to the segment a handle speaks of; AttachError if it is gone or another."""
-    with _lock:
-        known = _attached.get(handle.nonce)
-    if handle.writable and known is not None and known.fd >= 0:
-        return known
-    what = handle.path if handle.path is not None else f"segment of process {handle.pid}"
-    if handle.path is None:
-        fd = open_memfd(handle.pid, handle.fd, what)
-    else:
-        try:
-            fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError as error:
-            reason = error.strerror
-            raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
-    try:
-        if handle.path is not None and handle.writable:
-            try:
-                _use(fd, Path(handle.path))
-            except FileNotFoundError:
-                raise AttachError(f"{what}: its owner is gone or closed it; create it again") from None
-        return _attach(fd, handle.path, handle.writable, handle, what, True)
-    except BaseException:
-        os.close(fd)
-        raise
-
-
-def _attach(
-    fd: int, path: str | None, writable: bool, handle: Handle | None, what: str, can_repair: bool
-) -> Segment:
-    nbytes = os.fstat(fd).st_size
-    try:
-        if nbytes < page_up(1):
-            raise FormatError(f"{what}: must hold at least a header, got {nbytes} bytes; it is truncated")
-        geometry, nonce = read_header(_core.Mapping(fd, 0, page_up(1), False), what)
-        if nbytes < geometry.nbytes:
-            raise FormatError(f"{what}: must have {geometry.nbytes} bytes, got {nbytes}; it is truncated")
-    except FormatError as error:
-        if handle is None:
-            raise
-        raise AttachError(str(error)) from None
-    if handle is not None:
-        if nonce != handle.nonce:
-            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
-        check_same(handle.geometry, geometry, what)
-    mapping = _core.Mapping(fd, 0, geometry.nbytes, can_repair)
-    check_lanes(mapping, geometry, nbytes, what)
-    opener = _core.own_word() if handle is None else 0
-    n_closed = mapping.load(CLOSED_AT) % (1 << 32) if handle is None else handle.n_closed
-    if not writable:  # its own rows, which refuse to write, even beside a writer of this process
-        return Segment(mapping, geometry, fd, nonce, path, False, can_repair=can_repair, n_closed=n_closed)
-    with _lock:
-        known = _attached.get(nonce)
-        if known is not None and known.fd >= 0:
-            os.close(fd)
-            return known
-        segment = _attached[nonce] = Segment(
-            mapping, geometry, fd, nonce, path, True, opener=opener, n_closed=n_closed
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self._segments: weakref.WeakValueDictionary[bytes, Any] = weakref.WeakValueDictionary()
+        # A child forked while another thread holds it would wait for that thread, which it does not have.
+        os.register_at_fork(
+            before=self.lock.acquire, after_in_parent=self.lock.release, after_in_child=self.lock.release
         )
+
+    def find(self, nonce: bytes) -> Any:
+        """The segment of a nonce whose descriptor is open, or None."""
+        with self.lock:
+            return self._found(nonce)
+
+    def find_or_add(self, nonce: bytes, make: Callable[[], Found]) -> Found:
+        """The segment of a nonce, or the one that is made now: another thread may have been first."""
+        with self.lock:
+            found: Found | None = self._found(nonce)
+            if found is None:
+                found = self._segments[nonce] = make()
+            return found
+
+    def add(self, segment: Mapped) -> None:
+        """Take up a new segment."""
+        with self.lock:
+            self._segments[segment.nonce] = segment
+
+    def drop(self, segment: Mapped) -> None:
+        """Forget a segment that is about to be closed; the lock is held. Not that of a writer beside a reader."""
+        if self._segments.get(segment.nonce) is segment:
+            del self._segments[segment.nonce]
+
+    def clear(self) -> None:
+        """Forget all, as in a process that has opened none."""
+        with self.lock:
+            self._segments.clear()
+
+    def _found(self, nonce: bytes) -> Any:
+        found = self._segments.get(nonce)
+        return found if found is not None and found.fd >= 0 else None
+
+
+registry = SegmentRegistry()
+
+
+# -- the segment of a primitive, and its name
+
+
+MAGIC = b"RECOLSHM"
+VERSION = 1
+CLOSED_AT = 128  # a word: not 0 once the owner has closed the segment for everybody
+WORDS_AT = 256
+_PREFIX = "recollect"
+# magic, version, kind, schema hash, nonce, bytes of words, schema and data, process that made it, crc32c
+_HEADER = struct.Struct("<8sI12s32s16sQQQQI")
+_CRC_AT = _HEADER.size - 4
+
+
+def schema_text(schema: Any) -> str:
+    """The one JSON text of a schema."""
+    return json.dumps(schema, separators=(",", ":"), ensure_ascii=True)
+
+
+def segment_nbytes(schema: Any, words_nbytes: int, data_nbytes: int) -> int:
+    """Bytes of the segment that `create` would make."""
+    return page_up(WORDS_AT + words_nbytes) + page_up(len(schema_text(schema))) + page_up(data_nbytes)
+
+
+@dataclass(frozen=True, slots=True)
+class Name:
+    """What another process needs to attach, as one line of text."""
+
+    kind: str
+    pid: int
+    fd: int
+    nonce: bytes
+    schema_hash: str
+
+    def __str__(self) -> str:
+        return f"{_PREFIX}-{self.kind}-{self.pid}-{self.fd}-{self.nonce.hex()}-{self.schema_hash}"
+
+    @staticmethod
+    def parse(text: Any, kind: str) -> Name:
+        """Read a name; AttachError if it is none, or one of another kind of object."""
+        parts = text.split("-") if isinstance(text, str) else []
+        try:
+            prefix, found, pid, fd, nonce, schema_hash = parts
+            name = Name(found, int(pid), int(fd), bytes.fromhex(nonce), schema_hash)
+        except ValueError:
+            prefix = ""
+        if prefix != _PREFIX:
+            raise AttachError(f"name: must be the `name` of a shared object, got {text!r}; pass it unchanged")
+        if name.kind != kind:
+            raise AttachError(
+                f"name: kind must be {kind}, found {name.kind}; pass the name of such an object"
+            )
+        return name
+
+
+class SharedSegment(Mapped):
+    """One mapped segment of any primitive; one per process and nonce, shared by its users.
+
+    `core` is the primitive's native object in it, made once in each process, so that all its threads share one lock.
+
+    Ownership: the kernel's. `release` of the last user unmaps and closes; a descriptor that nobody released goes with
+    the last reference. `mark_closed` ends it for every process.
+    Concurrency: from any thread.
+    """
+
+    def __init__(self, fd: int, header: _Header, mapping: _core.Mapping, schema: Any) -> None:
+        self.fd, self.mapping, self.schema = fd, mapping, schema
+        self.kind, self.nonce, self.schema_hash = header.kind, header.nonce, header.schema_hash
+        self.owner, self.data_nbytes = header.owner, header.data_nbytes
+        self.data_at, self.nbytes = header.data_at, header.nbytes
+        self.core: Any = None
+        self._close_fd = weakref.finalize(self, os.close, fd)
+
+    @property
+    def name(self) -> str:
+        """The line of text by which any process of this user attaches, as long as this one lives."""
+        fd = self.fd
+        if fd < 0:
+            raise ClosedError("this object was closed; open or create it again")
+        return str(Name(self.kind, os.getpid(), fd, self.nonce, self.schema_hash))
+
+    @property
+    def is_owner(self) -> bool:
+        """Whether this process made it (a forked child did not)."""
+        return self.owner == _core.own_word()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether its owner has closed it for everybody."""
+        return self.mapping.load(CLOSED_AT) != 0
+
+    def mark_closed(self, futexes: Sequence[int] = ()) -> None:
+        """Close it for every process and wake who sleeps on these words (offsets of 8 aligned bytes)."""
+        self.mapping.store(CLOSED_AT, 1)
+        for at in futexes:
+            self.mapping.add(at, 1)
+            self.mapping.wake(at)
+
+    def hold(self, make_core: Callable[[SharedSegment], Any]) -> SharedSegment:
+        """Count one more user; the first one makes the native object."""
+        with registry.lock:
+            if self.fd < 0:  # found by name just before its last user left
+                raise ClosedError("this object was closed; open or create it again")
+            if self.core is None:
+                self.core = make_core(self)
+            self.users += 1
+        return self
+
+    def _end(self) -> None:
+        self.core.close()
+
+
+@dataclass(frozen=True, slots=True)
+class _Header:
+    kind: str
+    schema_hash: str
+    nonce: bytes
+    words_nbytes: int
+    schema_nbytes: int
+    data_nbytes: int
+    owner: int
+
+    @property
+    def schema_at(self) -> int:
+        return page_up(WORDS_AT + self.words_nbytes)
+
+    @property
+    def data_at(self) -> int:
+        return self.schema_at + page_up(self.schema_nbytes)
+
+    @property
+    def nbytes(self) -> int:
+        return self.data_at + page_up(self.data_nbytes)
+
+    def pack(self) -> bytes:
+        packed = _HEADER.pack(
+            MAGIC, VERSION, self.kind.encode(), self.schema_hash.encode(), self.nonce, self.words_nbytes,
+            self.schema_nbytes, self.data_nbytes, self.owner, 0,
+        )  # fmt: skip
+        return packed[:_CRC_AT] + struct.pack("<I", _core.crc32c(packed[:_CRC_AT]))
+
+    @staticmethod
+    def unpack(packed: bytes, what: str) -> _Header:
+        magic, version, kind, schema_hash, nonce, words, schema, data, owner, crc = _HEADER.unpack(packed)
+        if magic != MAGIC:
+            raise AttachError(f"{what}: magic must be {MAGIC!r}, found {magic!r}; it is another object")
+        if version != VERSION:
+            raise AttachError(
+                f"{what}: version must be {VERSION}, found {version}; use one release everywhere"
+            )
+        if crc != _core.crc32c(packed[:_CRC_AT]):
+            raise AttachError(f"{what}: the checksum of its header does not match; it is damaged")
+        kind, schema_hash = (
+            kind.rstrip(b"\0").decode("ascii", "replace"),
+            schema_hash.decode("ascii", "replace"),
+        )
+        return _Header(kind, schema_hash, nonce, words, schema, data, owner)
+
+
+def make_memfd(nbytes: int, what: str, advice: str = "make it smaller") -> int:
+    """Return the descriptor of new memory, sealed against resizing; BudgetError if there is not enough."""
+    check_fits(nbytes, what, advice)
+    fd = os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, nbytes)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_memfd(pid: int, fd: int, what: str) -> int:
+    """Return an own descriptor of another process's memory; AttachError if it is gone or is something else."""
+    target = f"/proc/{pid}/fd/{fd}"
+    try:
+        if not os.readlink(target).startswith(f"/memfd:{_PREFIX}"):
+            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+        return os.open(target, os.O_RDWR | os.O_CLOEXEC)
+    except OSError as error:
+        reason = error.strerror
+        raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
+
+
+@interrupts.undivided
+def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: str) -> SharedSegment:
+    """Make a segment, sealed against resizing; BudgetError before anything is allocated if it cannot fit."""
+    text = schema_text(schema).encode()
+    header = _Header(
+        kind, _hash(text), secrets.token_bytes(16), words_nbytes, len(text), data_nbytes,
+        _core.own_word(),
+    )  # fmt: skip
+    fd = make_memfd(header.nbytes, what)
+    try:
+        mapping = _core.Mapping(fd, 0, header.nbytes, True)
+        mapping.view(header.schema_at, len(text))[:] = np.frombuffer(text, np.uint8)
+        mapping.view(0, _HEADER.size)[:] = np.frombuffer(header.pack(), np.uint8)
+        segment = SharedSegment(fd, header, mapping, schema)
+    except BaseException:
+        os.close(fd)
+        raise
+    registry.add(segment)
     return segment
 
 
-def _fresh(mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None) -> Segment:
-    nonce = secrets.token_bytes(16)
-    write_header(mapping, geometry, nonce)
-    segment = Segment(mapping, geometry, fd, nonce, path, True, opener=_core.own_word())
-    with _lock:
-        _attached[nonce] = segment
-    return segment
+@interrupts.undivided
+def attach(text: str, kind: str, words_nbytes: int | None = None) -> SharedSegment:
+    """Attach by name; AttachError names the first difference, or says that the owner is gone.
+
+    `words_nbytes` None: how many there are follows from the schema, whose hash is compared.
+    """
+    name = Name.parse(text, kind)
+    what = f"{kind} of process {name.pid}"
+    known: SharedSegment | None = registry.find(name.nonce)
+    if known is not None:
+        return known
+    fd = open_memfd(name.pid, name.fd, what)
+    try:
+        segment = _read(fd, name, words_nbytes, what)
+    except BaseException:
+        os.close(fd)
+        raise
+    # If another thread was first, ours closes its descriptor when it is dropped.
+    return registry.find_or_add(name.nonce, lambda: segment)
+
+
+def _read(fd: int, name: Name, words_nbytes: int | None, what: str) -> SharedSegment:
+    nbytes = os.fstat(fd).st_size
+    if nbytes < PAGE:
+        raise AttachError(f"{what}: size must be at least {PAGE}, found {nbytes}; it is another object")
+    header = _Header.unpack(_core.Mapping(fd, 0, PAGE, False).view(0, _HEADER.size).tobytes(), what)
+    if header.nonce != name.nonce:
+        raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
+    n_words = header.words_nbytes if words_nbytes is None else words_nbytes
+    wanted = (name.kind, name.schema_hash, n_words, header.nbytes)
+    found = (header.kind, header.schema_hash, header.words_nbytes, nbytes)
+    for label, mine, theirs in zip(("kind", "layout hash", "words", "size"), wanted, found):
+        if mine != theirs:
+            raise AttachError(
+                f"{what}: {label} must be {mine}, found {theirs}; attach with what it was made with"
+            )
+    mapping = _core.Mapping(fd, 0, nbytes, True)
+    text = mapping.view(header.schema_at, header.schema_nbytes).tobytes()
+    if _hash(text) != header.schema_hash:
+        raise AttachError(f"{what}: its schema does not have the hash {header.schema_hash}; it is damaged")
+    return SharedSegment(fd, header, mapping, json.loads(text))
+
+
+def _hash(text: bytes) -> str:
+    return blake2b(text, digest_size=16).hexdigest()

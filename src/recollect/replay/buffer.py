@@ -17,7 +17,7 @@ from recollect.batch.location import Bools, Ints, Location
 from recollect.batch.structure import select
 from recollect.errors import ClosedError, ContentionError, ReadOnlyError, class_name
 from recollect.indexing import normalize, positions
-from recollect.memory.closed import Closed
+from recollect.memory.segment import Closed
 from recollect.replay import snapshot
 from recollect.replay.engines import make_engine
 from recollect.replay.engines.base import REFUSED, Keys, Segments, n_offered, writers

@@ -18,8 +18,8 @@ from typing import Any, Self
 
 from recollect import _core, checks
 from recollect.errors import AttachError, DeadlineError
-from recollect.memory.closed import Closed
-from recollect.memory.watching import LOOK_S, Watch
+from recollect.memory.segment import Closed
+from recollect.memory.waiting import LOOK_S, Watch
 
 _SAMPLES, _ADMITTED, _BEFORE, _CHANGES, _WAITERS, _READY = range(0, 48, 8)
 _QUIET_S = 1.0  # how long nothing may change before a waiter asks whether a writer died half way

@@ -22,7 +22,7 @@ from recollect.ipc.replay_pipelines.reports import PipelineStats, PipelineTrace,
 from recollect.ipc.replay_pipelines.slots import RING_DEPTH, SLICE_S, STOP_AT, PackSlots
 from recollect.ipc.replay_pipelines.transfer import TransferBackend, make_transfer
 from recollect.ipc.transitions import fields_of
-from recollect.memory.watching import Watch
+from recollect.memory.waiting import Watch
 
 __all__ = ["CPUPinnedDoubleBufferReplayPipeline", "make_collector_pack", "serve_pack_requests"]
 _GRACE_S = 0.25  # a tick that ends at its own deadline says so itself, before who waits for it gives up

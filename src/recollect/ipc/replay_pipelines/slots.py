@@ -23,9 +23,8 @@ import numpy as np
 
 from recollect import _core, checks, interrupts
 from recollect.errors import AttachError, ClosedError, LaneBusyError
-from recollect.memory import shared
-from recollect.memory.geometry import page_up
-from recollect.memory.shared import WORDS_AT, SharedSegment
+from recollect.memory import segment as segments
+from recollect.memory.segment import WORDS_AT, SharedSegment, page_up
 from recollect.text import told_briefly
 
 KIND = "slots"
@@ -88,7 +87,7 @@ class PackSlots:
         checks.count("row_bytes", row_bytes)
         stride = page_up(sample_count * row_bytes)
         schema = [int(sample_count), int(row_bytes)]
-        self._setup(shared.create(KIND, schema, _WORDS_NBYTES, RING_DEPTH * stride, "sample_count"))
+        self._setup(segments.create(KIND, schema, _WORDS_NBYTES, RING_DEPTH * stride, "sample_count"))
 
     def _setup(self, segment: SharedSegment) -> None:
         self.segment: SharedSegment | None = segment.hold(lambda _: _Nothing())
@@ -318,5 +317,5 @@ class _Nothing:
 
 def _attach(name: str) -> PackSlots:
     slots = PackSlots.__new__(PackSlots)
-    slots._setup(shared.attach(name, KIND, _WORDS_NBYTES))
+    slots._setup(segments.attach(name, KIND, _WORDS_NBYTES))
     return slots

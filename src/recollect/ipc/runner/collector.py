@@ -16,7 +16,7 @@ from recollect import _core, checks, interrupts
 from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.runner.control import Control, Counters, Permit
-from recollect.memory.watching import watched_process
+from recollect.memory.waiting import watched_process
 
 ORPHAN_GRACE_S = 5.0  # a collector without a learner has this long to end by itself
 

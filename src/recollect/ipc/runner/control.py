@@ -11,10 +11,9 @@ import numpy as np
 
 from recollect.errors import ClosedError, DeadlineError
 from recollect.ipc.mailbox import Mailbox
-from recollect.memory import shared
-from recollect.memory.closed import Closed
+from recollect.memory import segment as segments
 from recollect.memory.latest import Latest
-from recollect.memory.shared import WORDS_AT, SharedSegment
+from recollect.memory.segment import WORDS_AT, Closed, SharedSegment
 from recollect.text import safe
 
 KIND = "runner"
@@ -52,11 +51,11 @@ class Control:
     @classmethod
     def create(cls, n_lanes: int) -> Control:
         schema, nbytes = {"n_lanes": n_lanes}, 2 * _LINE * (1 + n_lanes)
-        return cls(shared.create(KIND, schema, nbytes, 0, "collectors"))
+        return cls(segments.create(KIND, schema, nbytes, 0, "collectors"))
 
     @classmethod
     def attach(cls, name: str) -> Control:
-        return cls(shared.attach(name, KIND))
+        return cls(segments.attach(name, KIND))
 
     @property
     def name(self) -> str:

@@ -14,8 +14,7 @@ from recollect.batch.base import BatchBase
 from recollect.batch.boundaries import Ask, Boundaries, Found, RowBoundaries
 from recollect.batch.structure import select
 from recollect.errors import ClosedError, LaneBusyError, SegmentOpenError
-from recollect.memory.geometry import LIMITER_AT
-from recollect.memory.rows import packed_codec
+from recollect.memory.rows import LIMITER_AT, packed_codec
 from recollect.replay.engines.base import OPEN, Engine, Ints, Keys, Segments, check_adoption, checked_ends
 from recollect.storage.dump import DumpWriter
 from recollect.storage.rows.base import RowStorage, encode_at

@@ -85,6 +85,7 @@ def _beside_writers(rows: Rows, copy: Callable[[list[Any]], Copied]) -> tuple[Co
     for _ in range(_TRIES):
         rows.native.count()  # waits until no change in place is under way, and ends that of a dead writer
         before = rows.native.windows()
+        _core.fault_point()
         try:
             copied = copy(before)
         except (
@@ -179,7 +180,9 @@ def _all_segments(rows: Rows) -> list[Found] | None:
     """
     if not rows.geometry.tagged:
         return None
+    _core.fault_point()
     found = {s[0]: s for k in range(rows.geometry.n_lanes) if (s := _open_segment(rows, k)) is not None}
+    _core.fault_point()
     ids, lanes, _, lengths, firsts, steps = (a.tolist() for a in rows.native.segments())
     for segment in zip(ids, lanes, firsts, lengths, steps, [0] * len(ids)):
         found[segment[0]] = segment
@@ -193,6 +196,7 @@ def _open_segment(rows: Rows, lane: int) -> Found | None:
     """
     while (found := rows.native.open_segment(lane)) is not None:
         start, end, ident = found
+        _core.fault_point()
         try:
             row, _, segment, step = rows.native.locate(np.array([start, end - 1]))
         except IndexError:  # samples were removed since; the caller will notice
@@ -222,6 +226,7 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
         # Every row that is shown has a stamp; rows of no bytes have nothing else that says how many there are.
         n_rows = min(sizes[1] // 8, sizes[0] // layout.row_nbytes if layout.row_nbytes else sizes[1] // 8)
         _check_windows(path, windows, capacity, n_rows)  # before a file of holes is read whole
+        _core.fault_point()
         check_files(path, manifest, verify=verify, read_whole=others)
         held = capacity or max(windows[0].count + windows[0].offset, 1)
         tagged = segments is not None or has_orders(manifest)
@@ -230,7 +235,9 @@ def open_rows(path: Path, manifest: dict[str, Any], layout: Layout, *, verify: b
         rows = Rows.in_mapped_file(path / STORAGE / f"rows-{commit}.bin", layout, held, len(windows), tagged)
     try:
         with _gone_in(path), damage_in(path / MANIFEST):
+            _core.fault_point()
             _set_stamps(rows, path / STORAGE / f"stamps-{commit}.bin", held)
+            _core.fault_point()
             _set_windows(rows, windows)
             _set_segments(rows, segments, manifest.get("segment_counter", 0))
             if has_orders(manifest):
@@ -282,6 +289,7 @@ def copy_rows(source: Rows, target: Rows) -> None:
         for first, last, block in _blocks(source, ranges):
             target.native.overwrite_rows(codec, np.arange(first, last), [block])
             target.native.set_generations(first, source.native.generations(first, last - first))
+        _core.fault_point()
         if source.geometry.tagged:
             _copy_tags(source, target, source.geometry.capacity or top)
 

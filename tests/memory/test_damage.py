@@ -22,7 +22,7 @@ from recollect.ipc import SharedObsNormStats
 from recollect.ipc.replay_pipelines.slots import PackSlots
 from recollect.memory.latest import Latest
 from recollect.memory.rows import Rows
-from recollect.memory.shared import WORDS_AT
+from recollect.memory.segment import WORDS_AT
 from recollect.spaces import compile_layout
 
 LAYOUT = compile_layout({"x": ((2,), "int64")})
@@ -140,7 +140,7 @@ def test_a_process_that_overwrites_shared_rows_crashes_no_other(n: int, tagged: 
 def test_a_process_that_overwrites_a_mailbox_crashes_no_other(n: int) -> None:
     def beside() -> None:
         box, got = Latest.create([4096]), np.zeros(512)
-        mapping = box._segment.mapping  # type: ignore[union-attr]
+        mapping = box.segment().mapping
 
         def work() -> None:
             for _ in range(n):
