@@ -59,8 +59,8 @@ def test_one_that_comes_in_time_watches_the_learner_by_two_descriptors(
     here, there = Pipe(duplex=False)
     joined = collector._joined(job(control.name, learner=collector._core.process_word(os.getpid())), here)
     assert joined is not None
-    ((fds, _, stop_at, wake_at, grace_s),) = watched
-    assert fds[0] == here.fileno() and len(fds) == 2
+    ((fds, looked_at, _, stop_at, wake_at, grace_s),) = watched
+    assert fds[0] == here.fileno() and len(fds) == 2 and not looked_at
     assert (stop_at, wake_at, grace_s) == (control.stop_at, control.wake_at, 5.0)
     os.close(fds[1])
     joined.close()

@@ -19,12 +19,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.means import needs_linux
 from tests.timing import Stopwatch
 
 from recollect.errors import DeadlineError, PeerDiedError
 from recollect.remote import Carrier, LocalCarrier, TorchCarrier, launch
 from recollect.remote.backends import carrier_of
 from recollect.remote.carriers import local, torch
+from recollect.system import sockets
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -222,6 +224,7 @@ def test_another_user_cannot_keep_an_end_from_opening() -> None:
             one.close()
 
 
+@needs_linux
 def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever connects is of this user; so this end is made to think that it is another's."""
     a, b = ends
@@ -229,6 +232,7 @@ def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: 
     b.alive()
     other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1, "getpid": lambda: -1})
     monkeypatch.setattr(local, "os", other)
+    monkeypatch.setattr(sockets, "os", other)
     with socket.socket(socket.AF_UNIX) as rogue:
         rogue.settimeout(SOON)
         rogue.connect(a._addresses(0)[0])
@@ -238,7 +242,7 @@ def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: 
     with pytest.raises(PermissionError, match="must be of user"):
         near, far = socket.socketpair(socket.AF_UNIX)
         with near, far:
-            local._check_same_user(near)
+            local.peer_of(near)
     assert a._link_to(1) is None and a.alive() == {0}
     monkeypatch.undo()
 

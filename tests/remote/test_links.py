@@ -895,7 +895,7 @@ def test_two_threads_that_speak_to_a_peer_first_share_one_connection(
         return connected(dest)
 
     monkeypatch.setattr(alone, "_connected", slow)
-    monkeypatch.setattr(local, "_check_same_user", lambda sock: -1)
+    monkeypatch.setattr(local, "peer_of", lambda sock: -1)
     with ThreadPoolExecutor() as pool:
         for sending in [pool.submit(alone.send, 1, 0, [b"x"], SOON) for _ in range(2)]:
             sending.result(SOON)

@@ -125,8 +125,8 @@ def test_what_is_in_the_socket_is_read_before_a_runner_is_buried(monkeypatch: py
         runner = ProcessRunner(pool, 0)  # type: ignore[arg-type]
         monkeypatch.setattr(runner, "kill", lambda: None)
         runner.process = SimpleNamespace(pid=0, wait=lambda: 0)  # type: ignore[assignment]
-        runner._pidfd, dies = os.pipe()
-        loop.add_reader(runner._pidfd, runner._died)
+        runner._end, dies = os.pipe()
+        loop.add_reader(runner._end, runner._died)
         ours, theirs = socket.socketpair()
         made: Any = await loop.create_connection(lambda: Link(heard.append, loop.create_future()), sock=ours)
         runner.transport = made[0]

@@ -31,6 +31,7 @@ from recollect.memory.ring import checked_seconds
 from recollect.replay import ReplayBuffer
 from recollect.replay.engine import RowsEngine
 from recollect.sampling.stream import mix
+from recollect.system.processes import usable_cores
 
 __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
 START_METHODS = ("spawn", "forkserver")
@@ -364,7 +365,7 @@ class AsyncRunner(ABC):
         """Collectors have their threads; the learner's torch gets the other cores."""
         torch: Any = sys.modules.get("torch")
         if torch is not None:
-            cores = len(os.sched_getaffinity(0)) - self.num_collectors * self.collector_threads
+            cores = usable_cores() - self.num_collectors * self.collector_threads
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(max(1, cores))
 

@@ -1,8 +1,7 @@
-"""A segment: memory of one process, of several (memfd), or of a file, with one way to share it.
+"""A segment: memory of one process, of several (`descriptor`), or of a file, with one way to share it.
 
-A memfd has no name: the kernel frees it with its last user, whatever that user died of, so nothing can leak. Another
-process of the same user reaches it through a handle, which says whose descriptor to open; the nonce in the header
-tells a descriptor number that was given to another file since.
+Another process of the same user reaches shared memory through a handle, which says whose descriptor to open; the nonce
+in the header tells a descriptor number that was given to another file since.
 """
 
 from __future__ import annotations
@@ -20,6 +19,7 @@ from recollect.budget import check_fits, human_nbytes
 from recollect.errors import AttachError, ClosedError, FormatError, LaneBusyError
 from recollect.files import lock_file
 from recollect.memory.closed import Closed
+from recollect.memory.descriptor import close_memory, make_memory, open_memory
 from recollect.memory.geometry import (
     CLOSED_AT,
     LIMITER_CHANGES_AT,
@@ -30,7 +30,6 @@ from recollect.memory.geometry import (
     read_header,
     write_header,
 )
-from recollect.memory.shared import make_memfd, open_memfd
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +93,7 @@ class Segment:
         if rows is None and can_repair and not writable:
             self.rows.freeze()
         # Last: until this object is made, the descriptor is closed by who opened it.
-        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+        self._close_fd = weakref.finalize(self, close_memory, fd) if fd >= 0 else None
 
     @property
     def is_shared(self) -> bool:
@@ -165,11 +164,12 @@ def in_ram(geometry: Geometry, what: str) -> Segment:
 @interrupts.undivided  # a descriptor is closed by who opened it or with the segment, and once
 def in_shared(geometry: Geometry, what: str) -> Segment:
     """Memory that other processes can attach to, freed by the kernel with its last user."""
-    fd = make_memfd(geometry.nbytes, what, _ADVICE)
+    nonce = secrets.token_bytes(16)
+    fd = make_memory(geometry.nbytes, nonce, what, _ADVICE)
     try:
-        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
+        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None, nonce)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
 
 
@@ -182,7 +182,7 @@ def in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False) 
         if sparse:
             os.ftruncate(fd, geometry.nbytes)
         else:
-            os.posix_fallocate(fd, 0, geometry.nbytes)
+            _core.reserve_file(fd, 0, geometry.nbytes)
         return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, str(path))
     except BaseException as error:
         os.close(fd)
@@ -264,7 +264,7 @@ def attach(handle: Handle) -> Segment:
         return known
     what = handle.path if handle.path is not None else f"segment of process {handle.pid}"
     if handle.path is None:
-        fd = open_memfd(handle.pid, handle.fd, what)
+        fd = open_memory(handle.pid, handle.fd, handle.nonce, what)
     else:
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
@@ -279,7 +279,7 @@ def attach(handle: Handle) -> Segment:
                 raise AttachError(f"{what}: its owner is gone or closed it; create it again") from None
         return _attach(fd, handle.path, handle.writable, handle, what, True)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
 
 
@@ -310,7 +310,7 @@ def _attach(
     with _lock:
         known = _attached.get(nonce)
         if known is not None and known.fd >= 0:
-            os.close(fd)
+            close_memory(fd)
             return known
         segment = _attached[nonce] = Segment(
             mapping, geometry, fd, nonce, path, True, opener=opener, n_closed=n_closed
@@ -318,8 +318,10 @@ def _attach(
     return segment
 
 
-def _fresh(mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None) -> Segment:
-    nonce = secrets.token_bytes(16)
+def _fresh(
+    mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None, nonce: bytes | None = None
+) -> Segment:
+    nonce = nonce or secrets.token_bytes(16)
     write_header(mapping, geometry, nonce)
     segment = Segment(mapping, geometry, fd, nonce, path, True, opener=_core.own_word())
     with _lock:

@@ -2,38 +2,33 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
+
+from recollect.system.events import Event
 
 
 class Bell:
     """An event that a poll sees. Concurrency: any thread may ring; after `close()` that does nothing."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event = Event()
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        return self._fd
+        return self._event.fileno()
 
     def ring(self) -> None:
         with self._lock:  # never by a number that is another file's by now
-            if self._fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_write(self._fd, 1)
+            if self._event.fileno() >= 0:
+                self._event.set()
 
     def hush(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        self._event.clear()
 
     def close(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            self._event.close()
 
     def close_in_child(self) -> None:
         """In a forked child, where a thread that is not there may hold the lock."""
-        os.close(self._fd)
-        self._fd = -1
+        self._event.close()

@@ -14,12 +14,14 @@ from typing import Any
 from recollect.rollout.runners.base import Surroundings
 from recollect.rollout.runners.child import LENGTH, Link
 from recollect.rollout.runners.remote import FarRunner, RemotePool
+from recollect.system.processes import end_descriptor, has_ended, usable_cores
 
 PROGRAM = "from recollect.rollout.runners.child import main; main({fd})"
+_LOOK_S = 0.02  # between looks at a process whose end nothing tells
 
 
 class ProcessRunner(FarRunner):
-    """A spawned process. Its death is seen by a pidfd, whatever it was doing."""
+    """A spawned process. Its death is seen whatever it was doing."""
 
     def __init__(self, pool: RemotePool, number: int) -> None:
         super().__init__(pool, number)
@@ -42,20 +44,18 @@ class ProcessRunner(FarRunner):
         finally:
             theirs.close()
         try:
-            self._pidfd = os.pidfd_open(self.process.pid)
+            self._watch()
         except OSError:  # nobody could look after it
             ours.close()
             self.kill()
             self.process.wait()
             raise
-        self._loop.add_reader(self._pidfd, self._died)
         ours.setblocking(False)
         closed: asyncio.Future[None] = self._loop.create_future()
         try:
             made: Any = await self._loop.create_connection(lambda: Link(self.received, closed), sock=ours)
         except BaseException:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+            self._unwatch()
             ours.close()
             self.kill()
             self.process.wait()
@@ -70,9 +70,30 @@ class ProcessRunner(FarRunner):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def _watch(self) -> None:
+        """Call `_died` once the process has ended; OSError if that cannot be told."""
+        self._looking: asyncio.TimerHandle | None = None
+        self._end = end_descriptor(self.process.pid)
+        if self._end is not None:
+            self._loop.add_reader(self._end, self._died)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        if has_ended(self.process.pid):
+            self._died()
+        else:
+            self._looking = self._loop.call_later(_LOOK_S, self._look)
+
+    def _unwatch(self) -> None:
+        if self._end is not None:
+            self._loop.remove_reader(self._end)
+            os.close(self._end)
+        elif self._looking is not None:
+            self._looking.cancel()
+
     def _died(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._unwatch()
         self.kill()  # what it left in its group
         code = self.process.wait()
         # What it sent before it died is still in the socket: read it first.
@@ -96,7 +117,7 @@ class ProcessPool(RemotePool):
     """Runners as processes, one per CPU unless the config says otherwise."""
 
     def __init__(self, around: Surroundings) -> None:
-        super().__init__(around, around.config.runners or len(os.sched_getaffinity(0)))
+        super().__init__(around, around.config.runners or usable_cores())
 
     async def make_runner(self, number: int) -> FarRunner:
         runner = ProcessRunner(self, number)
