@@ -41,13 +41,13 @@ def left_after_a_sweep(home: Path) -> list[str]:
 
 
 SUITES = {
-    "storage": ["tests/storage/test_storage_contract.py", "-k", "TestShared or TestMemmap"],
-    "carrier": ["tests/remote/test_carriers.py", "-k", "Local"],
-    "waits": ["tests/core/test_process.py"],
-    "killed writers": ["tests/process/test_commit_faults.py"],
-    "killed at the ring": ["tests/process/test_ring_faults.py"],
-    "killed publishers": ["tests/process/test_latest.py"],
-    "killed collectors": ["tests/ipc/test_crew.py"],
+    "storage contract": ["tests/storage/test_storage_contract.py", "-k", "TestShared"],
+    "carrier contract": ["tests/remote/test_carriers.py", "-k", "Local"],
+    "waits and processes": ["tests/core/test_process.py"],
+    "handles": ["tests/process/test_handles.py"],
+    "killed publishers and readers": ["tests/process/test_latest.py"],
+    "killed packers": ["tests/process/test_pipeline.py", "-k", "kill or dead or dies or leaves"],
+    "killed collectors": ["tests/ipc/test_collector.py"],
 }
 
 

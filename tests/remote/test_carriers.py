@@ -187,6 +187,7 @@ def _take_addresses(seen: set[str], pipe: Any) -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@needs_linux
 def test_another_user_cannot_keep_an_end_from_opening() -> None:
     """Neither one that was not open yet, nor one whose address was seen before its process was started again."""
 

@@ -219,7 +219,8 @@ inline Life life_of(uint64_t word, int* error = nullptr) {
     if (!word) return Life::kDead;
     if (word == used_word()) return Life::kAlive;
     if (is_of_other_space(word)) return Life::kUnknown;
-    if (is_portable && start_of(word)) return life_by_file(pid_of(word), start_of(word), error);
+    if (is_portable && word >> 32 == 0) return Life::kDead;  // no process ever had it
+    if (is_portable && boot_of(word) && start_of(word)) return life_by_file(pid_of(word), start_of(word), error);
     const Look found = look_up(pid_of(word));
     if (error) *error = found.error;
     if (found.life != Life::kAlive) return found.life;

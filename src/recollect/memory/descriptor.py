@@ -111,8 +111,8 @@ def _open_file(nonce: bytes, what: str) -> int:
 
 def _gone(what: str, reason: str | None) -> AttachError:
     return AttachError(
-        f"{what}: its owner is gone, closed it or is not portable ({reason}); create it again, "
-        "with the same RECOLLECT_PORTABLE in both processes"
+        f"{what}: its owner is gone or closed it ({reason}), or RECOLLECT_PORTABLE is set in one of the two "
+        "processes alone; create it again"
     )
 
 

@@ -80,7 +80,7 @@ class ProcessRunner(FarRunner):
             self._look()
 
     def _look(self) -> None:
-        if has_ended(self.process.pid):
+        if has_ended(self.process.pid) or (not hasattr(os, "waitid") and self.process.poll() is not None):
             self._died()
         else:
             self._looking = self._loop.call_later(_LOOK_S, self._look)
