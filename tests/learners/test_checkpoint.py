@@ -88,9 +88,7 @@ def test_save_killed_at_every_step(over: str, tmp_path: Path) -> None:
         if over != "nothing":
             save_checkpoint(path, old)
         killed = killed_at(step, lambda: save_checkpoint(path, new))  # noqa: B023
-        if (
-            path.exists() or over != "nothing"
-        ):  # where two cannot change places, loading gives the old one its name again
+        if path.exists() or over != "nothing":  # loading gives one that was put aside its name again
             found = load_checkpoint(path)["iteration"]
             assert found in ((2,) if over == "nothing" else (1, 2))
             seen.append(found)
