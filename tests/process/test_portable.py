@@ -44,7 +44,6 @@ SUITES = {
     "storage contract": ["tests/storage/test_storage_contract.py", "-k", "TestShared"],
     "carrier contract": ["tests/remote/test_carriers.py", "-k", "Local"],
     "waits and processes": ["tests/core/test_process.py"],
-    "handles": ["tests/process/test_handles.py"],
     "killed publishers and readers": ["tests/process/test_latest.py"],
     "killed packers": ["tests/process/test_pipeline.py", "-k", "kill or dead or dies or leaves"],
     "killed collectors": ["tests/ipc/test_collector.py"],
@@ -109,11 +108,10 @@ def test_what_a_killed_process_left_goes_with_the_next_one(home: Path) -> None:
         assert not is_dead(word, home), "it is stopped"
         process.kill()
         os.waitid(os.P_PID, process.pid, os.WEXITED | os.WNOWAIT)
+        assert [name.partition("-")[0] for name in names(home)] == ["memory", "process"]
         assert is_dead(word, home), "it is a zombie"
+        assert names(home) == []
         process.communicate()
-    assert [name.partition("-")[0] for name in names(home)] == ["memory", "process"]
-    assert is_dead(word, home)
-    assert left_after_a_sweep(home) == []
 
 
 def test_both_sides_must_agree(home: Path) -> None:
