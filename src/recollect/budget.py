@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import re
 import resource
 from pathlib import Path
 
 from recollect.errors import BudgetError
+from recollect.system import is_portable
 
 _UNLIMITED = 1 << 60  # cgroup v1 writes a number near 2**63 for "no limit"
 
@@ -41,6 +43,8 @@ def human_nbytes(n: float) -> str:
 
 
 def _system_nbytes() -> int | None:
+    if is_portable():  # not what is free, but no more than there is
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
         text = Path("/proc/meminfo").read_text()
     except OSError:
@@ -54,6 +58,8 @@ def _address_nbytes() -> int | None:
     most, _ = resource.getrlimit(resource.RLIMIT_AS)
     if most == resource.RLIM_INFINITY:
         return None
+    if is_portable():
+        return most
     try:
         pages = int(Path("/proc/self/statm").read_text().split()[0])
     except (OSError, ValueError):
@@ -63,6 +69,8 @@ def _address_nbytes() -> int | None:
 
 def _cgroup_nbytes() -> list[int]:
     """What each cgroup around this process still allows; droppable file cache counts as free."""
+    if is_portable():
+        return []
     try:
         lines = Path("/proc/self/cgroup").read_text().splitlines()
     except OSError:

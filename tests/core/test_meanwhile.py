@@ -127,6 +127,19 @@ def test_a_mailbox_whose_word_names_no_slot_is_an_attach_error() -> None:
     box.cleanup()
 
 
+def test_a_ring_whose_lane_was_given_to_a_process_that_nobody_can_look_up_is_busy() -> None:
+    ring = Ring.create({"x": ((2,), "int64")}, 2)
+    ring.claim()
+    mapping = ring._segment.mapping  # type: ignore[union-attr]
+    me = _core.own_word()
+    for at in range(256, 256 + _core.ring_control_nbytes(1, 2), 8):
+        if mapping.load(at) == me:
+            mapping.store(at, me ^ 1 << 50)  # of another pid namespace
+    with pytest.raises(LaneBusyError):
+        ring.claim(0.0)
+    ring.cleanup()
+
+
 def _scribble(mapping: _core.Mapping, rng: random.Random, first: int, last: int) -> None:
     words = (0, 1, 2, 3, 2**31, 2**32, 2**62, 2**63, 2**64 - 1, rng.getrandbits(64), rng.getrandbits(8))
     for _ in range(rng.randint(1, 4)):

@@ -17,6 +17,7 @@ import recollect as rc
 from recollect.ipc.runner import collector
 from recollect.ipc.runner.collector import CollectorContext, CollectorJob
 from recollect.ipc.runner.control import Control, Counters
+from recollect.system import is_portable
 
 pytestmark = pytest.mark.usefixtures("leaves_nothing")
 
@@ -59,10 +60,12 @@ def test_one_that_comes_in_time_watches_the_learner_by_two_descriptors(
     here, there = Pipe(duplex=False)
     joined = collector._joined(job(control.name, learner=collector._core.process_word(os.getpid())), here)
     assert joined is not None
-    ((fds, _, stop_at, wake_at, grace_s),) = watched
-    assert fds[0] == here.fileno() and len(fds) == 2
+    ((fds, looked_at, _, stop_at, wake_at, grace_s),) = watched
+    learner = collector._core.own_word()
+    assert fds[0] == here.fileno() and (len(fds), looked_at) == ((1, learner) if is_portable() else (2, 0))
     assert (stop_at, wake_at, grace_s) == (control.stop_at, control.wake_at, 5.0)
-    os.close(fds[1])
+    for fd in fds[1:]:
+        os.close(fd)
     joined.close()
     here.close()
     there.close()

@@ -15,6 +15,7 @@ import pytest
 import torch
 from tests.ipc import crews
 from tests.ipc.crews import Say, runner, wait_until
+from tests.means import needs_linux
 
 import recollect as rc
 from recollect.ipc import async_runner
@@ -557,6 +558,7 @@ def tell_threads(ctx: Any, say: Say) -> None:
 
 
 class TestCores:
+    @needs_linux
     def test_collectors_have_theirs_and_the_learner_the_others(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)))
         before = torch.get_num_threads()

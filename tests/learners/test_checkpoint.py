@@ -88,12 +88,11 @@ def test_save_killed_at_every_step(over: str, tmp_path: Path) -> None:
         if over != "nothing":
             save_checkpoint(path, old)
         killed = killed_at(step, lambda: save_checkpoint(path, new))  # noqa: B023
-        if path.exists():
+        if path.exists() or over != "nothing":  # loading gives one that was put aside its name again
             found = load_checkpoint(path)["iteration"]
             assert found in ((2,) if over == "nothing" else (1, 2))
             seen.append(found)
         else:
-            assert over == "nothing"
             seen.append(None)
         save_checkpoint(path, new)  # the next save clears what the killed one left
         assert os.listdir(path.parent) == ["model_5"]

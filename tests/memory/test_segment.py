@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.means import needs_linux
 from tests.process.killing import in_child
 
 import recollect as rc
@@ -55,6 +56,7 @@ def test_a_schema_of_many_pages() -> None:
     segment.release()
 
 
+@needs_linux
 def test_it_is_sealed_against_resizing() -> None:
     segment = make()
     seals = fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS)
@@ -100,6 +102,7 @@ def test_what_is_no_name(text: Any) -> None:
         segments.attach(text, "thing", WORDS)
 
 
+@needs_linux
 def test_each_difference_is_named() -> None:
     segment = make()
     name = Name.parse(segment.name, "thing")
@@ -146,6 +149,7 @@ def test_damage_is_noticed(at: int, data: bytes, text: str) -> None:
     segment.release()
 
 
+@needs_linux
 def test_a_descriptor_that_was_reused() -> None:
     segment = make()
     name = Name.parse(segment.name, "thing")
@@ -160,6 +164,7 @@ def test_a_descriptor_that_was_reused() -> None:
         os.close(fd)
 
 
+@needs_linux
 @pytest.mark.parametrize("more", [-4096, 4096])
 def test_a_file_of_another_size_than_its_header_says(more: int) -> None:
     segment = make()

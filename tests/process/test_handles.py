@@ -15,6 +15,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.means import needs_linux
 from tests.process.killing import in_child
 
 import recollect as rc
@@ -130,6 +131,7 @@ def handle_of(buffer: rc.ReplayBuffer) -> Any:
     return storage.rows.segment().handle()
 
 
+@needs_linux
 def test_descriptor_that_was_reused(tmp_path: Path) -> None:
     buffer = make("shared", tmp_path)
     handle = handle_of(buffer)
@@ -191,6 +193,7 @@ def test_a_damaged_header_is_refused(at: int, data: bytes, text: str, tmp_path: 
             memory_rows.attach(handle)
 
 
+@needs_linux
 def test_a_memory_that_was_cut_is_refused(tmp_path: Path) -> None:
     with make("shared", tmp_path) as buffer:
         handle = handle_of(buffer)

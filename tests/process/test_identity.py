@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.means import needs_linux
 from tests.process.test_lanes import until
 
 import recollect as rc
@@ -125,6 +126,7 @@ def test_a_live_writer_that_cannot_be_looked_up_keeps_its_lane(how: str, tmp_pat
         assert [buffer[i] for i in range(len(buffer))] == list(range(8))
 
 
+@needs_linux
 def test_the_error_says_that_the_owner_is_in_another_namespace(tmp_path: Path) -> None:
     with make(tmp_path / "live") as buffer:
         buffer.append(0)
@@ -133,6 +135,7 @@ def test_the_error_says_that_the_owner_is_in_another_namespace(tmp_path: Path) -
             assert f"process {os.getpid()} of another pid namespace" in said and "close it there" in said
 
 
+@needs_linux
 @pytest.mark.parametrize("how", ["other pids", "other pids and a boot id of its own"])
 def test_the_lane_of_a_writer_in_another_namespace_is_free_once_it_was_killed(
     how: str, tmp_path: Path
@@ -221,6 +224,7 @@ def test_a_process_of_another_boot_is_unknown_to_peers_and_dead_to_a_disk_of_thi
         assert len(buffer) == 2
 
 
+@needs_linux
 def test_a_word_of_an_earlier_release_is_still_understood() -> None:
     start = int(Path("/proc/self/stat").read_text().rpartition(")")[2].split()[19])
     word = start << 32 | os.getpid()

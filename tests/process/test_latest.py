@@ -16,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tests.means import needs_linux
 from tests.meanwhile import at_every_moment, at_moment
 from tests.process.actor import Actor
 from tests.process.killing import in_child, killed_at, steps
@@ -291,6 +292,7 @@ def test_a_reader_killed_at_every_step(patience: int) -> None:
         assert (box.stats().steals > 0) is (patience == 0)
 
 
+@needs_linux
 def test_a_live_readers_hold_is_left_alone() -> None:
     with make() as box:
         box.publish(value(3))

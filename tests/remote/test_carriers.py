@@ -20,6 +20,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.means import needs_linux
 from tests.remote.watched import Local
 from tests.timing import Stopwatch
 
@@ -27,6 +28,7 @@ from recollect.errors import DeadlineError, PeerDiedError
 from recollect.remote import Carrier, LocalCarrier, TcpCarrier, TorchCarrier, launch
 from recollect.remote.carriers import local
 from recollect.remote.carriers.by_name import carrier_of
+from recollect.system import sockets
 from recollect.testing import CarrierContract
 from recollect.testing.carrier_contract import SOON, eventually
 
@@ -187,6 +189,7 @@ def _take_addresses(seen: set[str], pipe: Any) -> None:
 
 @pytest.mark.process
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be another user")
+@needs_linux
 def test_another_user_cannot_keep_an_end_from_opening() -> None:
     """Neither one that was not open yet, nor one whose address was seen before its process was started again."""
 
@@ -224,6 +227,7 @@ def test_another_user_cannot_keep_an_end_from_opening() -> None:
             one.close()
 
 
+@needs_linux
 def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: pytest.MonkeyPatch) -> None:
     """All processes here are of this user; so this end is made to think that it is another's."""
     a, b = ends
@@ -231,6 +235,7 @@ def test_another_user_is_not_let_in_nor_spoken_to(ends: list[Any], monkeypatch: 
     b.alive()
     other = SimpleNamespace(**{**vars(os), "geteuid": lambda: os.getuid() + 1, "getpid": lambda: -1})
     monkeypatch.setattr(local, "os", other)
+    monkeypatch.setattr(sockets, "os", other)
     with socket.socket(socket.AF_UNIX) as rogue:
         rogue.settimeout(SOON)
         rogue.connect(a.addresses()[0])

@@ -53,9 +53,22 @@ void arm_moment(int64_t n, nb::object meanwhile) {
 
 void bind_mapping(nb::module_& m) {
     arrays::load_numpy();
+    m.def("use_portable", [](std::string directory, uint64_t id) {
+        process_files::directory = std::move(directory);
+        process_files::directory_id = id;
+#if RECOLLECT_LINUX
+        is_portable = true;
+#endif
+        known_domain.store(0);
+    }, nb::arg("directory"), nb::arg("id"));
+    m.attr("IS_PORTABLE") = !RECOLLECT_LINUX;
     m.def("process_word", [](int pid) { return process_word(pid); }, nb::arg("pid"));
     m.def("own_word", [] { return own_word(); });
     m.def("pid_of", [](uint64_t w) { return pid_of(w); }, nb::arg("word"));
+    m.def("reserve_file", [](int fd, size_t offset, size_t nbytes) {
+        nb::gil_scoped_release unlocked;
+        if (const int error = reserve_file(fd, offset, nbytes)) throw std::system_error(error, std::generic_category(), "reserving");
+    }, nb::arg("fd"), nb::arg("offset"), nb::arg("nbytes"));
     m.def("is_dead", [](uint64_t w) { return is_dead(w); }, nb::arg("word"));
     m.def("is_near", [](uint64_t w) { return !is_of_other_space(w); }, nb::arg("word"));
     m.def("describe_process", [](uint64_t w) { return describe_process(w); }, nb::arg("word"));
@@ -98,8 +111,8 @@ void bind_mapping(nb::module_& m) {
             auto* w = word_at<std::atomic<uint32_t>>(s, at);
             if (std::isnan(timeout_s)) throw nb::value_error("timeout_s: must be a number of seconds, got NaN");
             nb::gil_scoped_release unlocked;
-            return futex_wait(w, expected, timeout_s); }, nb::arg("offset"), nb::arg("expected"), nb::arg("timeout_s"))
-        .def("wake", [](const Mapping& s, size_t at, int n) { return futex_wake(word_at<std::atomic<uint32_t>>(s, at), n); },
+            return wait_word(w, expected, timeout_s); }, nb::arg("offset"), nb::arg("expected"), nb::arg("timeout_s"))
+        .def("wake", [](const Mapping& s, size_t at, int n) { return wake_word(word_at<std::atomic<uint32_t>>(s, at), n); },
              nb::arg("offset"), nb::arg("n") = 0x7FFFFFFF);
 
     nb::class_<Share>(m, "Share")

@@ -269,6 +269,7 @@ nb::object open_segment(const Rows& self, size_t k) {
 
 void bind_reads(nb::module_& m, nb::class_<Rows>& rows) {
     arrays::load_numpy();
+    m.def("fill_again", [](bool on) { return std::exchange(fills_again, on && counts_are_exact()); }, nb::arg("on"));
     nb::class_<Drawer>(m, "Drawer")
         .def(nb::init<nb::object, nb::object, nb::object>(), nb::arg("rows"), nb::arg("codec"), nb::arg("turn"))
         .def("next", &Drawer::next, nb::arg("stream"), nb::arg("n"));

@@ -17,7 +17,7 @@
 // when a row is written.
 #pragma once
 
-#include <sys/vfs.h>
+#include <sys/file.h>
 
 #include <array>
 #include <memory>
@@ -29,6 +29,10 @@
 #include "gil.hpp"
 #include "mapping.hpp"
 #include "process.hpp"
+
+#if RECOLLECT_LINUX
+#include <sys/vfs.h>
+#endif
 
 namespace recollect {
 
@@ -127,7 +131,7 @@ class Memory {
     }
     void wake_waiters() const {
         shared_->waiters.store(0, std::memory_order_seq_cst);
-        futex_wake(&shared_->waiters, 0x7FFFFFFF);
+        wake_word(&shared_->waiters, 0x7FFFFFFF);
     }
 
     void add_chunk(const Chunk& chunk, std::shared_ptr<Mapping> keep) {
@@ -263,11 +267,16 @@ class Memory {
         const Life found = life_of(owner);
         if (found != Life::kUnknown || fd < 0) return found;
         if (boot_of(owner) == 0 || boot_of(owner) == kNoDomain) return found;
+        if (is_portable) return is_file && is_only_writer() ? Life::kDead : found;
+#if RECOLLECT_LINUX
         if (boot_of(own_domain()) != boot_of(owner) && !(is_of_other_boot(owner) && is_on_own_disk())) return found;
         const int description = lock_fd_forks_.load(std::memory_order_acquire) == fork_count.load() ? lock_fd_ : -1;
         struct flock lock = lock_on(owner, F_WRLCK);
         if (description < 0 || ::fcntl(description, F_OFD_GETLK, &lock) != 0) return found;
         return lock.l_type == F_UNLCK ? Life::kDead : found;
+#else
+        return found;
+#endif
     }
 
     // Claim lane k if nobody who may live holds it; true when it is ours afterwards. `fresh`: it was not before.
@@ -611,7 +620,7 @@ class Memory {
             struct stat about;
             if (fd < 0 || ::fstat(fd, &about) != 0 || size_t(about.st_size) < offset + nbytes) return false;
         } else if (fd >= 0 && writable) {
-            const int error = ::posix_fallocate(fd, static_cast<off_t>(offset), static_cast<off_t>(nbytes));
+            const int error = reserve_file(fd, offset, nbytes);
             if (error) throw std::system_error(error, std::generic_category(), "growing the file");
         }
         auto mapping = std::make_shared<Mapping>(fd, offset, nbytes, can_repair);
@@ -626,6 +635,14 @@ class Memory {
         return true;
     }
 
+    // Whoever writes to a file holds a shared flock of it: where that can be made an exclusive one, nobody else does.
+    bool is_only_writer() const {
+        const bool is_only = ::flock(fd, LOCK_EX | LOCK_NB) == 0;
+        ::flock(fd, writable ? LOCK_SH | LOCK_NB : LOCK_UN);
+        return is_only;
+    }
+
+#if RECOLLECT_LINUX
     // Every process that claims a lane of a file holds a shared lock on the byte that its word numbers, far beyond the
     // end of the file, until it closes it.
     static struct flock lock_on(uint64_t owner, short type) {
@@ -638,7 +655,7 @@ class Memory {
     }
     void lock_own_word() {
         const uint64_t me = own_word();
-        if (fd >= 0 && !is_private && boot_of(me) != kNoDomain) {
+        if (!is_portable && fd >= 0 && !is_private && boot_of(me) != kNoDomain) {
             Locked hold(growth());
             const uint32_t now = fork_count.load();
             if (lock_fd_forks_.load() != now) {  // our parent's locks would not show in a description shared with it
@@ -664,6 +681,9 @@ class Memory {
                                     0x794C7630 /* overlay */};
         return std::find(std::begin(own), std::end(own), static_cast<uint32_t>(about.f_type)) != std::end(own);
     }
+#else
+    void lock_own_word() { locked_.store(own_word(), std::memory_order_release); }
+#endif
 
     std::unique_ptr<std::mutex[]> locks_;
     std::unique_ptr<std::atomic<bool>[]> kept_;  // claimed to write to, not borrowed for one edit

@@ -53,10 +53,19 @@ struct Piece { byte* data; size_t offset, nbytes; };
 constexpr uint64_t kThreadStart = (uint64_t(1) << 26) - 1;
 inline uint64_t thread_start(uint64_t start) { return start % kThreadStart + 1; }
 inline uint64_t own_thread_key_now() {
+    if (is_portable) {  // threads have no number that others can look up: the process, and which of its threads it is
+        static std::atomic<uint64_t> n_threads{0};
+        const uint64_t process = own_word(), thread = n_threads.fetch_add(1, std::memory_order_relaxed) % 1024;
+        return space_of(own_domain()) << 50 | (start_of(process) << 10 | thread) << 24 | uint64_t(pid_of(process)) << 2;
+    }
+#if RECOLLECT_LINUX
     const pid_t tid = static_cast<pid_t>(syscall(SYS_gettid));
     const Look found = look_up(tid, true);
     const uint64_t start = found.life == Life::kAlive ? thread_start(found.start) : 0;
     return space_of(own_domain()) << 50 | start << 24 | static_cast<uint64_t>(tid) << 2;
+#else
+    return 0;
+#endif
 }
 inline uint64_t own_thread_key() {
     thread_local uint64_t key = 0;
@@ -67,6 +76,7 @@ inline uint64_t own_thread_key() {
 }
 inline bool is_holder_dead(uint64_t hold) {
     if (hold >> 50 != space_of(own_domain())) return false;
+    if (is_portable) return life_by_file(static_cast<pid_t>(hold >> 2 & 0x3FFFFF), hold >> 34 & 0xFFFF) == Life::kDead;
     const Look found = look_up(static_cast<pid_t>(hold >> 2 & 0x3FFFFF), true);
     const uint64_t start = hold >> 24 & kThreadStart;
     return found.life == Life::kDead || (found.life == Life::kAlive && start && start != thread_start(found.start));
@@ -134,7 +144,7 @@ class Latest {
     void wake() {
         words_->change.value.fetch_add(1, std::memory_order_acq_rel);
         fault_point();
-        futex_wake(futex(), INT32_MAX);
+        wake_word(futex(), INT32_MAX);
     }
 
     // --- reading ------------------------------------------------------------------------------------------------
@@ -170,7 +180,7 @@ class Latest {
     bool wait_slice(uint64_t version_seen, double timeout_s) const {
         const uint32_t seen = futex()->load(std::memory_order_acquire);
         if (version() > version_seen || is_closed()) return true;
-        futex_wait(futex(), seen, std::min(timeout_s, kSlice_s));
+        wait_word(futex(), seen, std::min(timeout_s, kSlice_s));
         return version() > version_seen || is_closed();
     }
     bool spin(uint64_t version_seen) const {

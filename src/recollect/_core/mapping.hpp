@@ -1,9 +1,5 @@
-// A stretch of mapped memory: anonymous, or of a descriptor (memfd or file).
+// A stretch of mapped memory: anonymous, or of a descriptor (shared memory or a file).
 #pragma once
-
-#include <sys/mman.h>
-#include <sys/stat.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstdint>
@@ -11,6 +7,7 @@
 
 #include "copy.hpp"
 #include "sizes.hpp"
+#include "system.hpp"
 
 namespace recollect {
 
@@ -45,7 +42,7 @@ class Mapping {
         map(base, nbytes_ - in_file, in_file, protection, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         map(base, in_file, 0, protection, MAP_SHARED, fd, offset);
         base_ = base;
-        if (huge) ::madvise(base_, nbytes_, MADV_HUGEPAGE);  // a wish: refused on some kernels, and then slower
+        if (huge) want_huge_pages(base_, nbytes_);
     }
     Mapping(const Mapping&) = delete;
     Mapping& operator=(const Mapping&) = delete;

@@ -77,7 +77,7 @@ inline Wait wait_added(const Memory& m, uint64_t floor, double timeout_s, const 
         if (shared.closed.load(std::memory_order_acquire)) return Wait::kClosed;
         if (stop && stop->load(std::memory_order_seq_cst)) return Wait::kStopped;
         if (now >= end) return Wait::kTimeout;
-        if (sleeps) futex_wait(&shared.waiters, 1, std::min(end - now, 0.1));
+        if (sleeps) wait_word(&shared.waiters, 1, std::min(end - now, 0.1));
     }
 }
 

@@ -5,8 +5,6 @@
 // ends, and the caller has done them all meanwhile.
 #pragma once
 
-#include <sched.h>
-
 #include <algorithm>
 #include <atomic>
 #include <memory>
@@ -15,6 +13,7 @@
 
 #include "gil.hpp"
 #include "process.hpp"
+#include "system.hpp"
 
 namespace recollect {
 
@@ -22,12 +21,6 @@ constexpr size_t kThreadNbytes = size_t(3) << 18;  // a thread must have this mu
 // And this much to write: one core streams as fast as the memory takes it, and a writer's neighbours are at work.
 constexpr size_t kWriterNbytes = size_t(4) << 20;
 constexpr size_t kMostThreads = 8;
-
-// Those that this process may run on: others may be there, and a thread for each would only wait for its turn.
-inline size_t usable_cores() {
-    cpu_set_t set;
-    return ::sched_getaffinity(0, sizeof set, &set) == 0 ? size_t(CPU_COUNT(&set)) : 1;
-}
 
 inline size_t thread_count(size_t nbytes, size_t each_nbytes = kThreadNbytes) {
     static const size_t cores = usable_cores();

@@ -5,8 +5,6 @@
 // and not before.
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cstdlib>
 #include <new>
@@ -36,7 +34,7 @@ class Pool {
         const bool huge = size >= kHugePage;
         auto* block = static_cast<byte*>(std::aligned_alloc(huge ? kHugePage : 64, size));
         if (!block) throw std::bad_alloc();
-        if (huge) ::madvise(block, size, MADV_HUGEPAGE);
+        if (huge) want_huge_pages(block, size);
         size_of(block) = size;
         return block + kHead;
     }

@@ -1,14 +1,8 @@
-// Processes as seen from shared memory: who holds a word, is that process alive, and waiting for a word to change.
+// Processes as seen from shared memory: which one holds a word, and is it alive.
 #pragma once
 
-#include <fcntl.h>
-#include <linux/futex.h>
 #include <pthread.h>
 #include <signal.h>
-#include <sys/stat.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
 
 #include <algorithm>
 #include <atomic>
@@ -19,6 +13,10 @@
 #include <cstring>
 #include <string>
 #include <system_error>
+
+#include "process_files.hpp"
+#include "system.hpp"
+#include "wait.hpp"
 
 namespace recollect {
 
@@ -46,6 +44,9 @@ inline void watch_forks() {
 // Whether a process lives has three answers. Dead is said only of what is known to be dead; a process of another
 // namespace or machine, and one that could not be looked up (no free descriptor, no /proc, hidden by its mount), is
 // unknown, and whoever asks waits, as for a live one.
+//
+// Without /proc a word says not when a process started but which file it holds locked (process_files.hpp), and not
+// which boot and namespace but which directory has those files: who does not see it can tell nothing.
 enum class Life { kAlive, kDead, kUnknown };
 
 constexpr int kPidBits = 22, kBootBits = 10, kStartBits = 16, kSpaceBits = 14;  // 62: messages carry no more
@@ -74,6 +75,7 @@ inline ssize_t read_text(const char* path, char* text, size_t room) {
 
 // The boot of this machine as 10 bits. Read once, when the module is loaded: later there may be no free descriptor.
 inline uint64_t own_boot() {
+    if (is_portable) return process_files::directory_id % (kNoBoot - 1) + 1;
     static const uint64_t boot = [] {
         char text[64];
         if (read_text("/proc/sys/kernel/random/boot_id", text, sizeof text) < 36) return kNoBoot;
@@ -90,6 +92,11 @@ inline uint64_t own_domain() {
     uint64_t known = known_domain.load(std::memory_order_relaxed);
     if (known) return known;
     watch_forks();
+    if (is_portable) {
+        known = ((own_boot() << kPidBits | process_files::directory_id >> 10 << (32 + kStartBits)) & kDomain) | 1;
+        known_domain.store(known, std::memory_order_relaxed);
+        return known;
+    }
     struct stat pids, times;
     if (::stat("/proc/self/ns/pid", &pids) != 0) {
         known = kNoDomain << kPidBits;
@@ -131,7 +138,7 @@ inline Look parse_stat(const char* text, bool is_thread) {
 inline Look look_up(pid_t pid, bool is_thread = false) {
     if (pid <= 0) return {Life::kDead, 0, 0};
     int error = ENOENT;
-    if (own_domain() & 1) {
+    if (!is_portable && own_domain() & 1) {
         char path[64], text[1024];
         std::snprintf(path, sizeof path, "/proc/%d/stat", pid);
         if (read_text(path, text, sizeof text) > 0) return parse_stat(text, is_thread);
@@ -148,7 +155,14 @@ inline uint64_t make_word(pid_t pid, uint64_t start) {
 }
 
 // The word of a process of our namespace; 0 when it is dead. One that cannot be looked up is an error.
+inline uint64_t own_word();
 inline uint64_t process_word(pid_t pid) {
+    if (is_portable) {
+        if (pid == ::getpid()) return own_word();
+        const uint64_t start = process_files::find(pid);
+        if (!start && ::kill(pid, 0) != 0 && errno == ESRCH) return 0;
+        return make_word(pid, start);
+    }
     const Look found = look_up(pid);
     if (found.life == Life::kDead) return 0;
     if (found.life == Life::kUnknown) throw std::system_error(found.error, std::generic_category(), "process");
@@ -160,6 +174,16 @@ inline uint64_t own_word() {
     uint64_t known = known_own_word.load(std::memory_order_relaxed);
     if (known) [[likely]] return known;
     watch_forks();
+    if (is_portable) {
+        const process_files::Held held = process_files::enter();
+        const uint64_t word = make_word(::getpid(), held.number);
+        if (known_own_word.compare_exchange_strong(known, word, std::memory_order_relaxed)) {
+            process_files::keep(held);
+            return word;
+        }
+        process_files::leave(held);  // another thread was first
+        return known;
+    }
     char text[1024];
     uint64_t start = 0;
     if (read_text("/proc/self/stat", text, sizeof text) > 0) {
@@ -185,10 +209,18 @@ inline bool is_of_other_space(uint64_t word) {
     return boot_of(word) && ((word & kDomain) != domain || boot_of(word) == kNoDomain);
 }
 
+inline Life life_by_file(pid_t pid, uint64_t start, int* error = nullptr) {
+    const int held = process_files::is_held(pid, start);
+    if (held < 0 && error) *error = errno;
+    return held < 0 ? Life::kUnknown : held ? Life::kAlive : Life::kDead;
+}
+
 inline Life life_of(uint64_t word, int* error = nullptr) {
     if (!word) return Life::kDead;
     if (word == used_word()) return Life::kAlive;
     if (is_of_other_space(word)) return Life::kUnknown;
+    if (is_portable && word >> 32 == 0) return Life::kDead;  // no process ever had it
+    if (is_portable && boot_of(word) && start_of(word)) return life_by_file(pid_of(word), start_of(word), error);
     const Look found = look_up(pid_of(word));
     if (error) *error = found.error;
     if (found.life != Life::kAlive) return found.life;
@@ -206,34 +238,6 @@ inline std::string describe_process(uint64_t word) {
     if (is_of_other_boot(word)) return text + " of another machine or container, or of this machine before it was restarted";
     if (boot_of(word) && boot_of(word) != kNoDomain && is_of_other_space(word)) return text + " of another pid namespace (container)";
     return text + ", which cannot be looked up" + (error ? std::string(" (") + std::strerror(error) + ")" : std::string());
-}
-
-inline double monotonic_s() {
-    timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return t.tv_sec + t.tv_nsec * 1e-9;
-}
-
-inline void nap(long ns) {
-    timespec t{0, ns};
-    nanosleep(&t, nullptr);
-}
-
-// False when `timeout_s` passed with the word still equal to `expected`.
-inline bool futex_wait(const std::atomic<uint32_t>* word, uint32_t expected, double timeout_s) {
-    const double end = monotonic_s() + timeout_s;
-    while (word->load(std::memory_order_acquire) == expected) {
-        const double left = std::min(end - monotonic_s(), 1e6);  // an endless one waits in parts
-        if (left <= 0) return false;
-        timespec t{static_cast<time_t>(left), static_cast<long>((left - static_cast<time_t>(left)) * 1e9)};
-        const long rc = syscall(SYS_futex, word, FUTEX_WAIT, expected, &t, nullptr, 0);
-        if (rc == -1 && errno == EINTR) return word->load(std::memory_order_acquire) != expected;
-    }
-    return true;
-}
-
-inline int futex_wake(const std::atomic<uint32_t>* word, int n) {
-    return static_cast<int>(syscall(SYS_futex, word, FUTEX_WAKE, n, nullptr, nullptr, 0));
 }
 
 // Steps of the protocol at which a test may kill this process, by SIGKILL, on the n-th pass.

@@ -255,10 +255,10 @@ class Ring {
     }
     void wake_all() {
         head_->data.fetch_add(1);
-        futex_wake(&head_->data, 1 << 30);
+        wake_word(&head_->data, 1 << 30);
         for (size_t k = 0; k < n_lanes; ++k) {
             lanes_[k].space.fetch_add(1);
-            futex_wake(&lanes_[k].space, 1 << 30);
+            wake_word(&lanes_[k].space, 1 << 30);
         }
     }
 
@@ -435,7 +435,7 @@ class Ring {
         RingLane& l = lanes_[k];
         if (l.waiting.load(std::memory_order_relaxed) && (wake_free_ <= 1 || count(k, kFree) >= wake_free_)) {
             l.space.fetch_add(1);
-            futex_wake(&l.space, 1);
+            wake_word(&l.space, 1);
         }
         return int64_t(s);
     }
@@ -501,7 +501,7 @@ class Ring {
         const uint32_t waits = head_->waiting.load(std::memory_order_relaxed);
         if (waits != 1 && waits != k + 2) return;
         head_->data.fetch_add(1);
-        futex_wake(&head_->data, 1);
+        wake_word(&head_->data, 1);
     }
 
     template <typename Ready, typename Dead>
@@ -528,7 +528,7 @@ class Ring {
                 if (ready()) outcome = kDone;
                 else if (is_closed()) outcome = kClosedNow;
                 else if (left <= 0) outcome = dead() ? kPeerDied : kTimeout;
-                else if (!futex_wait(&futex, seen, std::min(left, kLook_s)) && !ready() && !is_closed() && dead())
+                else if (!wait_word(&futex, seen, std::min(left, kLook_s)) && !ready() && !is_closed() && dead())
                     outcome = ready() ? kDone : kPeerDied;  // it may have committed before it died
                 waiting.store(0, std::memory_order_relaxed);
             }

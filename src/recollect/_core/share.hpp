@@ -34,7 +34,7 @@ class Share {
         bool changed;
         {
             Unlocked unlocked(true);
-            changed = futex_wait(bell(), seen, timeout_s);
+            changed = wait_word(bell(), seen, timeout_s);
         }
         waiters_->fetch_sub(1);
         return changed;
@@ -45,7 +45,7 @@ class Share {
         held_ = 0;
         changes_->fetch_add(1);
         // A waiter that was killed leaves its count: then this wakes nobody, and costs a call.
-        if (waiters_->load()) futex_wake(bell(), 0x7FFFFFFF);
+        if (waiters_->load()) wake_word(bell(), 0x7FFFFFFF);
     }
 
   private:

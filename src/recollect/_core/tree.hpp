@@ -7,8 +7,6 @@
 // sixteen numbers it has passed, where it would have to add them up (256 descents through 10^6 leaves: 14.7 to 9.3 us).
 #pragma once
 
-#include <sys/mman.h>
-
 #include <algorithm>
 #include <cmath>
 #include <cstdint>
@@ -20,6 +18,7 @@
 #include <vector>
 
 #include "sizes.hpp"
+#include "system.hpp"
 #include "wide.hpp"
 
 namespace recollect {
@@ -36,7 +35,7 @@ template <typename T> struct InPages {
         const size_t nbytes = n * sizeof(T), unit = nbytes < kHuge ? 64 : kHuge;
         void* p = std::aligned_alloc(unit, (nbytes + unit - 1) / unit * unit);
         if (!p) throw std::bad_alloc();
-        if (unit == kHuge) ::madvise(p, nbytes, MADV_HUGEPAGE);
+        if (unit == kHuge) want_huge_pages(p, nbytes);
         return static_cast<T*>(p);
     }
     void deallocate(T* p, size_t) { std::free(p); }

@@ -62,7 +62,7 @@ class Condition {
         while (notified_.load() == seen && left > 0 && !failed) {
             {
                 Unlocked unlocked(true);
-                futex_wait(&notified_, seen, std::min(left, 60.0));
+                wait_word(&notified_, seen, std::min(left, 60.0));
             }
             failed = PyErr_CheckSignals() != 0;
             left = end - monotonic_s();
@@ -81,7 +81,7 @@ class Condition {
     void notify_all() {
         check_owned();
         notified_.fetch_add(1);
-        futex_wake(&notified_, 0x7FFFFFFF);
+        wake_word(&notified_, 0x7FFFFFFF);
     }
 
     size_t n_waiting() const { return n_waiting_; }
@@ -99,7 +99,7 @@ class Condition {
             ++waiting_;
             {
                 Unlocked unlocked(true);
-                futex_wait(&released_, seen, 60.0);
+                wait_word(&released_, seen, 60.0);
             }
             --waiting_;
             if (asks && PyErr_CheckSignals()) throw nb::python_error();
@@ -110,7 +110,7 @@ class Condition {
 
     void release() {
         released_.fetch_add(1);
-        if (waiting_) futex_wake(&released_, 1);
+        if (waiting_) wake_word(&released_, 1);
     }
 
     std::atomic<uint32_t> released_{0}, notified_{0};

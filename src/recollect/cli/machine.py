@@ -14,6 +14,9 @@ from time import perf_counter
 from typing import Literal
 
 from recollect.budget import available_nbytes, cgroup_left_nbytes, human_nbytes
+from recollect.system import is_portable
+from recollect.system.directory import shared_directory
+from recollect.system.processes import usable_cores
 
 GIB = 1 << 30
 Level = Literal["ok", "note", "warning", "error"]
@@ -63,6 +66,14 @@ def look() -> Iterator[Fact]:
 
 
 def shared_memory() -> Fact:
+    if is_portable():
+        here = shared_directory()
+        place = os.statvfs(here)
+        size, free = place.f_frsize * place.f_blocks, place.f_frsize * place.f_bavail
+        return Fact(
+            "note", "shared memory", f"files in {here}: {human_nbytes(free)} free of {human_nbytes(size)}",
+            "slower than Linux's own means, which are not here or switched off (RECOLLECT_PORTABLE)",
+        )  # fmt: skip
     place = os.statvfs("/dev/shm")
     size, free = place.f_frsize * place.f_blocks, place.f_frsize * place.f_bavail
     found = f"{human_nbytes(free)} free of {human_nbytes(size)}"
@@ -96,7 +107,7 @@ def cgroup() -> Fact:
 
 
 def cores() -> Fact:
-    usable, there = len(os.sched_getaffinity(0)), os.cpu_count() or 1
+    usable, there = usable_cores(), os.cpu_count() or 1
     quota = _cpu_quota()
     found = f"{usable} usable of {there}" + (f", cgroup quota {quota:.1f}" if quota else "")
     if min(usable, quota or usable) < 2:
@@ -109,6 +120,8 @@ def cores() -> Fact:
 def _cpu_quota() -> float | None:
     """The most cores that a cgroup (v2) lets this process use."""
     found = None
+    if is_portable():
+        return None
     with open("/proc/self/cgroup") as file:
         paths = [line.split(":", 2)[2].strip() for line in file if line.startswith("0::")]
     for path in paths:
@@ -146,6 +159,8 @@ def _chosen(name: str) -> str | None:
 
 
 def memfd() -> Fact:
+    if is_portable():
+        return Fact("ok", "memfd", "not used")
     try:
         fd = os.memfd_create("recollect-doctor", os.MFD_CLOEXEC)
         try:

@@ -13,6 +13,8 @@ import re
 from contextlib import suppress
 from pathlib import Path
 
+from recollect.system import is_portable
+
 _UNLOCKABLE = (errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL, errno.EBADF)
 UNKNOWN = "another process"
 _HOLDER = re.compile(r"FLOCK +\S+ +\S+ +(\d+) +\S+:(\d+) ")
@@ -38,6 +40,8 @@ def lock_file(fd: int, file: Path, *, shared: bool = False) -> bool:
 
 def holder_of(fd: int) -> str:
     """Which process has an open file locked, `UNKNOWN` if the kernel does not tell."""
+    if is_portable():
+        return UNKNOWN
     number = os.fstat(fd).st_ino
     with suppress(OSError):
         for pid, inode in _HOLDER.findall(Path("/proc/locks").read_text()):

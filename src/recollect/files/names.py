@@ -18,8 +18,9 @@ from typing import Any, BinaryIO
 
 from recollect import interrupts
 from recollect.errors import FormatError
+from recollect.system import is_portable
 
-_DIRECTORY = os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC
+_DIRECTORY = (os.O_RDONLY if is_portable() else os.O_PATH) | os.O_DIRECTORY | os.O_CLOEXEC
 _LONGEST = 255  # bytes that one part of a name may have on any file system of Linux
 _NOT_INSIDE = (errno.ELOOP, errno.ENOTDIR, errno.EMLINK, errno.ENXIO)
 

@@ -33,6 +33,7 @@ from recollect.ipc.runner.control import Control, Counters
 from recollect.ipc.runner.processes import Crew, Member
 from recollect.replay import ReplayBuffer
 from recollect.sampling.stream import mix
+from recollect.system.processes import usable_cores
 
 __all__ = ["AsyncRunner", "CollectorContext", "CollectorStats", "RunnerStats"]
 START_METHODS = ("spawn", "forkserver")
@@ -368,7 +369,7 @@ class AsyncRunner(ABC):
         """Collectors have their threads; the learner's torch gets the other cores."""
         torch: Any = sys.modules.get("torch")
         if torch is not None:
-            cores = len(os.sched_getaffinity(0)) - self.num_collectors * self.collector_threads
+            cores = usable_cores() - self.num_collectors * self.collector_threads
             self._threads_before = torch.get_num_threads()
             torch.set_num_threads(max(1, cores))
 

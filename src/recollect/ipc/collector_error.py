@@ -19,6 +19,7 @@ from typing import Any, NoReturn
 from recollect import errors
 from recollect.budget import available_nbytes, human_nbytes
 from recollect.errors import CollectorError
+from recollect.system import is_portable
 from recollect.text import safe, told
 
 LIMIT = 60 * 1024  # bytes of one report; a pipe holds 64 KiB, so an empty one takes it at once
@@ -276,10 +277,13 @@ def _loaded_type(name: str) -> type[BaseException] | None:
     return None
 
 
+_LEAST_PIPE = 16 << 10  # bytes that a pipe takes on any system
+
+
 def _room_in(fd: int) -> int:
     """Bytes that the pipe takes without waiting; whole pages that hold something count as full."""
     try:
-        size = fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
+        size = _LEAST_PIPE if is_portable() else fcntl.fcntl(fd, fcntl.F_GETPIPE_SZ)
         waiting = struct.unpack("i", fcntl.ioctl(fd, termios.FIONREAD, b"\0" * 4))[0]
     except OSError:
         return LIMIT

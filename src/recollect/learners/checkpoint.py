@@ -39,6 +39,7 @@ from recollect.files.names import files_below
 from recollect.files.record import FileAbout, as_kind, brief, damage_in, read_bytes, read_signed, signed_json
 from recollect.storage.dump import last_manifest, named_files
 from recollect.storage.manifest import STORAGE
+from recollect.system import is_portable
 
 FORMAT, FORMAT_VERSION = "recollect.checkpoint", 1
 MANIFEST, TENSORS, REPLAY = "manifest.json", "tensors.bin", "replay"
@@ -192,7 +193,34 @@ def _put_in_place(temporary: Path, path: Path) -> None:
     else:
         return
     _check_ours(path)
-    exchange_directories(temporary, path)
+    if is_portable():
+        _replace(temporary, path)
+    else:
+        exchange_directories(temporary, path)
+
+
+def _replace(temporary: Path, path: Path) -> None:
+    """Put the old one aside, under a name by which it is found should this process be killed just then."""
+    while True:
+        with suppress(FileNotFoundError):
+            os.rename(path, path.parent / f".{path.name}.old-{os.getpid()}-{secrets.token_hex(4)}")
+        _core.fault_point()
+        try:
+            return move_directory(temporary, path)
+        except OSError as error:  # a reader missed it, and put the old one back
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
+                raise
+
+
+def _put_back(path: Path) -> bool:
+    """Give a checkpoint its name again that a killed save has put aside; whether there was one."""
+    aside = re.compile(rf"\.{re.escape(path.name)}\.old{_UNIQUE}")
+    with suppress(OSError):
+        for name in os.listdir(path.parent):
+            if aside.fullmatch(name) and not os.path.lexists(path):
+                os.rename(path.parent / name, path)
+                return True
+    return False
 
 
 def _sweep(path: Path) -> None:
@@ -201,7 +229,7 @@ def _sweep(path: Path) -> None:
     Such a directory has a name that only we give, and our list, or is a checkpoint that was moved there; a live process
     holds its own.
     """
-    ours = re.compile(rf"\.({re.escape(path.name)}\.tmp|removed-.+){_UNIQUE}")
+    ours = re.compile(rf"\.({re.escape(path.name)}\.(tmp|old)|removed-.+){_UNIQUE}")
     for name in os.listdir(path.parent):
         old = path.parent / name
         if ours.fullmatch(name) is None or old.is_symlink() or not old.is_dir():
@@ -262,6 +290,8 @@ def _manifest(path: Path) -> CheckpointRecord:
     try:
         return as_kind(read_signed(file, (FORMAT,), FORMAT_VERSION), CheckpointRecord, file)
     except (FileNotFoundError, NotADirectoryError):
+        if _put_back(path):
+            return _manifest(path)
         raise FormatError(f"{path}: must hold {MANIFEST}, got none; it is no checkpoint") from None
 
 

@@ -363,7 +363,7 @@ class Ring:
         """The lane of this object: its own, a free one, or one that another object here holds."""
         if self.lane is not None:
             return self.lane
-        if self._held:
+        if self._held and self.native.writer(self._lane_now) == _core.own_word():
             return self._lane_now
         me, mine, holder = _core.own_word(), -1, 0
         for k in range(self.num_lanes):

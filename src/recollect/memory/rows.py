@@ -31,7 +31,8 @@ from recollect import _core, interrupts
 from recollect.budget import check_fits, human_nbytes
 from recollect.errors import AttachError, ClosedError, FormatError, LaneBusyError
 from recollect.files import lock_file
-from recollect.memory.segment import Closed, Mapped, make_memfd, open_memfd, page_up, registry
+from recollect.memory.descriptor import close_memory, make_memory, open_memory
+from recollect.memory.segment import Closed, Mapped, page_up, registry
 from recollect.spaces import Layout
 
 LIMITER_AT = 192
@@ -244,7 +245,7 @@ class RowSegment(Mapped):
         if rows is None and can_repair and not writable:
             self.rows.freeze()
         # Last: until this object is made, the descriptor is closed by who opened it.
-        self._close_fd = weakref.finalize(self, os.close, fd) if fd >= 0 else None
+        self._close_fd = weakref.finalize(self, close_memory, fd) if fd >= 0 else None
 
     @property
     def is_shared(self) -> bool:
@@ -299,11 +300,12 @@ def _in_ram(geometry: Geometry, what: str) -> RowSegment:
 @interrupts.undivided  # a descriptor is closed by who opened it or with the segment, and once
 def in_shared(geometry: Geometry, what: str) -> RowSegment:
     """Memory that other processes can attach to, freed by the kernel with its last user."""
-    fd = make_memfd(geometry.nbytes, what, _ADVICE)
+    nonce = secrets.token_bytes(16)
+    fd = make_memory(geometry.nbytes, nonce, what, _ADVICE)
     try:
-        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None)
+        return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, None, nonce)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
 
 
@@ -316,7 +318,7 @@ def _in_file(path: Path, geometry: Geometry, what: str, *, sparse: bool = False)
         if sparse:
             os.ftruncate(fd, geometry.nbytes)
         else:
-            os.posix_fallocate(fd, 0, geometry.nbytes)
+            _core.reserve_file(fd, 0, geometry.nbytes)
         return _fresh(_core.Mapping(fd, 0, geometry.nbytes, True), geometry, fd, str(path))
     except BaseException as error:
         os.close(fd)
@@ -397,7 +399,7 @@ def attach(handle: Handle) -> RowSegment:
         return known
     what = handle.path if handle.path is not None else f"segment of process {handle.pid}"
     if handle.path is None:
-        fd = open_memfd(handle.pid, handle.fd, what)
+        fd = open_memory(handle.pid, handle.fd, handle.nonce, what)
     else:
         try:
             fd = os.open(handle.path, os.O_RDWR | os.O_CLOEXEC)
@@ -412,7 +414,7 @@ def attach(handle: Handle) -> RowSegment:
                 raise AttachError(f"{what}: its owner is gone or closed it; create it again") from None
         return _attach(fd, handle.path, handle.writable, handle, what, True)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
 
 
@@ -444,12 +446,14 @@ def _attach(
         nonce, lambda: RowSegment(mapping, geometry, fd, nonce, path, True, opener=opener, n_closed=n_closed)
     )
     if segment.fd != fd:  # another thread was first
-        os.close(fd)
+        close_memory(fd)
     return segment
 
 
-def _fresh(mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None) -> RowSegment:
-    nonce = secrets.token_bytes(16)
+def _fresh(
+    mapping: _core.Mapping, geometry: Geometry, fd: int, path: str | None, nonce: bytes | None = None
+) -> RowSegment:
+    nonce = nonce or secrets.token_bytes(16)
     write_header(mapping, geometry, nonce)
     segment = RowSegment(mapping, geometry, fd, nonce, path, True, opener=_core.own_word())
     registry.add(segment)

@@ -1,16 +1,15 @@
 """Segments: mapped memory that several objects of a process, and several processes, use.
 
 Here is what all of them have in common, whole pages, users that are counted and one registry in each process; and the
-segment of any primitive but rows: header, schema block and data in one memfd, and the name that attaches to it.
+segment of any primitive but rows: header, schema block and data in one piece of memory, and the name to attach by.
 
     header: 256 bytes (what it is, and a word that says whether its owner closed it), then the primitive's own
         words, rounded up to a page
     schema: JSON of what the values are, rounded up to a page
     data: as the primitive says
 
-A memfd has no name in any file system: the kernel frees it with its last user, whatever that user died of. Another
-process of the same user reaches it by a *name*, a line of text that says whose descriptor to open. The nonce in name
-and header tells a descriptor number that was given to another file since.
+The memory is one of `descriptor`. Another process of the same user reaches it by a *name*, a line of text that says
+whose descriptor to open. The nonce in name and header tells a descriptor number that was given to another file since.
 
 Two objects of one process that mean the same segment share its native part, hence its locks: they find it in the
 registry by its nonce. The last of its users closes it.
@@ -18,7 +17,6 @@ registry by its nonce. The last of its users closes it.
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import secrets
@@ -33,8 +31,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 from recollect import _core, interrupts
-from recollect.budget import check_fits
 from recollect.errors import AttachError, ClosedError
+from recollect.memory.descriptor import close_memory, make_memory, open_memory
 
 PAGE = 4096
 
@@ -209,7 +207,7 @@ class SharedSegment(Mapped):
         self.owner, self.data_nbytes = header.owner, header.data_nbytes
         self.data_at, self.nbytes = header.data_at, header.nbytes
         self.core: Any = None
-        self._close_fd = weakref.finalize(self, os.close, fd)
+        self._close_fd = weakref.finalize(self, close_memory, fd)
 
     @property
     def name(self) -> str:
@@ -297,47 +295,22 @@ class _Header:
         return _Header(kind, schema_hash, nonce, words, schema, data, owner)
 
 
-def make_memfd(nbytes: int, what: str, advice: str = "make it smaller") -> int:
-    """Return the descriptor of new memory, sealed against resizing; BudgetError if there is not enough."""
-    check_fits(nbytes, what, advice)
-    fd = os.memfd_create(_PREFIX, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, nbytes)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
-
-
-def open_memfd(pid: int, fd: int, what: str) -> int:
-    """Return an own descriptor of another process's memory; AttachError if it is gone or is something else."""
-    target = f"/proc/{pid}/fd/{fd}"
-    try:
-        if not os.readlink(target).startswith(f"/memfd:{_PREFIX}"):
-            raise AttachError(f"{what}: its owner is gone and the descriptor was reused; create it again")
-        return os.open(target, os.O_RDWR | os.O_CLOEXEC)
-    except OSError as error:
-        reason = error.strerror
-        raise AttachError(f"{what}: its owner is gone or closed it ({reason}); create it again") from None
-
-
 @interrupts.undivided
 def create(kind: str, schema: Any, words_nbytes: int, data_nbytes: int, what: str) -> SharedSegment:
-    """Make a segment, sealed against resizing; BudgetError before anything is allocated if it cannot fit."""
+    """Make a segment; BudgetError before anything is allocated if it cannot fit."""
     text = schema_text(schema).encode()
     header = _Header(
         kind, _hash(text), secrets.token_bytes(16), words_nbytes, len(text), data_nbytes,
         _core.own_word(),
     )  # fmt: skip
-    fd = make_memfd(header.nbytes, what)
+    fd = make_memory(header.nbytes, header.nonce, what)
     try:
         mapping = _core.Mapping(fd, 0, header.nbytes, True)
         mapping.view(header.schema_at, len(text))[:] = np.frombuffer(text, np.uint8)
         mapping.view(0, _HEADER.size)[:] = np.frombuffer(header.pack(), np.uint8)
         segment = SharedSegment(fd, header, mapping, schema)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
     registry.add(segment)
     return segment
@@ -354,11 +327,11 @@ def attach(text: str, kind: str, words_nbytes: int | None = None) -> SharedSegme
     known: SharedSegment | None = registry.find(name.nonce)
     if known is not None:
         return known
-    fd = open_memfd(name.pid, name.fd, what)
+    fd = open_memory(name.pid, name.fd, name.nonce, what)
     try:
         segment = _read(fd, name, words_nbytes, what)
     except BaseException:
-        os.close(fd)
+        close_memory(fd)
         raise
     # If another thread was first, ours closes its descriptor when it is dropped.
     return registry.find_or_add(name.nonce, lambda: segment)

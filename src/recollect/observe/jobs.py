@@ -12,9 +12,7 @@ import fnmatch
 import math
 import os
 import secrets
-import stat
 from collections.abc import Iterator
-from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from time import time
@@ -27,6 +25,8 @@ from recollect import _core
 from recollect.errors import AttachError, RecollectError
 from recollect.files.record import read_bytes
 from recollect.memory.latest import Latest
+from recollect.system.directory import private
+from recollect.system.processes import pid_space
 from recollect.text import encoded
 
 STARTING, RUNNING = "starting", "running"
@@ -191,7 +191,7 @@ def _living() -> list[JobEntry]:
     found = []
     for path in runtime_dir().glob("*.json"):
         entry = _read(path)
-        if entry is None or entry.pid_space != _pid_space():
+        if entry is None or entry.pid_space != pid_space():
             continue
         if _core.is_dead(entry.process):
             path.unlink(missing_ok=True)
@@ -214,7 +214,7 @@ def register(kind: str, title: str, started: float, box: str) -> Path:
     """Let other processes of this user find the job whose `Latest` is named `box`; return the file to remove."""
     _living()  # a killed job's file must not outlive the next job
     pid = os.getpid()
-    entry = JobEntry(kind, title, pid, started, _core.own_word(), _pid_space(), box)
+    entry = JobEntry(kind, title, pid, started, _core.own_word(), pid_space(), box)
     path = runtime_dir() / f"{pid}-{secrets.token_hex(4)}.json"
     hidden = path.with_suffix(".new")
     hidden.write_bytes(encoded(msgspec.json.encode, entry))
@@ -235,19 +235,7 @@ def runtime_dir() -> Path:
         path = Path(session) / "recollect"
     else:
         path = Path("/tmp") / f"recollect-{os.getuid()}"
-    with suppress(FileExistsError):
-        path.mkdir(mode=0o700, parents=True)
-    found = path.lstat()
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
-        raise PermissionError(
-            f"{path}: must be a directory that only this user can write to; remove it or set RECOLLECT_RUNTIME_DIR"
-        )
-    return path
-
-
-@cache
-def _pid_space() -> str:
-    return os.readlink("/proc/self/ns/pid")
+    return private(path, "set RECOLLECT_RUNTIME_DIR")
 
 
 @cache

@@ -18,6 +18,7 @@ from typing import Any, Self
 from recollect import interrupts
 from recollect.errors import ClosedError
 from recollect.files import replace_file
+from recollect.system.processes import own_name
 
 _KEPT = 256  # events before they are written
 GPU_TRACK = "gpu"
@@ -150,7 +151,7 @@ class _Kept:
 
     def _begin(self) -> None:
         self.pid, self.n_events = os.getpid(), 0
-        self.lines = [_named(self.pid, Path("/proc/self/comm").read_text().strip())]
+        self.lines = [_named(self.pid, own_name())]
         self.threads: set[Any] = {GPU_TRACK, 0}
         self.pending: list[tuple[str, Any, Any, int, dict[str, Any]]] = []
 

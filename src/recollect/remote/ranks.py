@@ -4,18 +4,14 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass
-from pathlib import Path
 
 from recollect import _core
+from recollect.system.processes import boot_id
 
 
 def _host() -> str:
     """Name this machine: host names are given twice, so with the id of its boot where that can be read."""
-    try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()[:200]} {boot}".rstrip()
+    return f"{socket.gethostname()[:200]} {boot_id()}".rstrip()
 
 
 HOST = _host()

@@ -17,10 +17,13 @@ from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
+from recollect.system import is_portable
+from recollect.system.directory import shared_directory
+
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What this process holds now: descendants, open descriptors, memfd mappings.
+    """What this process holds now: descendants, open descriptors, mappings of shared memory.
 
     Names in /dev/shm are not counted: nothing tells which process made one, and other programs make theirs there.
     """
@@ -86,7 +89,9 @@ def _descriptors() -> frozenset[str]:
     found = set()
     for fd in os.listdir("/proc/self/fd"):
         try:
-            found.add(f"{fd} -> {os.readlink(f'/proc/self/fd/{fd}')}")
+            name = os.readlink(f"/proc/self/fd/{fd}")
+            if f"/process-{os.getpid()}-" not in name:  # which says that this process lives
+                found.add(f"{fd} -> {name}")
         except OSError:  # the one that listed the directory is closed by now
             continue
     return frozenset(found)
@@ -95,6 +100,7 @@ def _descriptors() -> frozenset[str]:
 def _mappings() -> Counter[str]:
     # address perms offset dev inode path: the inode tells two segments of one name apart
     lines = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())
+    shared = f"{shared_directory()}/memory-" if is_portable() else "memfd:"
     return Counter(
-        f"{fields[5]} (inode {fields[4]})" for fields in lines if len(fields) == 6 and "memfd:" in fields[5]
+        f"{fields[5]} (inode {fields[4]})" for fields in lines if len(fields) == 6 and shared in fields[5]
     )

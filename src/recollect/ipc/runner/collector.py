@@ -17,6 +17,8 @@ from recollect.errors import AttachError, ClosedError
 from recollect.ipc.collector_error import ErrorSender, collector_error_guard
 from recollect.ipc.runner.control import Control, Counters, Permit
 from recollect.memory.waiting import watched_process
+from recollect.system import is_portable
+from recollect.system.processes import end_descriptor
 
 ORPHAN_GRACE_S = 5.0  # a collector without a learner has this long to end by itself
 
@@ -143,16 +145,20 @@ def _joined(job: CollectorJob, alive: Any) -> Control | None:
         control = Control.attach(job.control)
     except AttachError:
         return None
-    fds = [alive.fileno()]
-    with suppress(
-        OSError
-    ):  # a process descriptor tells the end of the learner even if its forks hold the pipe
-        if _core.is_near(job.learner):  # elsewhere its number would be somebody else's
-            fds.append(os.pidfd_open(_core.pid_of(job.learner)))
+    fds, looked_at = [alive.fileno()], 0
+    if _core.is_near(job.learner):  # elsewhere its number would be another process's
+        # Tells the end of the learner even if its forks hold the pipe.
+        fd = None
+        with suppress(OSError):
+            fd = end_descriptor(_core.pid_of(job.learner))
+        if fd is not None:
+            fds.append(fd)
+        elif is_portable():
+            looked_at = job.learner
     if _core.is_dead(job.learner):
         control.close()
         return None
-    _core.watch_orphan(fds, control.mapping, control.stop_at, control.wake_at, job.orphan_grace_s)
+    _core.watch_orphan(fds, looked_at, control.mapping, control.stop_at, control.wake_at, job.orphan_grace_s)
     return control
 
 

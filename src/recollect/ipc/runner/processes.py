@@ -25,6 +25,7 @@ from recollect.ipc.collector_error import (
 )
 from recollect.ipc.runner.collector import CollectorJob, run_collector
 from recollect.ipc.runner.control import Control, Counted, Counters
+from recollect.system.processes import end_descriptor, has_ended
 
 JOIN_S, TERM_S, KILL_S = 10.0, 5.0, 5.0  # the patience of close()
 REPORTED_S = 0.5  # a collector that has reported its exception has this long to exit
@@ -76,17 +77,29 @@ class EndWatch:
     """
 
     def __init__(self, process: Any) -> None:
+        self._pid: int | None = None  # to be looked at: its children may hold the other end of a pipe
         try:
-            fd = os.pidfd_open(process.pid)
+            fd = end_descriptor(process.pid)
         except OSError:
-            fd = os.dup(process.sentinel)
+            fd = None
+        if fd is None:
+            fd, self._pid = os.dup(process.sentinel), process.pid
         self._poll = select.poll()
         self._poll.register(fd, select.POLLIN)
         self.close = weakref.finalize(self, os.close, fd)
 
     def wait(self, timeout_s: float) -> bool:
         """Wait for the end of the process; False if it has not come in time."""
-        return bool(self._poll.poll(timeout_s * 1000))
+        if self._pid is None:
+            return bool(self._poll.poll(timeout_s * 1000))
+        ends, nap_s = monotonic() + timeout_s, 0.001
+        while not self._poll.poll(min(max(0.0, ends - monotonic()), nap_s) * 1000) and not has_ended(
+            self._pid
+        ):
+            if monotonic() >= ends:
+                return False
+            nap_s = min(2 * nap_s, 0.02)
+        return True
 
 
 @dataclass(slots=True)

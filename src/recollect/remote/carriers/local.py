@@ -32,12 +32,12 @@ from recollect.remote.carriers.base import Frame, check_timeout
 from recollect.remote.carriers.sockets.carrier import RETRY_S, StreamCarrier
 from recollect.remote.carriers.sockets.framed import FramedSocket, Outgoing, accept_each, exactly
 from recollect.remote.frame import MAX_FRAME
+from recollect.system.sockets import address_of, leave, listen_at, peer_of, stop_listening
 
 _GREETING = struct.Struct("<16sq")
 _GREETING_S = 1.0
 _ADDRESSES = 8  # of one end: another user must see an address before it can be taken
 _TOO_MANY_FILES = (errno.EMFILE, errno.ENFILE)
-_PEER = struct.Struct("3i")
 _IN_PROCESS_NBYTES = 64 << 20
 
 
@@ -72,6 +72,7 @@ class LocalCarrier(StreamCarrier):
     def __init__(self, group: bytes, rank: int, size: int, max_frame: int = MAX_FRAME) -> None:
         self.group_id, self.n_ranks = group, size
         self._listener: socket.socket | None = None
+        self._address: bytes | None = None  # that it listens at
         self._acceptor: threading.Thread | None = None
         super().__init__(rank, size, max_frame)
 
@@ -98,7 +99,7 @@ class LocalCarrier(StreamCarrier):
     def _addresses(self, rank: int) -> list[bytes]:
         """Where an end may listen; one address does not tell another."""
         names = (blake2b(b"%d/%d" % (rank, k), key=self.group_id, digest_size=16) for k in range(_ADDRESSES))
-        return [b"\0recollect-" + name.hexdigest().encode() for name in names]
+        return [address_of(name.hexdigest()) for name in names]
 
     # -- opening
 
@@ -118,10 +119,10 @@ class LocalCarrier(StreamCarrier):
 
     def _listening(self) -> socket.socket:
         """Listen at the first address that is free, unless a process of this user listens at one of them."""
-        listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        listener, mine = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), None
         try:
             addresses = self._addresses(self.rank)
-            mine = next((address for address in addresses if _is_bound(listener, address)), None)
+            mine = next((address for address in addresses if listen_at(listener, address)), None)
             for address in addresses:
                 if address != mine and (other := _connected_to(address)) is not None:
                     other.close()
@@ -137,7 +138,9 @@ class LocalCarrier(StreamCarrier):
             listener.listen(128)
         except BaseException:
             listener.close()
+            leave(mine)
             raise
+        self._address = mine
         return listener
 
     def _accepted(self, sock: socket.socket) -> bool:
@@ -145,7 +148,7 @@ class LocalCarrier(StreamCarrier):
         if self.is_closed:
             return False
         try:
-            _check_same_user(sock)
+            peer_of(sock)
             group, rank = _GREETING.unpack(exactly(sock, _GREETING.size, monotonic() + _GREETING_S))
             if group != self.group_id or not 0 <= rank < self.n_ranks:
                 raise PermissionError("another group")
@@ -169,7 +172,7 @@ class LocalCarrier(StreamCarrier):
             sock = next((one for one in found if one is not None), None)
             if sock is None:
                 raise ConnectionRefusedError(f"rank {dest}: no process listens")
-            if _check_same_user(sock) == os.getpid():
+            if peer_of(sock) == os.getpid():
                 sock.close()  # it is near after all, and has just opened: frames go through memory, in one order
                 return None
             sock.sendall(_GREETING.pack(self.group_id, self.rank))
@@ -276,9 +279,7 @@ class LocalCarrier(StreamCarrier):
 
     def _stop_listening(self) -> None:
         if self._listener is not None:
-            with suppress(OSError):
-                self._listener.shutdown(socket.SHUT_RDWR)
-            self._listener.close()
+            stop_listening(self._listener, self._address)
         if self._acceptor is not None:
             self._acceptor.join(5.0)
         for rank in range(self.n_ranks):
@@ -295,36 +296,17 @@ class LocalCarrier(StreamCarrier):
         self._wake()
 
 
-def _is_bound(listener: socket.socket, address: bytes) -> bool:
-    """Take an address; False if it is taken."""
-    try:
-        listener.bind(address)
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            raise
-        return False
-    return True
-
-
 def _connected_to(address: bytes) -> socket.socket | None:
     """A connection to a process of this user that listens at an address; None if there is none."""
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     sock.settimeout(_GREETING_S)
     try:
         sock.connect(address)
-        _check_same_user(sock)
-    except (ConnectionError, PermissionError, BlockingIOError):
+        peer_of(sock)
+    except (ConnectionError, FileNotFoundError, PermissionError, BlockingIOError):
         sock.close()
         return None
     except BaseException:
         sock.close()
         raise
     return sock
-
-
-def _check_same_user(sock: socket.socket) -> int:
-    """Return the pid of the peer; PermissionError if it belongs to another user."""
-    pid, uid, _ = _PEER.unpack(sock.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _PEER.size))
-    if uid != os.geteuid():
-        raise PermissionError(f"the peer must be of user {os.geteuid()}, got {uid}")
-    return int(pid)

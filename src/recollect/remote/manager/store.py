@@ -22,6 +22,7 @@ from recollect.remote.manager.diversity import Diversity, crowding
 from recollect.replay import ReplayBuffer
 from recollect.sampling.stream import IndexStream
 from recollect.spaces import Layout
+from recollect.system import is_portable
 
 _PAGE = 4096
 _MADV_NOHUGEPAGE = 15
@@ -54,6 +55,8 @@ def make_buffer(items: ItemSpace, capacity: int, evict: str, storage: str) -> Re
 
 def use_small_pages(buffer: ReplayBuffer) -> None:
     """Let room that was never written cost no memory: a 2 MB page would be taken whole for its first byte."""
+    if is_portable():  # none were asked for
+        return
     rows = buffer.inner_storage.rows  # type: ignore[attr-defined]
     if rows.layout.row_nbytes <= _PAGE:
         return

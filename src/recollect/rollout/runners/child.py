@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import ctypes
 import os
 import signal
 import socket
@@ -27,6 +25,7 @@ from recollect.rollout.runners import messages
 from recollect.rollout.runners.execute import LoopLag, execute
 from recollect.rollout.tasks import AttemptSpec, RunOutcome, find_workflow, import_modules
 from recollect.spaces import Layout
+from recollect.system.processes import die_with_parent
 from recollect.text import encoded, told, told_briefly
 
 LENGTH = struct.Struct("<I")
@@ -194,8 +193,7 @@ class RunnerSession:
 
 def main(fd: int) -> None:
     """Serve a socket until it is closed. The kernel kills this process when its parent dies."""
-    with contextlib.suppress(OSError, AttributeError):
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C is the coordinator's to handle
     asyncio.run(_serve(socket.socket(fileno=fd)))
     sys.stdout.flush()

@@ -14,12 +14,14 @@ from typing import Any
 from recollect.rollout.runners.base import RunnerContext
 from recollect.rollout.runners.child import LENGTH, MessageSocket
 from recollect.rollout.runners.remote import RemotePool, RemoteRunner
+from recollect.system.processes import end_descriptor, has_ended, usable_cores
 
+_LOOK_S = 0.02  # between looks at a process whose end nothing tells
 PROGRAM = "from recollect.rollout.runners.child import main; main({fd})"
 
 
 class ProcessRunner(RemoteRunner):
-    """A spawned process. Its death is seen by a pidfd, whatever it was doing."""
+    """A spawned process. Its death is seen whatever it was doing."""
 
     def __init__(self, number: int, on_message: Any, on_death: Any) -> None:
         super().__init__(number, on_message, on_death)
@@ -42,13 +44,12 @@ class ProcessRunner(RemoteRunner):
         finally:
             theirs.close()
         try:
-            self._pidfd = os.pidfd_open(self.process.pid)
+            self._watch()
         except OSError:  # its death could not be seen
             ours.close()
             self.kill()
             self.process.wait()
             raise
-        self._loop.add_reader(self._pidfd, self._exited)
         ours.setblocking(False)
         closed: asyncio.Future[None] = self._loop.create_future()
         try:
@@ -56,8 +57,7 @@ class ProcessRunner(RemoteRunner):
                 lambda: MessageSocket(self.received, closed), sock=ours
             )
         except BaseException:
-            self._loop.remove_reader(self._pidfd)
-            os.close(self._pidfd)
+            self._unwatch()
             ours.close()
             self.kill()
             self.process.wait()
@@ -72,9 +72,30 @@ class ProcessRunner(RemoteRunner):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
+    def _watch(self) -> None:
+        """Call `_exited` once the process has ended; OSError if that cannot be told."""
+        self._looking: asyncio.TimerHandle | None = None
+        self._end = end_descriptor(self.process.pid)
+        if self._end is not None:
+            self._loop.add_reader(self._end, self._exited)
+        else:
+            self._look()
+
+    def _look(self) -> None:
+        if has_ended(self.process.pid) or (not hasattr(os, "waitid") and self.process.poll() is not None):
+            self._exited()
+        else:
+            self._looking = self._loop.call_later(_LOOK_S, self._look)
+
+    def _unwatch(self) -> None:
+        if self._end is not None:
+            self._loop.remove_reader(self._end)
+            os.close(self._end)
+        elif self._looking is not None:
+            self._looking.cancel()
+
     def _exited(self) -> None:
-        self._loop.remove_reader(self._pidfd)
-        os.close(self._pidfd)
+        self._unwatch()
         self.kill()  # what it left in its group
         code = self.process.wait()
         # What it sent before it died is still in the socket: read it first.
@@ -98,7 +119,7 @@ class ProcessPool(RemotePool):
     """Runners as processes, one per CPU unless the config says otherwise."""
 
     def __init__(self, context: RunnerContext) -> None:
-        super().__init__(context, context.config.runners or len(os.sched_getaffinity(0)))
+        super().__init__(context, context.config.runners or usable_cores())
 
     async def make_runner(self, number: int) -> RemoteRunner:
         runner = ProcessRunner(number, self.received, self.died)

@@ -27,6 +27,7 @@ from recollect.sampling.stream import mix
 from recollect.sampling.workers import messages as requests
 from recollect.sampling.workers.messages import DRAW, REST, WorkRequest
 from recollect.sampling.workers.slots import DATA, EMPTY, ERROR, GONE, Format
+from recollect.system.processes import die_with_parent, end_descriptor
 from recollect.text import told
 
 LOOK_S = 0.5  # a wait is that long at most before it starts again; nothing depends on it
@@ -231,19 +232,16 @@ def _seed_others(key: int) -> None:
 
 def _watch(parent: int, doze_s: float, dies: bool) -> None:
     """End this process when the parent does, even in the middle of a batch."""
-    if (
-        dies
-    ):  # the kernel's own way; only where the thread that started us is sure to live as long as its process
-        with suppress(Exception):
-            import ctypes
-
-            ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
+    if dies:  # only where the thread that started us is sure to live as long as its process
+        die_with_parent()
 
     def wait() -> None:
         poll, pause_s = select.poll(), doze_s
-        with suppress(OSError, AttributeError):  # an old kernel: look again and again
-            if _core.is_near(parent):  # elsewhere its number would be somebody else's
-                poll.register(os.pidfd_open(_core.pid_of(parent)), select.POLLIN)
+        with suppress(OSError):  # an old kernel: look again and again
+            # Elsewhere its number would be another process's.
+            fd = end_descriptor(_core.pid_of(parent)) if _core.is_near(parent) else None
+            if fd is not None:
+                poll.register(fd, select.POLLIN)
                 pause_s = 1.0  # told at once
         while not _core.is_dead(parent) and not poll.poll(pause_s * 1000):
             pass

@@ -23,8 +23,8 @@ from recollect.remote.carriers.sockets.framed import FramedSocket, Outgoing
 from recollect.remote.carriers.sockets.poll import PollLeader, Wakeup
 from recollect.remote.carriers.sockets.queues import DeferredFrames, Inbox
 from recollect.remote.frame import MAX_FRAME, check_max_frame
+from recollect.system.events import READABLE, READABLE_OR_GONE, WRITABLE, Poll, make_poll
 
-_IN = select.EPOLLIN | select.EPOLLRDHUP
 LOOK_S = 0.01  # after which others are read too, however much lies here already
 RETRY_S = 0.02  # between two tries to reach a peer that is not there yet
 
@@ -55,7 +55,7 @@ class StreamCarrier:
         self._known: set[int] = set()
         self._gone: dict[int, None] = {}  # in the order they left
         self._flusher: threading.Thread | None = None
-        self._epoll: select.epoll | None = None
+        self._epoll: Poll | None = None
         self._wakeup: Wakeup | None = None
         self._looked_at = 0.0  # when the sockets were polled last
         self._closing = threading.RLock()
@@ -76,10 +76,10 @@ class StreamCarrier:
             raise ClosedError(f"{type(self).__name__}: was closed; make another")
 
     def _open(self) -> None:
-        epoll = select.epoll()
+        poll = make_poll()
         self._wakeup = Wakeup()
-        epoll.register(self._wakeup, select.EPOLLIN)
-        self._epoll = epoll
+        poll.register(self._wakeup.fileno(), READABLE)
+        self._epoll = poll
         _open.add(self)
 
     def _add(self, link: FramedSocket, outward: bool) -> None:
@@ -92,7 +92,7 @@ class StreamCarrier:
                 self._outward[link.rank] = link
             self._known.add(link.rank)
             self._gone.pop(link.rank, None)
-            self._epoll.register(link.fd, _IN)
+            self._epoll.register(link.fd, READABLE_OR_GONE)
             self._cond.notify_all()
         self._wake()
 
@@ -149,11 +149,11 @@ class StreamCarrier:
             with interrupts.deferred():  # a frame that has left waits no more
                 self._reach_absent()
             timeout = min(timeout, RETRY_S) if self._absent else 0.0
-        epoll, wakeup = self._epoll, self._wakeup
-        if epoll is None or wakeup is None:
+        poll, wakeup = self._epoll, self._wakeup
+        if poll is None or wakeup is None:
             return
         self._looked_at = monotonic()
-        found = epoll.poll(min(timeout, 3600.0))
+        found = poll.poll(min(timeout, 3600.0))
         with interrupts.deferred():  # a byte that was read or sent is counted, or the stream is out of step
             for fd, event in found:
                 if fd == wakeup.fileno():
@@ -163,9 +163,9 @@ class StreamCarrier:
 
     def _serve(self, link: FramedSocket, event: int) -> None:
         try:
-            if event & select.EPOLLOUT:
+            if event & WRITABLE:
                 self._send_more(link)
-            if event & ~select.EPOLLOUT:
+            if event & ~WRITABLE:
                 self._take(link)
         except (EOFError, OSError):
             self._drop(link)
@@ -187,7 +187,7 @@ class StreamCarrier:
 
     def _watch(self, link: FramedSocket) -> None:
         if self._epoll is not None and link.is_open:
-            events = (0 if link.is_paused else _IN) | (select.EPOLLOUT if link.out else 0)
+            events = (0 if link.is_paused else READABLE_OR_GONE) | (WRITABLE if link.out else 0)
             with contextlib.suppress(OSError, ValueError):
                 self._epoll.modify(link.fd, events)
 

@@ -6,8 +6,6 @@ what it wanted, another takes over. So a frame costs no change of threads.
 
 from __future__ import annotations
 
-import contextlib
-import os
 import threading
 from collections.abc import Callable
 from time import monotonic
@@ -15,6 +13,7 @@ from typing import Any
 
 from recollect._core import Condition
 from recollect.remote.carriers.base import too_late
+from recollect.system.events import Event
 
 
 class PollLeader:
@@ -87,29 +86,24 @@ class Wakeup:
     """An event that a poll sees. Concurrency: any thread may `wake`; after `close()` that does nothing."""
 
     def __init__(self) -> None:
-        self._fd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._event = Event()
         self._lock = threading.Lock()
 
     def fileno(self) -> int:
-        return self._fd
+        return self._event.fileno()
 
     def wake(self) -> None:
         with self._lock:  # never by a number that is another file's by now
-            if self._fd >= 0:
-                with contextlib.suppress(BlockingIOError):
-                    os.eventfd_write(self._fd, 1)
+            if self._event.fileno() >= 0:
+                self._event.set()
 
     def clear(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self._fd)
+        self._event.clear()
 
     def close(self) -> None:
         with self._lock:
-            if self._fd >= 0:
-                os.close(self._fd)
-                self._fd = -1
+            self._event.close()
 
     def close_in_child(self) -> None:
         """In a forked child, where a thread that is not there may hold the lock."""
-        os.close(self._fd)
-        self._fd = -1
+        self._event.close()

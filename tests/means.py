@@ -1,0 +1,11 @@
+"""Which tests are about the means of Linux, and are left out where the portable ones are used."""
+
+from __future__ import annotations
+
+import pytest
+
+from recollect.system import is_portable
+
+needs_linux = pytest.mark.skipif(
+    is_portable(), reason="about memfd, /proc or control groups, which are not used"
+)
