@@ -346,7 +346,7 @@ def journals(home: Path) -> list[Case]:
 
 def datasets(home: Path) -> list[Case]:
     """The metadata of LeRobot, Minari and Hugging Face data sets."""
-    from recollect.datasets.rollout import from_rollout
+    from recollect.datasets.rollouts import from_rollout
 
     from recollect.datasets import open_dataset, to_lerobot
 

@@ -236,7 +236,9 @@ class StillCrew:
         self.crew._context = SimpleNamespace(
             Pipe=real.Pipe, Process=self.process, get_start_method=lambda: "spawn"
         )
-        monkeypatch.setattr(crew, "Ending", lambda process: Noted(self.events, getattr(process, "hurry", 0)))
+        monkeypatch.setattr(
+            crew, "EndWatch", lambda process: Noted(self.events, getattr(process, "hurry", 0))
+        )
         monkeypatch.setattr(crew, "kill_group", lambda pid, number: self.events.append(number))
 
 
@@ -271,7 +273,7 @@ class TestEnding:
         here, there = os.pipe()
         process = subprocess.Popen(["true"])
         before = set(os.listdir("/proc/self/fd"))
-        ending = crew.Ending(SimpleNamespace(pid=process.pid, sentinel=here))
+        ending = crew.EndWatch(SimpleNamespace(pid=process.pid, sentinel=here))
         assert ending.wait(20.0) and process.returncode is None  # and nobody has reaped it
         process.wait(20)
         ending.close()
@@ -287,7 +289,7 @@ class TestEnding:
 
         monkeypatch.setattr(os, "pidfd_open", refused)
         here, there = os.pipe()
-        ending = crew.Ending(SimpleNamespace(pid=1, sentinel=here))
+        ending = crew.EndWatch(SimpleNamespace(pid=1, sentinel=here))
         assert not ending.wait(0.0)
         os.close(there)
         assert ending.wait(20.0)

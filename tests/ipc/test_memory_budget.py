@@ -37,7 +37,7 @@ def test_the_weights_estimate_equals_the_segment(n_params: int) -> None:
     shapes = {k: v.shape for k, v in values.items()}
     nbytes = sum(v.nbytes for v in values.values())
     with rc.ipc.SharedWeightSync.from_state_dict(values) as sync:
-        size = os.fstat(sync._box._open().fd).st_size
+        size = os.fstat(sync._box.segment().fd).st_size
     for estimate in (
         lambda **kw: budget.estimate_offpolicy_bytes(1, 8, 1, 1, 0, 1, 1, **kw),
         lambda **kw: budget.estimate_appo_bytes(1, 8, 1, 1, 0, **kw),

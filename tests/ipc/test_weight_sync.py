@@ -546,7 +546,7 @@ def test_the_handle_stays_small() -> None:
         with pickle.loads(pickle.dumps(sync)) as again:
             assert again.read_weights_into(values) == 1
         assert sync.nbytes == weights_nbytes(dict.fromkeys(values, (2, 2)), exclude=("x" * 50, "y" * 50))
-        assert sync.nbytes == os.fstat(sync._box._open().fd).st_size
+        assert sync.nbytes == os.fstat(sync._box.segment().fd).st_size
 
 
 @pytest.mark.process

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recollect.datasets.rollout import from_rollout
+from recollect.datasets.rollouts import from_rollout
 from tests.datasets.test_rollout import written
 from tests.fuzz.artefacts import _minari
 
@@ -20,7 +20,7 @@ from recollect import budget
 from recollect.datasets import open_dataset, to_lerobot
 from recollect.datasets.minari import _arrow_table
 from recollect.errors import BudgetError, FormatError
-from recollect.storage import parquet_table
+from recollect.storage.filed import parquet_table
 
 pa = pytest.importorskip("pyarrow")
 parquet = pytest.importorskip("pyarrow.parquet")
@@ -28,7 +28,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 READ = """
 import resource, sys
 from pathlib import Path
-from recollect.datasets.rollout import from_rollout
+from recollect.datasets.rollouts import from_rollout
 used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
 import pyarrow.parquet, recollect.storage.filed.parquet_table
 resource.setrlimit(resource.RLIMIT_AS, (used + (1 << 30), resource.RLIM_INFINITY))

@@ -594,7 +594,7 @@ def test_what_is_no_replay_buffer_is_refused(given: Any) -> None:
 def test_an_unknown_device_is_refused() -> None:
     with buffer(4) as buf:
         for device, match in (
-            ("cuda:0", "one that this machine has"),
+            ("cuda:0", "one that torch has here"),
             ("meta", "must be numpy, cpu"),
             ("abc", "torch knows"),
         ):
@@ -835,7 +835,7 @@ def test_packing_and_copying_share_one_deadline(packed_s: float, monkeypatch: py
 
 
 def test_a_tick_that_fails_at_its_deadline_has_a_moment_to_say_why(monkeypatch: pytest.MonkeyPatch) -> None:
-    job, waits = packer.Job(0, 0, 0, 0, 0, 20.0, None, end=120.0), list[float]()
+    job, waits = packer.PackJob(0, 0, 0, 0, 0, 20.0, None, end=120.0), list[float]()
 
     def get(timeout: float) -> None:
         waits.append(timeout)

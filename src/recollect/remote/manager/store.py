@@ -60,7 +60,8 @@ def use_small_pages(buffer: ReplayBuffer) -> None:
     rows = buffer.inner_storage.rows  # type: ignore[attr-defined]
     if rows.layout.row_nbytes <= _PAGE:
         return
-    whole = rows._open().mapping.view(0, rows._open().mapping.nbytes)
+    mapping = rows.segment().mapping
+    whole = mapping.view(0, mapping.nbytes)
     libc = ctypes.CDLL(None, use_errno=True)
     # A wish, as the one for large pages was: a kernel that knows neither refuses both.
     libc.madvise(ctypes.c_void_p(whole.ctypes.data), ctypes.c_size_t(whole.nbytes), _MADV_NOHUGEPAGE)
