@@ -346,9 +346,8 @@ def journals(home: Path) -> list[Case]:
 
 def datasets(home: Path) -> list[Case]:
     """The metadata of LeRobot, Minari and Hugging Face data sets."""
-    from recollect.datasets.rollouts import from_rollout
-
     from recollect.datasets import open_dataset, to_lerobot
+    from recollect.datasets.rollouts import from_rollout
 
     buf = rc.ReplayBuffer.create("memory", {"x": ((2,), "float32"), "y": ((2, 3), "int64")}, capacity=8,
                                  maintain_segment_metadata=True)  # fmt: skip

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from recollect.datasets.rollouts import from_rollout
 from tests.datasets.test_rollout import written
 from tests.fuzz.artefacts import _minari
 
@@ -19,6 +18,7 @@ import recollect as rc
 from recollect import budget
 from recollect.datasets import open_dataset, to_lerobot
 from recollect.datasets.minari import _arrow_table
+from recollect.datasets.rollouts import from_rollout
 from recollect.errors import BudgetError, FormatError
 from recollect.storage.filed import parquet_table
 
