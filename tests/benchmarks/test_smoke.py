@@ -23,7 +23,14 @@ LINES = {  # what it is run with, and what it ends by telling
     "files.py": (["--rows", "2000", "--repeats", "1"], "epoch / scan, processor time"),
 }
 # A part of compare.py; tests/cli has it; minutes of training; the others need their framework.
-NOT_HERE = {"worker.py", "roundtrip.py", "grpo_curves.py", "sb3_buffers.py", "torchrl_adapter.py"}
+NOT_HERE = {
+    "worker.py",
+    "roundtrip.py",
+    "grpo_curves.py",
+    "sb3_buffers.py",
+    "sb3_curves.py",
+    "torchrl_adapter.py",
+}
 
 
 @pytest.mark.process

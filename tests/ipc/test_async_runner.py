@@ -970,7 +970,7 @@ class TestCounters:
 
     def test_a_beat_is_progress_and_a_permit_is_not_waited_for_for_ever(self) -> None:
         control, counters = Control.create(1), Counters()
-        job = collector_module.Job(0, 2, 7, "cpu", 1, 1.0, "", "", 0, cast(Any, None))
+        job = collector_module.CollectorJob(0, 2, 7, "cpu", 1, 1.0, "", "", 0, cast(Any, None))
         ctx = rc.ipc.async_runner.CollectorContext(job, cast(Any, None), control, counters)
         assert control.times_ns(0)[0] == 0
         ctx.beat(env_steps=1)

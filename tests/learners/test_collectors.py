@@ -68,7 +68,7 @@ def test_told_to_stop_at_a_full_ring_it_ends_without_an_error(monkeypatch: pytes
         begin=lambda: True, tally=SimpleNamespace(lap=lambda phase: None),
         driver=SimpleNamespace(close=lambda: closed.append(1)),
     )  # fmt: skip
-    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    monkeypatch.setattr(collectors, "_Collector", lambda *args, **names: work)
     collectors.collect_rollouts(
         Context(looks=1), ring=FullRing(10**6), weights=None, board=None, plan=None  # type: ignore[arg-type]
     )  # fmt: skip
@@ -87,7 +87,7 @@ def test_it_stops_at_the_next_step_not_at_the_end_of_a_chunk(
         policy=SimpleNamespace(transition_actions=lambda obs: None, rollout_actions=lambda obs: (None, None)),
         tally=SimpleNamespace(lap=lambda phase: None),
     )  # fmt: skip
-    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    monkeypatch.setattr(collectors, "_Collector", lambda *args, **names: work)
     monkeypatch.setattr(collectors, "_add", lambda replay, step: None)
     monkeypatch.setattr(collectors, "RolloutWriter", lambda slot: steps)
     plan = SimpleNamespace(steps=100, limiter=None)
@@ -113,7 +113,7 @@ def test_who_waits_for_leave_to_add_hears_that_all_stop(monkeypatch: pytest.Monk
         driver=SimpleNamespace(acting_obs=lambda: None, close=lambda: None),
         policy=SimpleNamespace(transition_actions=lambda obs: None),
     )  # fmt: skip
-    monkeypatch.setattr(collectors, "_Worker", lambda *args, **names: work)
+    monkeypatch.setattr(collectors, "_Collector", lambda *args, **names: work)
     ctx: Any = Context(1000)
     ctx.look = look
     with pytest.raises(rc.ClosedError, match="is stopping"):
@@ -125,7 +125,7 @@ def test_who_waits_for_leave_to_add_hears_that_all_stop(monkeypatch: pytest.Monk
 def beginner(sync: bool, looks: int = 1000) -> tuple[Any, list[str]]:
     """A worker about to begin a chunk, and what it does."""
     done: list[str] = []
-    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker: Any = collectors._Collector.__new__(collectors._Collector)
     worker.ctx, worker.plan = Context(looks), SimpleNamespace(sync=sync)
     worker.tally = SimpleNamespace(lap=done.append)
     worker.policy = SimpleNamespace(version=4, refresh=lambda: done.append("refresh"))
@@ -167,7 +167,7 @@ def test_the_weights_are_read_before_the_learner_hears_that_the_permit_was_taken
 def test_each_step_says_what_it_did_last() -> None:
     """A collector that hangs in an environment must not be reported as one that never started."""
     beats, counted = list[Any](), list[int]()
-    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker: Any = collectors._Collector.__new__(collectors._Collector)
     worker.tally = SimpleNamespace(lap=lambda phase: None, count=lambda step: counted.append(step.n_steps))
     worker.driver = SimpleNamespace(step=lambda actions: SimpleNamespace(n_steps=4))
     worker.ctx = SimpleNamespace(beat=lambda *phase, **counted: beats.append((phase, counted)))
@@ -176,7 +176,7 @@ def test_each_step_says_what_it_did_last() -> None:
 
 
 def test_a_factory_that_makes_another_environment_elsewhere_is_found_out() -> None:
-    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker: Any = collectors._Collector.__new__(collectors._Collector)
     worker.driver, worker.plan = SimpleNamespace(n=3, spec="ours"), SimpleNamespace(spec="ours")
     worker._check(3)
     with pytest.raises(EnvContractError, match="num_envs: the environment must have 4 slots, got 3"):
@@ -193,7 +193,7 @@ def test_an_environment_that_cannot_be_used_is_closed(monkeypatch: pytest.Monkey
     ctx = SimpleNamespace(seed=1, num_envs=4, make_env=lambda: None)
     plan: Any = SimpleNamespace(salt=1, nan_policy="raise", spec="ours")
     with pytest.raises(EnvContractError, match="num_envs"):
-        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+        collectors._Collector(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
     assert closed == [1]
 
 
@@ -208,7 +208,7 @@ def test_each_run_and_each_lane_has_environments_of_its_own(monkeypatch: pytest.
     for seed, salt in ((1, 1), (1, 21), (2, 1), (1, 1)):
         ctx = SimpleNamespace(seed=seed, num_envs=4, lane=0, device="cpu", make_env=lambda: None)
         plan: Any = SimpleNamespace(salt=salt, nan_policy="raise", spec="ours")
-        collectors._Worker(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
+        collectors._Collector(ctx, None, None, None, plan, None)  # type: ignore[arg-type]
     assert len(set(seeds)) == 3 and seeds[0] == seeds[3]
 
 
@@ -232,7 +232,7 @@ def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) 
     """By the uniform one at first, by the network's later; the global one is left alone."""
     space = spec()
     network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
-    plan = collectors.Plan(space, network, 1, True, "raise", 1, random_version)
+    plan = collectors.CollectorPlan(space, network, 1, True, "raise", 1, random_version)
     obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
     a, b, c = (collectors.Policy(plan, None, None, "cpu", seed).transition_actions(obs) for seed in (1, 1, 2))
     assert np.array_equal(a, b) and not np.array_equal(a, c)
@@ -242,7 +242,9 @@ def test_actions_are_drawn_by_the_collectors_own_generator(random_version: int) 
 def test_uniform_actions_fill_the_bounds() -> None:
     space = spec()
     network = collectors.pack_network(make_actor(space, SACConfig(hidden=(4,))))
-    policy = collectors.Policy(collectors.Plan(space, network, 1, True, "raise", 1), None, None, "cpu", 1)
+    policy = collectors.Policy(
+        collectors.CollectorPlan(space, network, 1, True, "raise", 1), None, None, "cpu", 1
+    )
     actions = policy.transition_actions(np.zeros((1000, space.obs_dim), np.float32))
     low, high = space.action_bounds()
     assert (low <= actions).all() and (actions <= high).all() and actions.dtype == np.float32
@@ -252,7 +254,7 @@ def test_uniform_actions_fill_the_bounds() -> None:
 def test_actions_of_rollouts_are_drawn_by_the_collectors_own_generator() -> None:
     space = spec()
     network = collectors.pack_network(make_network(space, APPOConfig(hidden=(4,))))
-    plan = collectors.Plan(space, network, 1, True, "raise", 1)
+    plan = collectors.CollectorPlan(space, network, 1, True, "raise", 1)
     obs, before = np.zeros((5, space.obs_dim), np.float32), torch.random.get_rng_state()
     one, two, other = (collectors.Policy(plan, None, None, "cpu", seed) for seed in (1, 1, 2))
     a, b, c = (policy.rollout_actions(obs)[0] for policy in (one, two, other))
@@ -293,7 +295,7 @@ def test_only_transitions_are_stored_and_whole(valid: list[bool], has_critic: bo
 
 def test_the_report_of_a_chunk_tells_its_version() -> None:
     published: list[Any] = []
-    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker: Any = collectors._Collector.__new__(collectors._Collector)
     totals = {"chunks": 4.0, "version": 6.0}
     worker.tally = SimpleNamespace(
         report=SimpleNamespace(totals=totals), publish=lambda: published.append(dict(totals))
@@ -304,7 +306,7 @@ def test_the_report_of_a_chunk_tells_its_version() -> None:
 
 
 def test_a_permit_for_another_version_than_the_weights_is_refused() -> None:
-    worker: Any = collectors._Worker.__new__(collectors._Worker)
+    worker: Any = collectors._Collector.__new__(collectors._Collector)
     worker.tally = SimpleNamespace(lap=lambda phase: None)
     worker.policy = SimpleNamespace(version=3, refresh=lambda: None)
 

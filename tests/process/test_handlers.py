@@ -20,7 +20,11 @@ from tests.process.test_file_kills import KINDS, block, ids, state
 
 import recollect as rc
 
-pytestmark = pytest.mark.process
+# An exit that comes inside a callback of the collector is dropped by Python, with such a warning.
+pytestmark = [
+    pytest.mark.process,
+    pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
+]
 
 FEW = ("parquet", "hdf5", "memory")
 

@@ -40,6 +40,7 @@ EXTRAS = {
     "plot": ("matplotlib",),
     "sb3": ("stable-baselines3",),
     "torchrl": ("torchrl", "tensordict"),
+    "trinity": ("trinity-rft",),
 }
 REQUIRED = ("numpy", "gymnasium", "msgspec")
 THP = Path("/sys/kernel/mm/transparent_hugepage")

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from recollect import interrupts
 from recollect.budget import check_fits
 from recollect.errors import BudgetError, FormatError
 from recollect.files.record import brief
@@ -126,7 +127,8 @@ class ChunkCache:
         missing, free = self._room_for(needed)
         for number, slot in zip(missing, free):
             self._hold(number, slot)
-            self._coming[slot] = self._threads().submit(self._decode, number, slot)
+            with interrupts.deferred(*interrupts.ASKING):
+                self._coming[slot] = self._threads().submit(self._decode, number, slot)
             self._is_coming[slot] = True
 
     def _arrived(self, chunk: Ints, slot: Ints) -> Ints:
@@ -214,8 +216,11 @@ class ChunkCache:
     def _run(self, numbers: list[int], slots: list[int]) -> Any:
         if len(numbers) < 2 or self._workers < 2:
             return map(self._decode, numbers, slots)
-        coming = [self._threads().submit(self._decode, n, slot) for n, slot in zip(numbers, slots)]
-        wait(coming)  # all of them, also when one fails: no slot may be written to any more
+        # All of them, also when one fails or a signal comes: no slot may be written to any more. And Python's own locks
+        # of a pool are not made for an exception of a handler.
+        with interrupts.deferred(*interrupts.ASKING):
+            coming = [self._threads().submit(self._decode, n, slot) for n, slot in zip(numbers, slots)]
+            wait(coming)
         return [future.result() for future in coming]
 
     def _threads(self) -> ThreadPoolExecutor:
