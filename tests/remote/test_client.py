@@ -1374,7 +1374,9 @@ def test_a_carrier_with_the_id_of_one_that_is_gone_was_not_used(weak: bool) -> N
     assert not any(client_module.was_used(other, 7) for other in others)
 
 
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # of a weak reference's callback
+@pytest.mark.filterwarnings(
+    "ignore::pytest.PytestUnraisableExceptionWarning"
+)  # of a weak reference's callback
 def test_a_client_that_was_interrupted_as_it_opened_gives_its_place_back(
     ends: list[LocalCarrier], manager: ReplayBufferManager
 ) -> None:
