@@ -234,6 +234,17 @@ def test_reset_forgets_everything() -> None:
     assert_same_draws(*pair)
 
 
+def test_an_empty_buffer_gives_no_sample() -> None:
+    buffer = SB3ReplayBuffer(8, BOX, BOX, "cpu")
+    with pytest.raises(rc.EmptyError, match="^sample: needs a step to draw, got an empty buffer; add steps"):
+        buffer.sample(4)
+    fill([buffer], 1)
+    buffer.sample(4)
+    buffer.reset()
+    with pytest.raises(rc.EmptyError):
+        buffer.sample(4)
+
+
 def test_vec_normalize_is_applied_as_by_sb3() -> None:
     env = VecNormalize(make_vec_env("Pendulum-v1", 2))
     env.reset()

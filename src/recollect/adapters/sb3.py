@@ -108,7 +108,13 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         super().reset()
         self.data.clear()
 
-    sample = buffers.ReplayBuffer.sample  # draws steps; not the oldest, if rows have no next_obs
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Draw steps; not the oldest, if rows have no next_obs."""
+        if not self.pos and not self.full:
+            raise EmptyError(
+                "sample: needs a step to draw, got an empty buffer; add steps first, with model.learn or add"
+            )
+        return buffers.ReplayBuffer.sample(self, batch_size, env)
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Any:
         which: Any = None
