@@ -234,6 +234,12 @@ def test_reset_forgets_everything() -> None:
     assert_same_draws(*pair)
 
 
+def test_a_buffer_beyond_memory_is_refused_with_advice_that_can_be_taken() -> None:
+    with pytest.raises(rc.BudgetError, match=r"^buffer_size: must fit in memory, got \d+ \(.*; make it") as e:
+        SB3ReplayBuffer(1 << 36, BOX, BOX, "cpu")
+    assert "MemmapStorage" not in str(e.value)
+
+
 def test_an_empty_buffer_gives_no_sample() -> None:
     buffer = SB3ReplayBuffer(8, BOX, BOX, "cpu")
     with pytest.raises(rc.EmptyError, match="^sample: needs a step to draw, got an empty buffer; add steps"):

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 from gymnasium import spaces
 
-from recollect.errors import EmptyError, MissingExtraError, SchemaError
+from recollect.errors import BudgetError, EmptyError, MissingExtraError, SchemaError
 from recollect.replay import ReplayBuffer
 from recollect.storage import MemoryStorage
 
@@ -68,10 +68,17 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         self._space = {"obs": obs, "action": action, "reward": ((), np.dtype(np.float32))}
         self._space |= {} if optimize_memory_usage else {"next_obs": obs}
         self._space |= {"terminated": ((), np.dtype(bool)), "truncated": ((), np.dtype(bool))}
-        self.data = ReplayBuffer.create(
-            MemoryStorage, self._space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
-            maintain_segment_metadata=True,
-        )  # fmt: skip
+        try:
+            self.data = ReplayBuffer.create(
+                MemoryStorage, self._space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
+                maintain_segment_metadata=True,
+            )  # fmt: skip
+        except BudgetError as error:  # its advice is another storage, which is not to be had here
+            needed = str(error).partition("; ")[0]
+            raise BudgetError(
+                f"buffer_size: must fit in memory, got {buffer_size} ({needed}); make it smaller, or keep each "
+                "Box observation once with optimize_memory_usage=True and handle_timeout_termination=False"
+            ) from None
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one step of every environment."""
