@@ -240,6 +240,22 @@ def test_a_buffer_beyond_memory_is_refused_with_advice_that_can_be_taken() -> No
     assert "MemmapStorage" not in str(e.value)
 
 
+@pytest.mark.parametrize("kind", [SB3ReplayBuffer, SB3HerReplayBuffer])
+def test_n_step_returns_are_refused_by_name(kind: type[Any]) -> None:
+    env = make_vec_env(Reach)
+
+    def make(**kwargs: Any) -> Any:
+        return sb3.SAC(
+            "MultiInputPolicy", env, buffer_size=9, replay_buffer_class=kind, replay_buffer_kwargs=kwargs
+        )
+
+    with pytest.raises(
+        ValueError, match=rf"^n_steps: must be 1, as {kind.__name__} .*, got 3; .*rc.NStepBatch"
+    ):
+        make(n_steps=3, gamma=0.99)
+    assert make(n_steps=1, gamma=0.99).replay_buffer.size() == 0
+
+
 def test_an_empty_buffer_gives_no_sample() -> None:
     buffer = SB3ReplayBuffer(8, BOX, BOX, "cpu")
     with pytest.raises(rc.EmptyError, match="^sample: needs a step to draw, got an empty buffer; add steps"):
@@ -345,6 +361,14 @@ def test_share_of_hindsight_goals_is_that_of_sb3(n_sampled_goal: int) -> None:
     env, pair = her_pair(2, n_sampled_goal=n_sampled_goal)
     walk(env, pair, 20)
     assert_same_draws(*pair)
+
+
+@pytest.mark.parametrize("space", [BOX, OBSERVATIONS["dict"]], ids=["box", "dict"])
+def test_hindsight_needs_goals(space: spaces.Space[Any]) -> None:
+    with pytest.raises(
+        rc.SchemaError, match="^observation_space: must be a Dict with achieved_goal and desired_goal"
+    ):
+        SB3HerReplayBuffer(9, space, BOX, None, "cpu")
 
 
 def test_hindsight_needs_an_episode() -> None:

@@ -47,8 +47,13 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
 
     def __init__(self, buffer_size: int, observation_space: Any, action_space: Any, device: Any = "auto",
                  n_envs: int = 1, optimize_memory_usage: bool = False,
-                 handle_timeout_termination: bool = True) -> None:  # fmt: skip
-        """Make an empty buffer of `buffer_size // n_envs` steps of `n_envs` environments."""
+                 handle_timeout_termination: bool = True, n_steps: int = 1,
+                 gamma: float | None = None) -> None:  # fmt: skip
+        """Make an empty buffer of `buffer_size // n_envs` steps of `n_envs` environments.
+
+        n-step returns are not here: `n_steps` must be 1, and `gamma` then means nothing.
+        """
+        _check_one_step(n_steps, type(self).__name__)
         buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self._is_dict = isinstance(observation_space, spaces.Dict)
         if optimize_memory_usage and (handle_timeout_termination or self._is_dict):
@@ -189,6 +194,14 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
             self.data = ReplayBuffer.load_from(directory, read_only=False)
 
 
+def _check_one_step(n_steps: int, name: str) -> None:
+    if n_steps != 1:
+        raise ValueError(
+            f"n_steps: must be 1, as {name} has no n-step returns, got {n_steps}; leave replay_buffer_class out to "
+            "have SB3's own, or draw from rc.NStepBatch(buffer.data, n, gamma) in a loop of your own"
+        )
+
+
 class _Flags(np.ndarray[Any, Any]):
     """`dones` or `timeouts` in SB3's layout, which SB3 assigns to where it cuts the last episode."""
 
@@ -229,6 +242,23 @@ class SB3HerReplayBuffer(HerReplayBuffer, SB3ReplayBuffer):
     env: Any = None  # of a buffer that was loaded, until SB3 calls `set_env`
     _valid: Array | None = None  # the steps of whole episodes; None: not known
     __getstate__, __setstate__ = SB3ReplayBuffer.__getstate__, SB3ReplayBuffer.__setstate__
+
+    def __init__(self, buffer_size: int, observation_space: Any, action_space: Any, env: Any, device: Any = "auto",
+                 n_envs: int = 1, optimize_memory_usage: bool = False, handle_timeout_termination: bool = True,
+                 n_sampled_goal: int = 4, goal_selection_strategy: Any = "future", copy_info_dict: bool = False,
+                 n_steps: int = 1, gamma: float | None = None) -> None:  # fmt: skip
+        """Make an empty buffer. n-step returns are not here: `n_steps` must be 1, and `gamma` then means nothing."""
+        _check_one_step(n_steps, type(self).__name__)
+        parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {}
+        if not {"achieved_goal", "desired_goal"} <= parts.keys():
+            raise SchemaError(
+                "observation_space: must be a Dict with achieved_goal and desired_goal, got "
+                f"{observation_space}; use an environment with goals, or SB3ReplayBuffer"
+            )
+        HerReplayBuffer.__init__(
+            self, buffer_size, observation_space, action_space, env, device, n_envs, optimize_memory_usage,
+            handle_timeout_termination, n_sampled_goal, goal_selection_strategy, copy_info_dict,
+        )  # fmt: skip
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one step of every environment."""
