@@ -396,6 +396,75 @@ def test_a_pickle_goes_on_where_the_buffer_was(optimize: bool) -> None:
     assert_same_columns(*pair)
 
 
+@pytest.mark.parametrize("n_steps", [7, 20, 33])
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("obs", ["box", "dict"])
+def test_a_dump_is_taken_over(obs: str, n_envs: int, n_steps: int, tmp_path: Path) -> None:
+    args = 20 * n_envs, OBSERVATIONS[obs], ACTIONS["box"], "cpu", n_envs
+    old, new = SB3ReplayBuffer(*args), SB3ReplayBuffer(*args)
+    fill([old], n_steps)
+    fill([new], 3, seed=1)
+    old.data.dumps(tmp_path / "dump", cut_open=True)
+    new.load_dump(tmp_path / "dump")
+    assert new.size() == old.size() == len(new.data) // n_envs
+    assert repr(new.data[:]) == repr(old.data[:])
+    assert new.data.get_segments() == rc.ReplayBuffer.load_from(tmp_path / "dump").get_segments()
+    their = (DictReplayBuffer if obs == "dict" else ReplayBuffer)(*args)
+    order = (np.arange(old.size()) + (old.pos if old.full else 0)) % 20
+    names = "observations", "next_observations", "actions", "rewards", "dones"
+    for step in order:
+        parts = [getattr(old, name) for name in names]
+        row = [{k: x[step] for k, x in p.items()} if isinstance(p, dict) else p[step] for p in parts]
+        their.add(*row, [{"TimeLimit.truncated": bool(flag)} for flag in old.timeouts[step]])
+    fill([new, their], 4, seed=2)
+    assert_same_draws(new, their)
+    assert_same_columns(new, their)
+
+    small = SB3ReplayBuffer(5 * n_envs, *args[1:])
+    small.load_dump(tmp_path / "dump")
+    assert small.size() == 5 and small.full
+    assert np.array_equal(small.rewards, old.rewards[order[-5:]])
+
+
+def test_a_dump_with_hindsight_goals_is_taken_over(tmp_path: Path) -> None:
+    env, pair = her_pair(2)
+    walk(env, pair, 25)
+    pair[0].data.dumps(tmp_path / "dump", cut_open=True)
+    _, (new, _) = her_pair(2)
+    new.load_dump(tmp_path / "dump")
+    with pytest.warns(UserWarning, match="last trajectory"):
+        pair[1].truncate_last_trajectory()
+    assert_same_draws(new, pair[1])
+    walk(env, [new, pair[1]], 9)
+    assert_same_draws(new, pair[1])
+    _, (with_infos, _) = her_pair(2, copy_info_dict=True)
+    with pytest.raises(ValueError, match="^load_dump: needs no infos.*; go on from model.save_replay_buffer"):
+        with_infos.load_dump(tmp_path / "dump")
+
+
+def test_a_dump_that_does_not_fit_is_refused_whole(tmp_path: Path) -> None:
+    old = SB3ReplayBuffer(20, BOX, BOX, "cpu", 2)
+    fill([old], 4)
+    old.data.dumps(tmp_path / "dump", cut_open=True)
+    for args, message in (
+        ((BOX, ACTIONS["discrete"], "cpu", 2), "must have rows of .*; make the buffer with the spaces"),
+        ((BOX, BOX, "cpu", 1), r"must have as many steps in each of n_envs=1 lanes, got \[4, 4\]"),
+    ):
+        new = SB3ReplayBuffer(20, *args)
+        fill([new], 3)
+        with pytest.raises(rc.SchemaError, match="^load_dump: " + message):
+            new.load_dump(tmp_path / "dump")
+        assert new.size() == 3
+    with pytest.raises(rc.ReadOnlyError, match=r"^data: cannot be assigned to, got .*; .* load_dump\(path\)"):
+        old.data = rc.ReplayBuffer.load_from(tmp_path / "dump")
+    assert old.size() == 4
+    lean = SB3ReplayBuffer(
+        9, BOX, BOX, "cpu", 2, optimize_memory_usage=True, handle_timeout_termination=False
+    )
+    with pytest.raises(ValueError, match="^load_dump: needs next_obs in the rows"):
+        lean.load_dump(tmp_path / "dump")
+
+
 @pytest.fixture
 def one_thread() -> Iterator[None]:
     """Small networks: threads that wait for each other would take most of the time on a busy machine."""
