@@ -533,6 +533,24 @@ def test_a_saved_replay_buffer_is_loaded_by_a_model(tmp_path: Path) -> None:
     assert loaded.replay_buffer.size() == 40
 
 
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", [SB3ReplayBuffer, SB3HerReplayBuffer])
+def test_a_model_goes_on_from_a_dump(kind: type[Any], tmp_path: Path) -> None:
+    env = make_vec_env(Reach, 2, seed=0)
+    model = sb3.SAC(
+        "MultiInputPolicy", env, seed=0, policy_kwargs={"net_arch": [8]}, replay_buffer_class=kind,
+        buffer_size=500, learning_starts=40, device="cpu",
+    ).learn(60)  # fmt: skip
+    model.save(tmp_path / "model")
+    model.replay_buffer.data.dumps(tmp_path / "replay", cut_open=True)
+    loaded = sb3.SAC.load(tmp_path / "model", env=env)
+    loaded.replay_buffer.load_dump(tmp_path / "replay")
+    assert isinstance(loaded.replay_buffer, kind) and loaded.replay_buffer.size() == 30
+    assert np.array_equal(loaded.replay_buffer.rewards, model.replay_buffer.rewards)
+    loaded.learn(20, reset_num_timesteps=False)
+    assert loaded.replay_buffer.size() == 40
+
+
 @pytest.mark.process
 def test_the_benchmark_runs() -> None:
     script = Path(__file__).parents[2] / "benchmarks" / "sb3_buffers.py"
