@@ -28,6 +28,7 @@ autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
 python_use_unqualified_type_names = True
 autodoc_mock_imports = ["torch", "jax", "ray", "mpi4py", "h5py", "pyarrow", "av", "PIL", "httpx", "tqdm"]
+autodoc_mock_imports += ["stable_baselines3", "torchrl", "tensordict", "gfn", "trinity"]  # of the adapters
 myst_heading_anchors = 3
 
 html_theme = "furo"

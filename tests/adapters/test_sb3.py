@@ -234,6 +234,39 @@ def test_reset_forgets_everything() -> None:
     assert_same_draws(*pair)
 
 
+def test_a_buffer_beyond_memory_is_refused_with_advice_that_can_be_taken() -> None:
+    with pytest.raises(rc.BudgetError, match=r"^buffer_size: must fit in memory, got \d+ \(.*; make it") as e:
+        SB3ReplayBuffer(1 << 36, BOX, BOX, "cpu")
+    assert "MemmapStorage" not in str(e.value)
+
+
+@pytest.mark.parametrize("kind", [SB3ReplayBuffer, SB3HerReplayBuffer])
+def test_n_step_returns_are_refused_by_name(kind: type[Any]) -> None:
+    env = make_vec_env(Reach)
+
+    def make(**kwargs: Any) -> Any:
+        return sb3.SAC(
+            "MultiInputPolicy", env, buffer_size=9, replay_buffer_class=kind, replay_buffer_kwargs=kwargs
+        )
+
+    with pytest.raises(
+        ValueError, match=rf"^n_steps: must be 1, as {kind.__name__} .*, got 3; .*rc.NStepBatch"
+    ):
+        make(n_steps=3, gamma=0.99)
+    assert make(n_steps=1, gamma=0.99).replay_buffer.size() == 0
+
+
+def test_an_empty_buffer_gives_no_sample() -> None:
+    buffer = SB3ReplayBuffer(8, BOX, BOX, "cpu")
+    with pytest.raises(rc.EmptyError, match="^sample: needs a step to draw, got an empty buffer; add steps"):
+        buffer.sample(4)
+    fill([buffer], 1)
+    buffer.sample(4)
+    buffer.reset()
+    with pytest.raises(rc.EmptyError):
+        buffer.sample(4)
+
+
 def test_vec_normalize_is_applied_as_by_sb3() -> None:
     env = VecNormalize(make_vec_env("Pendulum-v1", 2))
     env.reset()
@@ -330,6 +363,14 @@ def test_share_of_hindsight_goals_is_that_of_sb3(n_sampled_goal: int) -> None:
     assert_same_draws(*pair)
 
 
+@pytest.mark.parametrize("space", [BOX, OBSERVATIONS["dict"]], ids=["box", "dict"])
+def test_hindsight_needs_goals(space: spaces.Space[Any]) -> None:
+    with pytest.raises(
+        rc.SchemaError, match="^observation_space: must be a Dict with achieved_goal and desired_goal"
+    ):
+        SB3HerReplayBuffer(9, space, BOX, None, "cpu")
+
+
 def test_hindsight_needs_an_episode() -> None:
     env, (ours, _) = her_pair(1)
     obs = env.reset()
@@ -353,6 +394,75 @@ def test_a_pickle_goes_on_where_the_buffer_was(optimize: bool) -> None:
     fill(pair, 9, seed=1)
     assert_same_draws(*pair)
     assert_same_columns(*pair)
+
+
+@pytest.mark.parametrize("n_steps", [7, 20, 33])
+@pytest.mark.parametrize("n_envs", [1, 3])
+@pytest.mark.parametrize("obs", ["box", "dict"])
+def test_a_dump_is_taken_over(obs: str, n_envs: int, n_steps: int, tmp_path: Path) -> None:
+    args = 20 * n_envs, OBSERVATIONS[obs], ACTIONS["box"], "cpu", n_envs
+    old, new = SB3ReplayBuffer(*args), SB3ReplayBuffer(*args)
+    fill([old], n_steps)
+    fill([new], 3, seed=1)
+    old.data.dumps(tmp_path / "dump", cut_open=True)
+    new.load_dump(tmp_path / "dump")
+    assert new.size() == old.size() == len(new.data) // n_envs
+    assert repr(new.data[:]) == repr(old.data[:])
+    assert new.data.get_segments() == rc.ReplayBuffer.load_from(tmp_path / "dump").get_segments()
+    their = (DictReplayBuffer if obs == "dict" else ReplayBuffer)(*args)
+    order = (np.arange(old.size()) + (old.pos if old.full else 0)) % 20
+    names = "observations", "next_observations", "actions", "rewards", "dones"
+    for step in order:
+        parts = [getattr(old, name) for name in names]
+        row = [{k: x[step] for k, x in p.items()} if isinstance(p, dict) else p[step] for p in parts]
+        their.add(*row, [{"TimeLimit.truncated": bool(flag)} for flag in old.timeouts[step]])
+    fill([new, their], 4, seed=2)
+    assert_same_draws(new, their)
+    assert_same_columns(new, their)
+
+    small = SB3ReplayBuffer(5 * n_envs, *args[1:])
+    small.load_dump(tmp_path / "dump")
+    assert small.size() == 5 and small.full
+    assert np.array_equal(small.rewards, old.rewards[order[-5:]])
+
+
+def test_a_dump_with_hindsight_goals_is_taken_over(tmp_path: Path) -> None:
+    env, pair = her_pair(2)
+    walk(env, pair, 25)
+    pair[0].data.dumps(tmp_path / "dump", cut_open=True)
+    _, (new, _) = her_pair(2)
+    new.load_dump(tmp_path / "dump")
+    with pytest.warns(UserWarning, match="last trajectory"):
+        pair[1].truncate_last_trajectory()
+    assert_same_draws(new, pair[1])
+    walk(env, [new, pair[1]], 9)
+    assert_same_draws(new, pair[1])
+    _, (with_infos, _) = her_pair(2, copy_info_dict=True)
+    with pytest.raises(ValueError, match="^load_dump: needs no infos.*; go on from model.save_replay_buffer"):
+        with_infos.load_dump(tmp_path / "dump")
+
+
+def test_a_dump_that_does_not_fit_is_refused_whole(tmp_path: Path) -> None:
+    old = SB3ReplayBuffer(20, BOX, BOX, "cpu", 2)
+    fill([old], 4)
+    old.data.dumps(tmp_path / "dump", cut_open=True)
+    for args, message in (
+        ((BOX, ACTIONS["discrete"], "cpu", 2), "must have rows of .*; make the buffer with the spaces"),
+        ((BOX, BOX, "cpu", 1), r"must have as many steps in each of n_envs=1 lanes, got \[4, 4\]"),
+    ):
+        new = SB3ReplayBuffer(20, *args)
+        fill([new], 3)
+        with pytest.raises(rc.SchemaError, match="^load_dump: " + message):
+            new.load_dump(tmp_path / "dump")
+        assert new.size() == 3
+    with pytest.raises(rc.ReadOnlyError, match=r"^data: cannot be assigned to, got .*; .* load_dump\(path\)"):
+        old.data = rc.ReplayBuffer.load_from(tmp_path / "dump")
+    assert old.size() == 4
+    lean = SB3ReplayBuffer(
+        9, BOX, BOX, "cpu", 2, optimize_memory_usage=True, handle_timeout_termination=False
+    )
+    with pytest.raises(ValueError, match="^load_dump: needs next_obs in the rows"):
+        lean.load_dump(tmp_path / "dump")
 
 
 @pytest.fixture
@@ -419,6 +529,24 @@ def test_a_saved_replay_buffer_is_loaded_by_a_model(tmp_path: Path) -> None:
     after = columns(loaded.replay_buffer)
     assert isinstance(loaded.replay_buffer, SB3HerReplayBuffer) and loaded.replay_buffer.size() == 30
     assert all(np.array_equal(before[name], after[name]) for name in before)
+    loaded.learn(20, reset_num_timesteps=False)
+    assert loaded.replay_buffer.size() == 40
+
+
+@pytest.mark.usefixtures("one_thread")
+@pytest.mark.parametrize("kind", [SB3ReplayBuffer, SB3HerReplayBuffer])
+def test_a_model_goes_on_from_a_dump(kind: type[Any], tmp_path: Path) -> None:
+    env = make_vec_env(Reach, 2, seed=0)
+    model = sb3.SAC(
+        "MultiInputPolicy", env, seed=0, policy_kwargs={"net_arch": [8]}, replay_buffer_class=kind,
+        buffer_size=500, learning_starts=40, device="cpu",
+    ).learn(60)  # fmt: skip
+    model.save(tmp_path / "model")
+    model.replay_buffer.data.dumps(tmp_path / "replay", cut_open=True)
+    loaded = sb3.SAC.load(tmp_path / "model", env=env)
+    loaded.replay_buffer.load_dump(tmp_path / "replay")
+    assert isinstance(loaded.replay_buffer, kind) and loaded.replay_buffer.size() == 30
+    assert np.array_equal(loaded.replay_buffer.rewards, model.replay_buffer.rewards)
     loaded.learn(20, reset_num_timesteps=False)
     assert loaded.replay_buffer.size() == 40
 

@@ -174,6 +174,20 @@ def test_a_collector_fills_it_with_what_it_would_give_torchrl(in_place_of: str) 
     assert same(ours, theirs)
 
 
+@pytest.mark.parametrize("prioritized", [False, True])
+def test_a_loaded_buffer_is_gone_on_with(prioritized: bool, tmp_path: Path) -> None:
+    old, new = (TorchRLReplayBuffer(50, batch_size=8, prioritized=prioritized, seed=0) for _ in range(2))
+    old.extend(rows(20))
+    old.data.dumps(tmp_path / "dump")
+    new.extend(rows(5, first=30))  # another buffer is there already, and its sampler
+    new.data = rc.ReplayBuffer.load_from(tmp_path / "dump", read_only=False)
+    assert len(new) == 20
+    assert same(new.sample(), old.sample())
+    for buffer in (old, new):
+        buffer.extend(rows(9, first=20))
+    assert same(new.sample(), old.sample())
+
+
 def test_rows_are_saved_and_loaded(tmp_path: Path) -> None:
     buffer = ReplayBuffer(storage=TorchRLStorage(100), batch_size=4)
     buffer.extend(rows(130))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import enum
 import inspect
@@ -32,7 +33,9 @@ MODULES = (
     "recollect.observe",
     "recollect.testing",
 )
-ENTRIES = [name for page in REFERENCE.glob("*.md") for name in ENTRY.findall(page.read_text())]
+ADAPTERS = "recollect.adapters."  # each needs a framework, which need not be installed here
+ALL_ENTRIES = [name for page in REFERENCE.glob("*.md") for name in ENTRY.findall(page.read_text())]
+ENTRIES = [name for name in ALL_ENTRIES if not name.startswith(ADAPTERS)]
 
 
 def found(entry: str) -> Any:
@@ -50,7 +53,23 @@ def test_every_public_name_has_an_entry(module: str) -> None:
 
 
 def test_no_entry_is_there_twice() -> None:
-    assert len(ENTRIES) == len(set(ENTRIES))
+    assert len(ALL_ENTRIES) == len(set(ALL_ENTRIES))
+
+
+def test_every_public_name_of_an_adapter_has_an_entry_and_no_other() -> None:
+    wanted = set()
+    for file in (Path(rc.__file__).parent / "adapters").glob("[!_]*.py"):
+        tree = ast.parse(file.read_text())
+        made = [
+            x.name for x in tree.body if isinstance(x, ast.ClassDef | ast.FunctionDef) and x.name[0] != "_"
+        ]
+        lists = [
+            x.value for x in tree.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "__all__"
+        ]
+        names = ast.literal_eval(lists[0]) if lists else made
+        wanted |= {f"{ADAPTERS}{file.stem}.{name}" for name in names}
+    assert len(wanted) > 15
+    assert {name for name in ALL_ENTRIES if name.startswith(ADAPTERS)} == wanted
 
 
 def test_every_command_is_described() -> None:

@@ -14,6 +14,7 @@ from tests.replay import make
 from tests.replay.make import block, create
 
 import recollect as rc
+from recollect.batch import CastTransformation
 from recollect.indexing import normalize
 from recollect.sampling.priorities import AnyLedger, RowLedger
 from recollect.testing.batches import ListBatch
@@ -543,6 +544,26 @@ def test_a_loaded_state_stays_the_callers(kind: str, tmp_path: Path) -> None:
     set_all(sampler, np.ones(10))
     sampler.sample()
     assert pickle.dumps(state) == before
+
+
+@pytest.mark.parametrize("kind", [rc.StepSampler, rc.PrioritizedSampler])
+def test_a_state_is_for_the_views_that_it_was_made_with(kind: Any) -> None:
+    space = dict.fromkeys(("obs", "reward", "next_obs"), ((), "float32")) | {"terminated": ((), "bool")}
+    buffer = rc.ReplayBuffer.create("memory", space, capacity=20, maintain_segment_metadata=True)
+    buffer.extend({name: np.zeros(20, dtype) for name, (_, dtype) in space.items()})
+    one = kind(rc.NStepBatch(buffer, n=3, gamma=0.9), 8, seed=0)
+    state = one.state_dict()
+    for other in (kind(buffer, 8, seed=1), kind(rc.FrameStackedBatch(buffer, 1), 8, seed=1)):
+        before = other.state_dict()["stream"]
+        with pytest.raises(
+            ValueError, match=r"data must be seen through \['NStepBatch'\] to load this state, got"
+        ):
+            other.load_state_dict(state)
+        assert other.state_dict()["stream"] == before
+    same = rc.TransformedBatch(buffer, CastTransformation({"obs": "float64"}))
+    kind(buffer, 8).load_state_dict(kind(same, 8).state_dict())  # the same samples, with other values
+    old = {key: value for key, value in state.items() if key != "views"}
+    kind(rc.NStepBatch(buffer, n=3, gamma=0.9), 8).load_state_dict(old)
 
 
 def test_a_pickled_sampler_has_its_priorities() -> None:

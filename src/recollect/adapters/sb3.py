@@ -10,13 +10,22 @@ from math import prod
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from warnings import catch_warnings, simplefilter
 
 import numpy as np
 from gymnasium import spaces
 
-from recollect.errors import EmptyError, MissingExtraError, SchemaError
+from recollect.errors import (
+    BudgetError,
+    EmptyError,
+    MissingExtraError,
+    ReadOnlyError,
+    SchemaError,
+    class_name,
+)
 from recollect.replay import ReplayBuffer
 from recollect.storage import MemoryStorage
+from recollect.storage.contract import PathName
 
 try:
     import torch
@@ -47,8 +56,13 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
 
     def __init__(self, buffer_size: int, observation_space: Any, action_space: Any, device: Any = "auto",
                  n_envs: int = 1, optimize_memory_usage: bool = False,
-                 handle_timeout_termination: bool = True) -> None:  # fmt: skip
-        """Make an empty buffer of `buffer_size // n_envs` steps of `n_envs` environments."""
+                 handle_timeout_termination: bool = True, n_steps: int = 1,
+                 gamma: float | None = None) -> None:  # fmt: skip
+        """Make an empty buffer of `buffer_size // n_envs` steps of `n_envs` environments.
+
+        n-step returns are not here: `n_steps` must be 1, and `gamma` then means nothing.
+        """
+        _check_one_step(n_steps, type(self).__name__)
         buffers.BaseBuffer.__init__(self, buffer_size, observation_space, action_space, device, n_envs=n_envs)
         self._is_dict = isinstance(observation_space, spaces.Dict)
         if optimize_memory_usage and (handle_timeout_termination or self._is_dict):
@@ -68,10 +82,70 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         self._space = {"obs": obs, "action": action, "reward": ((), np.dtype(np.float32))}
         self._space |= {} if optimize_memory_usage else {"next_obs": obs}
         self._space |= {"terminated": ((), np.dtype(bool)), "truncated": ((), np.dtype(bool))}
-        self.data = ReplayBuffer.create(
-            MemoryStorage, self._space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
-            maintain_segment_metadata=True,
-        )  # fmt: skip
+        try:
+            self._data = ReplayBuffer.create(
+                MemoryStorage, self._space, capacity=self.buffer_size * n_envs, num_lanes=n_envs,
+                maintain_segment_metadata=True,
+            )  # fmt: skip
+        except BudgetError as error:  # its advice is another storage, which is not to be had here
+            needed = str(error).partition("; ")[0]
+            raise BudgetError(
+                f"buffer_size: must fit in memory, got {buffer_size} ({needed}); make it smaller, or keep each "
+                "Box observation once with optimize_memory_usage=True and handle_timeout_termination=False"
+            ) from None
+
+    @property
+    def data(self) -> ReplayBuffer:
+        """The rows; made with this object, and read-only, as their number is counted here too."""
+        return self._data
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        raise ReadOnlyError(
+            f"data: cannot be assigned to, got {class_name(value)}; take over the steps of a dump with load_dump(path)"
+        )
+
+    def load_dump(self, path: PathName) -> None:
+        """Drop everything and add the steps of a dump of `data`, the newest if there are more than fit.
+
+        An episode that was going on ends there. A dump of another space or number of environments is refused.
+        """
+        if self.optimize_memory_usage:
+            raise ValueError(
+                "load_dump: needs next_obs in the rows, got a buffer with optimize_memory_usage=True; go on from "
+                "model.save_replay_buffer"
+            )
+        with ReplayBuffer.load_from(path) as saved:
+            n = self._checked_steps(saved)
+            self.reset()
+            for step in range(max(n - self.buffer_size, 0), n):
+                rows = saved.get_at(self._lanes * n + step)
+                infos = [{"TimeLimit.truncated": bool(x)} for x in rows["truncated"]]
+                done = rows["terminated"] | rows["truncated"]
+                self.add(rows["obs"], rows["next_obs"], rows["action"], rows["reward"], done, infos)
+        self._cut_open()
+
+    def _checked_steps(self, saved: ReplayBuffer) -> int:
+        """How many steps of every environment a dump has."""
+        engine: Any = saved.engine
+        if saved.single_space != self._data.single_space:
+            raise SchemaError(
+                f"load_dump: must have rows of {self._data.single_space}, got {saved.single_space}; make the buffer "
+                "with the spaces of the one that was dumped"
+            )
+        ends = [(0, len(saved))] if engine.native is None else [w[:2] for w in engine.native.windows()]
+        lengths = [high - low for low, high in ends]
+        if len(lengths) != self.n_envs or len(set(lengths)) > 1:
+            raise SchemaError(
+                f"load_dump: must have as many steps in each of n_envs={self.n_envs} lanes, got {lengths}; make the "
+                "model with the number of environments that was dumped"
+            )
+        return lengths[0]
+
+    def _cut_open(self) -> None:
+        """End the episodes that are going on."""
+        for lane in self._lanes:
+            self._data.on_lane(int(lane)).mark_segment_end()
 
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one step of every environment."""
@@ -108,7 +182,13 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
         super().reset()
         self.data.clear()
 
-    sample = buffers.ReplayBuffer.sample  # draws steps; not the oldest, if rows have no next_obs
+    def sample(self, batch_size: int, env: Any = None) -> Any:
+        """Draw steps; not the oldest, if rows have no next_obs."""
+        if not self.pos and not self.full:
+            raise EmptyError(
+                "sample: needs a step to draw, got an empty buffer; add steps first, with model.learn or add"
+            )
+        return buffers.ReplayBuffer.sample(self, batch_size, env)
 
     def _get_samples(self, batch_inds: Array, env: Any = None) -> Any:
         which: Any = None
@@ -159,7 +239,7 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
     dones = property(lambda self: _Flags.of(self, "terminated"))
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {k: v for k, v in self.__dict__.items() if k not in ("data", "env", "_valid")}
+        state = {k: v for k, v in self.__dict__.items() if k not in ("_data", "env", "_valid")}
         with TemporaryDirectory() as directory:
             path = Path(directory, "data")
             self.data.dumps(path, cut_open=True)
@@ -173,7 +253,15 @@ class SB3ReplayBuffer(buffers.DictReplayBuffer):
                 file = Path(directory, name)
                 file.parent.mkdir(exist_ok=True)
                 file.write_bytes(content)
-            self.data = ReplayBuffer.load_from(directory, read_only=False)
+            self._data = ReplayBuffer.load_from(directory, read_only=False)
+
+
+def _check_one_step(n_steps: int, name: str) -> None:
+    if n_steps != 1:
+        raise ValueError(
+            f"n_steps: must be 1, as {name} has no n-step returns, got {n_steps}; leave replay_buffer_class out to "
+            "have SB3's own, or draw from rc.NStepBatch(buffer.data, n, gamma) in a loop of your own"
+        )
 
 
 class _Flags(np.ndarray[Any, Any]):
@@ -217,6 +305,23 @@ class SB3HerReplayBuffer(HerReplayBuffer, SB3ReplayBuffer):
     _valid: Array | None = None  # the steps of whole episodes; None: not known
     __getstate__, __setstate__ = SB3ReplayBuffer.__getstate__, SB3ReplayBuffer.__setstate__
 
+    def __init__(self, buffer_size: int, observation_space: Any, action_space: Any, env: Any, device: Any = "auto",
+                 n_envs: int = 1, optimize_memory_usage: bool = False, handle_timeout_termination: bool = True,
+                 n_sampled_goal: int = 4, goal_selection_strategy: Any = "future", copy_info_dict: bool = False,
+                 n_steps: int = 1, gamma: float | None = None) -> None:  # fmt: skip
+        """Make an empty buffer. n-step returns are not here: `n_steps` must be 1, and `gamma` then means nothing."""
+        _check_one_step(n_steps, type(self).__name__)
+        parts = observation_space.spaces if isinstance(observation_space, spaces.Dict) else {}
+        if not {"achieved_goal", "desired_goal"} <= parts.keys():
+            raise SchemaError(
+                "observation_space: must be a Dict with achieved_goal and desired_goal, got "
+                f"{observation_space}; use an environment with goals, or SB3ReplayBuffer"
+            )
+        HerReplayBuffer.__init__(
+            self, buffer_size, observation_space, action_space, env, device, n_envs, optimize_memory_usage,
+            handle_timeout_termination, n_sampled_goal, goal_selection_strategy, copy_info_dict,
+        )  # fmt: skip
+
     def add(self, obs: Any, next_obs: Any, action: Any, reward: Any, done: Any, infos: Any) -> None:
         """Add one step of every environment."""
         if self.ep_length[self.pos].any():
@@ -231,6 +336,23 @@ class SB3HerReplayBuffer(HerReplayBuffer, SB3ReplayBuffer):
         """Drop everything."""
         super().reset()
         self.ep_length[:], self._current_ep_start[:], self._valid = 0, 0, None
+
+    def load_dump(self, path: PathName) -> None:
+        """Drop everything and add the steps of a dump of `data`, the newest if there are more than fit.
+
+        An episode that was going on ends there, truncated. The dump has no infos, so `copy_info_dict` must be off.
+        """
+        if self.copy_info_dict:
+            raise ValueError(
+                "load_dump: needs no infos, which are not in a dump, got a buffer with copy_info_dict=True; go on from "
+                "model.save_replay_buffer"
+            )
+        super().load_dump(path)
+
+    def _cut_open(self) -> None:
+        with catch_warnings():
+            simplefilter("ignore")  # it warns that it does what it is called for
+            self.truncate_last_trajectory()
 
     def sample(self, batch_size: int, env: Any = None) -> Any:
         """Draw steps, a share `her_ratio` of them with a goal that their episode achieved."""

@@ -62,10 +62,21 @@ class TorchRLReplayBuffer:
     ) -> None:
         """Make an empty buffer; its memory is reserved when the first TensorDict comes."""
         self.batch_size, self.prioritized, self.priority_key = batch_size, prioritized, priority_key
-        self.data: ReplayBuffer | None = None
+        self._data: ReplayBuffer | None = None
         self._created_with = (storage, {"capacity": capacity, **kwargs})
         self._options = {"seed": seed, **({"alpha": alpha, "beta": beta} if prioritized else {})}
         self._sampler: Any = None
+
+    @property
+    def data(self) -> ReplayBuffer | None:
+        """The rows, None before the first; assign a buffer that was loaded to go on with it."""
+        return self._data
+
+    @data.setter
+    def data(self, data: ReplayBuffer) -> None:
+        make: Any = PrioritizedSampler if self.prioritized else StepSampler
+        self._sampler = make(data, self.batch_size or 1, **self._options)
+        self._data = data
 
     def __len__(self) -> int:
         return 0 if self.data is None else len(self.data)
@@ -115,9 +126,9 @@ class TorchRLReplayBuffer:
     def _made_for(self, rows: Any) -> ReplayBuffer:
         if self.data is None:
             storage, kwargs = self._created_with
-            self.data = ReplayBuffer.create(storage, _space(rows, 1), **kwargs)
-            make: Any = PrioritizedSampler if self.prioritized else StepSampler
-            self._sampler = make(self.data, self.batch_size or 1, **self._options)
+            made = ReplayBuffer.create(storage, _space(rows, 1), **kwargs)
+            self.data = made
+            return made
         return self.data
 
     def __getstate__(self) -> dict[str, Any]:

@@ -330,6 +330,7 @@ class BatchSampler(View):
         epoch = self._epoch or self._resumed
         return {
             **self._configuration(),
+            "views": _views_of(self._data),
             "stream": self._stream.state_dict(),
             "rng": _copied(self.rng.bit_generator.state),
             "transformations": [t.state_dict() for t in self._transformations("state_dict")],
@@ -386,6 +387,22 @@ class BatchSampler(View):
                 raise ValueError(
                     f"{name}: {key} must be {value!r} to load this state, got {given!r}; make it so"
                 )
+        views = _views_of(self._data)
+        if state.get("views", views) != views:  # older states do not say
+            raise ValueError(
+                f"{name}: data must be seen through {state['views']} to load this state, got {views}; give the sampler "
+                "the views that it had"
+            )
+
+
+def _views_of(data: Any) -> list[str]:
+    """The kinds of views through which samples are seen, outermost first; not those that change values alone."""
+    found = []
+    while isinstance(data, View):
+        if not isinstance(data, ToBackendOrDeviceBatch | TransformedBatch):
+            found.append(type(data).__name__)
+        data = data.batch
+    return found
 
 
 class _NoSource:
