@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recollect.datasets.hub import located
-from recollect.datasets.lerobot.meta import CHECKSUMS, read_checksums
+from recollect.datasets.lerobot.meta import CHECKSUMS, check_sum, read_checksums
 from recollect.datasets.open import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
 from recollect.replay import ReplayBuffer
@@ -55,7 +55,7 @@ def verify(path: str | Path, *, split: str | None = None, bar: Bar = no_bar) -> 
     named = _named_files(path, kind, report)
     if named is not None:
         report["files"] = len(named)
-        _check_named(path, named, report["damaged"], bar)
+        _check_named(path, kind, named, report["damaged"], bar)
     if not (kind == "recollect" and named is None):
         _check_samples(path, kind, named is not None, split, report, bar)
     report["ok"] = not report["damaged"]
@@ -90,11 +90,16 @@ def _others(path: Path, known: set[str]) -> list[str]:
     return sorted(name for name in every if name not in known)
 
 
-def _check_named(path: Path, named: dict[str, Any], damaged: list[dict[str, str]], bar: Bar) -> None:
+def _check_named(
+    path: Path, kind: str, named: dict[str, Any], damaged: list[dict[str, str]], bar: Bar
+) -> None:
     with bar("checking", len(named)) as advance:
         for name, about in named.items():
             try:
-                check_files(path, {"files": {name: about}}, verify=True)
+                if kind == "lerobot":
+                    check_sum(path, name, about)
+                else:
+                    check_files(path, {"files": {name: about}}, verify=True)
             except (RecollectError, OSError) as error:
                 damaged.append({"file": name, "problem": str(error)})
             advance(1)
@@ -134,6 +139,10 @@ def _opened(path: Path, kind: str, split: str | None, is_damaged: bool) -> Any:
         and read_manifest(path, FORMATS)["storage"]["name"] in ("memory", "shared")
     ):
         return ReplayBuffer.load_from(path, storage="memmap")  # which maps rows and does not check them
+    if kind == "lerobot" and is_damaged:
+        from recollect.datasets.lerobot.dataset import open_unchecked
+
+        return open_unchecked(path.absolute())
     return open_dataset(path, split=split)
 
 

@@ -18,6 +18,7 @@ import numpy as np
 
 from recollect import checks
 from recollect.batch import BatchBase
+from recollect.datasets.lerobot.dataset import check_source
 from recollect.datasets.lerobot.features import (
     OWN_DTYPES,
     Feature,
@@ -81,6 +82,7 @@ def to_lerobot(
         raise ValueError(
             f"tasks: must be one text, or one for each of {len(segments)} episodes, got {len(tasks)}"
         )
+    check_source(batch)
     robot_type = robot_type or getattr(meta, "robot_type", None)
     writer = LeRobotWriter(path, batch.single_space, fps=rate, robot_type=robot_type, video_codec=video_codec,
                            codec_options=codec_options, commit_rows=commit_rows)  # fmt: skip
