@@ -48,7 +48,7 @@ def dumped(path: Path, **options: Any) -> Path:
 def lerobot(path: Path, codec: str | None) -> Path:
     with rc.ReplayBuffer.create("memory", SPACE, capacity=N, maintain_segment_metadata=True) as buffer:
         buffer.extend(rows(), ends=np.arange(N) % 8 == 7)
-        to_lerobot(buffer, path, fps=10, video_codec=codec, commit_rows=8)
+        to_lerobot(buffer, path, fps=10, tasks="", video_codec=codec, commit_rows=8)
     return path
 
 

@@ -354,7 +354,7 @@ def datasets(home: Path) -> list[Case]:
                                  maintain_segment_metadata=True)  # fmt: skip
     buf.extend({"x": np.ones((6, 2), "float32"), "y": np.ones((6, 2, 3), "int64")})
     buf.mark_segment_end()
-    to_lerobot(buf, home / "lerobot", fps=10)
+    to_lerobot(buf, home / "lerobot", fps=10, tasks="")
     found: list[Case] = []
 
     def touch(path: Path) -> str:

@@ -216,7 +216,7 @@ def dataset_files(home: Path) -> list[Callable[[Random], str]]:
     buf.mark_segment_end()
     for name, codec in (("pictures", None), ("video", "h264"), ("av1", "libsvtav1")):
         path = home / name
-        to_lerobot(buf, path, fps=10, video_codec=codec)
+        to_lerobot(buf, path, fps=10, tasks="", video_codec=codec)
         (path / CHECKSUMS).unlink()  # as a set of others: what is behind the checksums is tried
         files = [f for f in path.rglob("*") if f.suffix in (".parquet", ".mp4") and "stats" not in f.name]
         found.extend(PlainFile(f, partial(touch, path)) for f in sorted(files))

@@ -91,6 +91,15 @@ class LeRobotBatch(DatasetBatch):
         common = [INFO, TASKS, *(str(f.relative_to(self.meta.path)) for f in episode_files(self.meta.path))]
         return [[*common, e.data, *(name for name, _ in e.videos.values())] for e in self.meta.episodes]
 
+    def words_at(self, first: int, end: int) -> list[str]:
+        """The task in words of the rows `[first, end)` of one episode, whatever features were chosen."""
+        number = int(np.searchsorted(self._ends, first, side="right"))
+        episode, start = self.meta.episodes[number], int(self._ends[number - 1]) if number else 0
+        if "task_index" not in self.meta.features:
+            return [episode.tasks[0] if episode.tasks else ""] * (end - first)
+        index = self._load("task_index", number, first - start, end - start)
+        return [self.meta.tasks.get(int(i), "") for i in index]
+
     def check_files(self) -> None:
         """Compare the files that are read from with the checksums that Recollect wrote; FormatError names the first.
 
@@ -104,7 +113,11 @@ class LeRobotBatch(DatasetBatch):
         import pyarrow as pa
 
         where = self.meta.episodes[episode]
-        space, kind = self.single_space[key], self.meta.features[key]["dtype"]  # type: ignore[index]
+        kind = self.meta.features[key]["dtype"]
+        if key == "task_index":
+            space: Any = number_space((), np.dtype(kind))
+        else:
+            space = self.single_space[key]  # type: ignore[index]
         if kind == "video":
             return self._frames(key, where, first, end, space.shape or ())
         column = self._episode_column(where, key).slice(first, end - first)
