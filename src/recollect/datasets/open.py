@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recollect import plugins
 from recollect.batch import BatchBase
-from recollect.datasets.hub import located
+from recollect.datasets.hub import located, why_no_id
 from recollect.datasets.lerobot.meta import packages_for
 from recollect.datasets.rollouts import from_rollout, is_rollout
 from recollect.datasets.unienv import from_unienv, is_unienv
@@ -31,7 +31,7 @@ def kind_of(path: Path) -> str:
         return "unienv"
     if is_rollout(path):
         return "rollout"
-    what = "no dump and no data set that is known" if path.exists() else "nothing"
+    what = "no dump and no data set that is known" if path.exists() else f"nothing{why_no_id(path)}"
     raise FormatError(
         f"{path}: must hold manifest.json (Recollect), meta/info.json (LeRobot), data/metadata.json (Minari), "
         f"metadata.json (UniEnv), state.json (Hugging Face) or files of recollect rollout, got {what}"
