@@ -12,6 +12,7 @@ import pytest
 
 import recollect as rc
 from recollect.batch import CastTransformation
+from recollect.cli import run
 from recollect.datasets import from_lerobot, open_dataset, to_lerobot
 from recollect.datasets.convert import convert
 from recollect.datasets.verify import verify
@@ -178,6 +179,24 @@ def test_a_live_memmap_says_what_it_cannot_check(tmp_path: Path) -> None:
         buffer.extend(rows())
     report = verify(tmp_path)
     assert report["ok"] and report["unchecked"] and report["readable"] == [[0, N]]
+
+
+def test_the_leaves_that_can_be_read_without_their_video_are_told(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    root = lerobot(tmp_path / "set", "h264")
+    for file in root.glob("videos/**/*.mp4"):
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    report = verify("set")
+    assert not report["readable"] and not report["unsure"] and "image" not in report["leaves"]
+    assert report["leaves"]["obs"] == report["leaves"]["n"] == [[0, N]]
+    for found in report["damaged"]:
+        assert found["problem"] == "is gone; the set is damaged, or was not copied or downloaded whole"
+    with pytest.raises(SystemExit):
+        run(["verify", "set"])
+    said = capsys.readouterr().out
+    assert "No whole sample can be read" in said and "obs 24" in said and said.count("file-000.mp4") == 1
 
 
 @pytest.mark.parametrize("name", ["data", "videos", "meta/info.json", "meta/stats.json", "meta/episodes"])

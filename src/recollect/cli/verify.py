@@ -62,10 +62,19 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
         console.print(
             f"Can be read, but some of them may be wrong: {_counted(report['unsure'])} of {report['samples']:,} samples"
         )
+    if report["leaves"]:
+        each = ", ".join(f"{key} {_n(runs):,}" for key, runs in report["leaves"].items())
+        console.print(
+            words(f"Of {report['samples']:,} samples, alone, but in a damaged file perhaps wrong: {each}")
+        )
     if not report["readable"] and not report["unsure"]:
-        console.print("Nothing of it can be read.")
+        console.print("No whole sample can be read." if report["leaves"] else "Nothing of it can be read.")
+
+
+def _n(runs: list[list[int]]) -> int:
+    return sum(b - a for a, b in runs)
 
 
 def _counted(runs: list[list[int]]) -> str:
     shown = ", ".join(f"{a}..{b - 1}" for a, b in runs[:20])
-    return f"{sum(b - a for a, b in runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"
+    return f"{_n(runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"
