@@ -64,9 +64,8 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
         )
     if report["leaves"]:
         each = ", ".join(f"{key} {_n(runs):,}" for key, runs in report["leaves"].items())
-        console.print(
-            words(f"Of {report['samples']:,} samples, alone, but in a damaged file perhaps wrong: {each}")
-        )
+        told = f"Leaves that can be read alone, of {report['samples']:,} samples: {each}"
+        console.print(words(f"{told}; what is in a damaged file may be wrong"))
     if not report["readable"] and not report["unsure"]:
         console.print("No whole sample can be read." if report["leaves"] else "Nothing of it can be read.")
 
