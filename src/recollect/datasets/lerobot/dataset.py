@@ -97,7 +97,10 @@ class LeRobotBatch(DatasetBatch):
         episode, start = self.meta.episodes[number], int(self._ends[number - 1]) if number else 0
         if "task_index" not in self.meta.features:
             return [episode.tasks[0] if episode.tasks else ""] * (end - first)
-        index = self._load("task_index", number, first - start, end - start)
+        import pyarrow as pa
+
+        column = self._episode_column(episode, "task_index").slice(first - start, end - first)
+        index = numbers(pa, column, (), np.int64, f"{self.meta.path / episode.data}: task_index")
         return [self.meta.tasks.get(int(i), "") for i in index]
 
     def check_files(self) -> None:
@@ -113,11 +116,7 @@ class LeRobotBatch(DatasetBatch):
         import pyarrow as pa
 
         where = self.meta.episodes[episode]
-        kind = self.meta.features[key]["dtype"]
-        if key == "task_index":
-            space: Any = number_space((), np.dtype(kind))
-        else:
-            space = self.single_space[key]  # type: ignore[index]
+        space, kind = self.single_space[key], self.meta.features[key]["dtype"]  # type: ignore[index]
         if kind == "video":
             return self._frames(key, where, first, end, space.shape or ())
         column = self._episode_column(where, key).slice(first, end - first)
