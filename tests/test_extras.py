@@ -54,13 +54,13 @@ def test_a_lerobot_set_names_all_that_it_needs(
 ) -> None:
     buf = rc.ReplayBuffer.create("memory", FRAMES, capacity=4)
     buf.extend({"state": np.zeros((3, 2), "float32"), "camera": np.zeros((3, 16, 16, 3), "uint8")})
-    to_lerobot(buf, tmp_path / "set", fps=10, video_codec=codec)
+    to_lerobot(buf, tmp_path / "set", fps=10, tasks="", video_codec=codec)
     hide(monkeypatch, "pyarrow", "av", "PIL")
     said = rf'pip install "recollect\[{extras}\]"'
     with pytest.raises(rc.MissingExtraError, match=said):
         from_lerobot(tmp_path / "set")
     with pytest.raises(rc.MissingExtraError, match=said):
-        to_lerobot(buf, tmp_path / "new", fps=10, video_codec=codec)
+        to_lerobot(buf, tmp_path / "new", fps=10, tasks="", video_codec=codec)
     with pytest.raises(rc.MissingExtraError, match=r'needs pyarrow; run pip install "recollect\[parquet\]"'):
         from_lerobot(tmp_path / "set", features=["state"])
     assert not (tmp_path / "new").exists()
@@ -105,7 +105,7 @@ def test_view_names_the_page_and_the_data_at_once(tmp_path: Path, monkeypatch: p
     cli = pytest.importorskip("recollect.cli")
     buf = rc.ReplayBuffer.create("memory", {"x": ((2,), "float32")}, capacity=4)
     buf.extend({"x": np.zeros((3, 2), "float32")})
-    to_lerobot(buf, tmp_path / "set", fps=10)
+    to_lerobot(buf, tmp_path / "set", fps=10, tasks="")
     hide(monkeypatch, "pyarrow", "starlette")
     with pytest.raises(SystemExit, match=r'pip install "recollect\[web,parquet\]"'):
         cli.run(["view", str(tmp_path / "set")])

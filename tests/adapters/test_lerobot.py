@@ -106,6 +106,33 @@ def test_a_loader_with_spawned_workers_reads_the_same_and_tells_of_a_killed_one(
     data.close()
 
 
+def test_chosen_features_leave_the_pictures_undecoded(root: Path) -> None:
+    whole = LeRobotDataset("me/set", root, delta_timestamps={"action": [0.0, 0.1]})
+    kept = whole[3]
+    whole.close()
+    shutil.rmtree(root / "videos")
+    data = LeRobotDataset("me/set", root, delta_timestamps={"action": [0.0, 0.1]}, features=["action"])
+    own = ["timestamp", "frame_index", "episode_index", "index", "task_index"]
+    assert sorted(data.features) == sorted(["action", *own]) and not data.meta.camera_keys
+    for one in (data, pickle.loads(pickle.dumps(data))):
+        item = one[3]
+        assert sorted(item) == sorted([*data.features, "action_is_pad", "task"])
+        assert torch.equal(item["action"], kept["action"]) and item["task"] == kept["task"]
+        one.close()
+    with pytest.raises(KeyError, match="must be among"):
+        LeRobotDataset("me/set", root, features=["nope"])
+
+
+def test_steps_in_the_place_of_seconds_are_told_of(root: Path) -> None:
+    with pytest.warns(UserWarning, match=r"'action': 2 s is further than the longest episode, 0\.6 s"):
+        LeRobotDataset("me/set", root, delta_timestamps={"action": range(3)}).close()  # type: ignore[dict-item]
+
+
+def test_create_says_how_a_set_is_made() -> None:
+    with pytest.raises(AttributeError, match=r"record into a ReplayBuffer.*to_lerobot\("):
+        LeRobotDataset.create("me/set", 30, {})
+
+
 def test_what_a_training_loop_asks_of_it(root: Path) -> None:
     data = LeRobotDataset("me/set", root, episode_filter=lambda episode: episode["length"] > 1)
     assert (data.episodes, data.num_episodes, data.fps) == ([0, 2], 2, sets.FPS)

@@ -49,7 +49,7 @@ def command(*args: Any) -> str:
 
 def options_for(target: str) -> dict[str, Any]:
     if target == "lerobot":
-        return {"fps": 10.0, "commit_rows": LENGTH}
+        return {"fps": 10.0, "tasks": "", "commit_rows": LENGTH}
     return {"piece_size": LENGTH} if target == "parquet" else {}
 
 

@@ -168,7 +168,7 @@ def test_convert_one_leaf_of_pictures(tmp_path: Path, target: str) -> None:
 
 def options_for(target: str) -> dict[str, Any]:
     if target == "lerobot":
-        return {"fps": 10.0, "commit_rows": 1}
+        return {"fps": 10.0, "tasks": "", "commit_rows": 1}
     return {"piece_size": 16} if target == "parquet" else {}  # commits within segments
 
 
@@ -240,6 +240,16 @@ def test_a_half_made_copy_of_another_source_is_refused(tmp_path: Path) -> None:
             convert(source, tmp_path / "dst", "parquet", origin="here", progress=stop)
         with pytest.raises(FormatError, match="origin.*differ"):
             convert(source, tmp_path / "dst", "parquet", origin="there")
+
+
+def test_a_set_without_tasks_is_told_of_in_one_line(tmp_path: Path, capsys: Any) -> None:
+    src = dump(tmp_path / "src")
+    to = ("--to", "lerobot", "--fps", "5")
+    status, out, err = command(capsys, "convert", src, tmp_path / "a", *to)
+    assert not status and "are now in" in out
+    [line] = [line for line in err.splitlines() if "empty" in line]
+    assert line.startswith("recollect convert: to_lerobot: the task of every frame is empty")
+    assert "empty" not in command(capsys, "convert", src, tmp_path / "b", *to, "--task", "push")[2]
 
 
 def test_what_cannot_be_is_one_line(tmp_path: Path, capsys: Any) -> None:

@@ -26,7 +26,7 @@ def made(**options: Any) -> rc.ReplayBuffer:
 
 
 def copy(source: Any, path: Path, target: str, **options: Any) -> None:
-    more: Any = {"fps": 10.0, "commit_rows": 3} if target == "lerobot" else {}
+    more: Any = {"fps": 10.0, "tasks": "", "commit_rows": 3} if target == "lerobot" else {}
     convert(source, path, target, origin="it", chunk_size=3, **more, **options)
 
 
@@ -109,6 +109,6 @@ def test_a_directory_of_another_program_stays_as_it_is(target: str, name: str, t
         with pytest.raises((FileExistsError, rc.FormatError), match="data.partial"):
             copy(source, tmp_path / "data", target)
         with pytest.raises((FileExistsError, rc.FormatError), match="data.partial"):
-            to_lerobot(source, tmp_path / "data", fps=10.0)
+            to_lerobot(source, tmp_path / "data", fps=10.0, tasks="")
     assert [p for p in tmp_path.rglob("*") if not p.is_dir()] == [file]
     assert file.read_text() == '{"mine": 1}'

@@ -79,3 +79,15 @@ def test_a_path_is_not_taken_for_an_id(elsewhere: Path) -> None:
     for path in ("runs/demo", "./lerobot/pusht", "/lerobot/pusht", "~/pusht", "pusht"):
         with pytest.raises(rc.FormatError, match="must hold manifest.json"):
             open_dataset(path)
+
+
+def test_a_directory_of_its_first_name_does_not_hide_a_set_that_is_here(elsewhere: Path) -> None:
+    for name in ("D4RL", "lerobot"):
+        (elsewhere / "work" / name).mkdir()
+    with pytest.raises(rc.FormatError, match=r"no id to download, for the directory 'D4RL' is here"):
+        open_dataset("D4RL/pen/human-v2")
+    sets.minari_hdf5(elsewhere / "minari" / "D4RL/pen/human-v2")
+    sets.lerobot_v3(elsewhere / "hf" / "lerobot" / "lerobot" / "pusht")
+    for name in ("D4RL/pen/human-v2", "lerobot/pusht"):
+        with open_dataset(name) as found:  # type: ignore[attr-defined]
+            assert len(found) == 11

@@ -324,7 +324,7 @@ def test_buffers_with_nested_leaves_are_written_and_read(tmp_path: Path) -> None
     np.testing.assert_array_equal(got[:]["obs.pos"], buf[:]["obs"]["pos"])
     np.testing.assert_array_equal(got[:]["obs.mode"][:, 0], buf[:]["obs"]["mode"])
     with pytest.raises(FileExistsError):
-        to_lerobot(buf, tmp_path / "set", fps=20)
+        to_lerobot(buf, tmp_path / "set", fps=20, tasks="")
     with pytest.raises(ValueError, match="fps"):
         to_lerobot(buf, tmp_path / "other")
     with pytest.raises(ValueError, match="2 episodes, got 1"):
@@ -337,8 +337,64 @@ def test_an_open_episode_is_refused_and_not_left_out(tmp_path: Path) -> None:
     ) as buf:
         buf.extend({"x": np.ones((9, 2), "float32")}, ends=np.arange(9) == 3)
         with pytest.raises(rc.SegmentOpenError, match="whole episodes, got an open one"):
-            to_lerobot(buf, tmp_path / "set", fps=10)
+            to_lerobot(buf, tmp_path / "set", fps=10, tasks="")
         assert not list(tmp_path.iterdir())
         buf.mark_segment_end()
-        to_lerobot(buf, tmp_path / "set", fps=10)
+        to_lerobot(buf, tmp_path / "set", fps=10, tasks="")
     assert from_lerobot(tmp_path / "set").get_segments() == [(0, 4), (4, 9)]
+
+
+# -- tasks and names
+
+
+def test_a_set_of_chosen_features_keeps_its_tasks_and_names(tmp_path: Path) -> None:
+    with from_lerobot(sets.lerobot_v3(tmp_path / "old"), features=["observation.state", "action"]) as source:
+        to_lerobot(source, tmp_path / "new", names={"action": ["pan", "lift"]})
+        to_lerobot(source, tmp_path / "given", tasks=["a", "b", "a"])
+    with from_lerobot(tmp_path / "new") as new:
+        assert [new.tasks[i] for i in new[:]["task_index"]] == [
+            sets.TASKS[e % 2] for e in (0, 0, 0, 0, 1, *[2] * 6)
+        ]
+    about = json.loads((tmp_path / "new/meta/info.json").read_text())["features"]
+    assert about["observation.state"]["names"] == ["x", "y", "z"] and about["action"]["names"] == [
+        "pan",
+        "lift",
+    ]
+    assert list(from_lerobot(tmp_path / "given").tasks.values()) == ["a", "b"]
+
+
+def test_tasks_that_a_copy_lost_are_asked_for_and_can_be_given(tmp_path: Path) -> None:
+    with from_lerobot(sets.lerobot_v3(tmp_path / "old"), features=["action", "task_index"]) as source:
+        convert(source, tmp_path / "table", "parquet")
+        tasks = source.tasks
+    with rc.ReplayBuffer.load_from(tmp_path / "table") as table:
+        with pytest.warns(
+            UserWarning, match=r"empty: the source has task_index but not the texts; pass tasks="
+        ):
+            to_lerobot(table, tmp_path / "empty", fps=10)
+        with pytest.raises(ValueError, match=r"text of every task_index, got none of \[1\]"):
+            to_lerobot(table, tmp_path / "new", fps=10, tasks={0: "a"})
+        to_lerobot(table, tmp_path / "new", fps=10, tasks=tasks)
+    assert from_lerobot(tmp_path / "new").tasks == tasks and set(from_lerobot(tmp_path / "empty").tasks) == {
+        0
+    }
+
+
+def test_what_a_reader_would_miss_is_told(tmp_path: Path) -> None:
+    space = {"top": ((3, 8, 6), "uint8"), "state": ((2,), "float32")}
+    with rc.ReplayBuffer.create("memory", space, capacity=4) as buf:
+        buf.extend({"top": np.zeros((4, 3, 8, 6), "uint8"), "state": np.zeros((4, 2), "float32")})
+        with pytest.warns(UserWarning, match="to_lerobot: ") as told:
+            to_lerobot(buf, tmp_path / "set", fps=10)
+        assert [str(one.message).split(": ")[1][:30] for one in told] == [
+            "the task of every frame is emp", "'top' of shape (3, 8, 6) is wr"]  # fmt: skip
+        for names in ({"nope": ["a", "b"]}, {"state": ["a"]}, {"state": "ab"}, {"top": ["a", "b", "c"]}):
+            with pytest.raises(ValueError, match="names: must be"):
+                to_lerobot(buf, tmp_path / "new", fps=10, tasks="", names=names)
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["set"]
+
+
+def test_a_codec_that_is_none_leaves_nothing_behind(tmp_path: Path) -> None:
+    with from_lerobot(sets.lerobot_v3(tmp_path / "old")) as source, pytest.raises(ValueError, match="codec"):
+        to_lerobot(source, tmp_path / "new", video_codec="nope")
+    assert [p.name for p in tmp_path.iterdir()] == ["old"]

@@ -12,7 +12,9 @@ import pytest
 
 import recollect as rc
 from recollect.batch import CastTransformation
-from recollect.datasets import to_lerobot
+from recollect.cli import run
+from recollect.datasets import from_lerobot, open_dataset, to_lerobot
+from recollect.datasets.convert import convert
 from recollect.datasets.verify import verify
 
 SPACE: Any = {"obs": ((3,), "float32"), "image": ((8, 6, 3), "uint8"), "n": ((), "int64")}
@@ -47,7 +49,7 @@ def dumped(path: Path, **options: Any) -> Path:
 def lerobot(path: Path, codec: str | None) -> Path:
     with rc.ReplayBuffer.create("memory", SPACE, capacity=N, maintain_segment_metadata=True) as buffer:
         buffer.extend(rows(), ends=np.arange(N) % 8 == 7)
-        to_lerobot(buffer, path, fps=10, video_codec=codec, commit_rows=8)
+        to_lerobot(buffer, path, fps=10, tasks="", video_codec=codec, commit_rows=8)
     return path
 
 
@@ -177,3 +179,53 @@ def test_a_live_memmap_says_what_it_cannot_check(tmp_path: Path) -> None:
         buffer.extend(rows())
     report = verify(tmp_path)
     assert report["ok"] and report["unchecked"] and report["readable"] == [[0, N]]
+
+
+def test_the_leaves_that_can_be_read_without_their_video_are_told(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    root = lerobot(tmp_path / "set", "h264")
+    for file in root.glob("videos/**/*.mp4"):
+        file.unlink()
+    monkeypatch.chdir(tmp_path)
+    report = verify("set")
+    assert not report["readable"] and not report["unsure"] and "image" not in report["leaves"]
+    assert report["leaves"]["obs"] == report["leaves"]["n"] == [[0, N]]
+    for found in report["damaged"]:
+        assert found["problem"] == "is gone; the set is damaged, or was not copied or downloaded whole"
+    with pytest.raises(SystemExit):
+        run(["verify", "set"])
+    said = capsys.readouterr().out
+    assert "No whole sample can be read" in said and "obs 24" in said and said.count("file-000.mp4") == 1
+
+
+@pytest.mark.parametrize("name", ["data", "videos", "meta/info.json", "meta/stats.json", "meta/episodes"])
+def test_a_damaged_lerobot_set_is_not_copied(tmp_path: Path, name: str) -> None:
+    root = lerobot(tmp_path / "set", "h264")
+    file = next(
+        f for f in sorted(root.rglob("*")) if f.is_file() and str(f.relative_to(root)).startswith(name)
+    )
+    says = rf"{file.name}: its checksum does not match"
+    with open_dataset(root) as opened:  # before the damage
+        flip(file, file.stat().st_size // 2, 0)
+        for target in ("parquet", "lerobot"):
+            with pytest.raises(rc.FormatError, match=says):
+                convert(opened, tmp_path / "copy", target)
+    for check in (from_lerobot, open_dataset):
+        with pytest.raises(rc.FormatError, match=says):
+            check(root, verify=True)
+    if name.startswith("meta"):
+        with pytest.raises(rc.FormatError, match=r"then remove meta/recollect-checksums\.json"):
+            open_dataset(root)
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["set"]
+
+
+def test_a_set_whose_files_are_links_is_checked_by_what_they_lead_to(tmp_path: Path) -> None:
+    """The Hub's cache has the files elsewhere, under other names."""
+    root = lerobot(tmp_path / "set", None)
+    for number, file in enumerate([f for f in root.rglob("*") if f.is_file()]):
+        file.symlink_to(file.rename(tmp_path / str(number)))
+    with from_lerobot(root, verify=True) as opened:
+        convert(opened, tmp_path / "copy", "parquet")
+    assert len(open_dataset(tmp_path / "copy", verify=True)) == N
+    assert verify(root)["ok"]

@@ -251,7 +251,7 @@ def test_a_fifo_among_the_files_of_a_data_set_is_refused_at_once(tmp_path: Path,
     else:
         with rc.ReplayBuffer.create("memory", {"x": ((), "float32")}, capacity=4) as buf:
             buf.extend({"x": np.ones(3, "float32")})
-            rc.datasets.to_lerobot(buf, path, fps=10)
+            rc.datasets.to_lerobot(buf, path, fps=10, tasks="")
     names = {"lerobot": "data/**/*.parquet", "lerobot episodes": "meta/episodes/**/*.parquet"}
     [file] = path.glob(names.get(kind, f"**/*.{kind}"))
     file.unlink()

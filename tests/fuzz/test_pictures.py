@@ -139,7 +139,7 @@ def as_lerobot(path: Path) -> Path:
     with rc.ReplayBuffer.create("memory", space, capacity=4, maintain_segment_metadata=True) as buf:
         buf.extend({"observation.images.top": np.zeros((3, 256, 512, 3), "uint8")})
         buf.mark_segment_end()
-        to_lerobot(buf, path, fps=25, video_codec="h264")
+        to_lerobot(buf, path, fps=25, tasks="", video_codec="h264")
     [file] = path.glob("videos/**/*.mp4")
     assert from_lerobot(path)[0]["observation.images.top"].shape == (256, 512, 3)
     return file

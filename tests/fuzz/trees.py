@@ -139,8 +139,8 @@ def trees(home: Path) -> list[Case]:
     buf = make("memory", both, capacity=8, maintain_segment_metadata=True)
     buf.extend(data)
     buf.mark_segment_end()
-    to_lerobot(buf, home / "lerobot", fps=10)
-    to_lerobot(buf, home / "lerobot_video", fps=10, video_codec="h264")
+    to_lerobot(buf, home / "lerobot", fps=10, tasks="")
+    to_lerobot(buf, home / "lerobot_video", fps=10, tasks="", video_codec="h264")
     found += [Tree(home / "lerobot", True), Tree(home / "lerobot_video", True)]
     _lerobot_2(home / "old")
     _minari(home / "minari", "hdf5")

@@ -337,7 +337,7 @@ def test_a_conversion_that_fails_at_any_step(
 ) -> None:
     """The same call goes on where it was; nothing is at its place before it is whole, and no row is left beside it."""
     path = tmp_path / "made" / "data"
-    options: Any = {"fps": 10.0, "commit_rows": 3} if target == "lerobot" else {}
+    options: Any = {"fps": 10.0, "tasks": "", "commit_rows": 3} if target == "lerobot" else {}
     with rc.ReplayBuffer.create("memory", ROWS, capacity=20, maintain_segment_metadata=True) as source:
         source.extend(block("parquet", 0, 9), ends=np.arange(9) % 3 == 2)
 

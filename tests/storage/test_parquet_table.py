@@ -72,7 +72,7 @@ def lerobot(path: Path) -> None:
     ) as buf:
         buf.extend({"x": np.arange(400)})
         buf.mark_segment_end()
-        to_lerobot(buf, path, fps=10)
+        to_lerobot(buf, path, fps=10, tasks="")
 
 
 def minari(path: Path) -> None:

@@ -7,7 +7,9 @@ the package `lerobot` is not.
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -28,11 +30,12 @@ class LeRobotDataset(torch.utils.data.Dataset):
     """The data set at `root`, or where LeRobot keeps `repo_id`, item for item as LeRobot's own class gives it.
 
     `delta_timestamps`, in seconds, are offsets per key with a mask `*_is_pad` each; `episodes` and `episode_filter`
-    choose some; `task` is the task in words. A DataLoader reads each batch at once; `batches` does without a loader.
-    `meta` has what a training loop asks for: stats, features, fps, tasks by index, episodes, camera_keys. What is not
-    on this machine is downloaded if `huggingface_hub` is installed. `revision`, `video_backend` and `depth_output_unit`
-    are taken from calls that name them, and mean nothing here. Features that cannot be shown (depth videos, language
-    events) are in `left_out`, with the reason.
+    choose some; `task` is the task in words. `features`, which LeRobot has not, chooses some beside those that it
+    fills in: pictures that are not among them are never decoded. A DataLoader reads each batch at once; `batches` does
+    without a loader. `meta` has what a training loop asks for: stats, features, fps, tasks by index, episodes,
+    camera_keys. What is not on this machine is downloaded if `huggingface_hub` is installed. `revision`,
+    `video_backend` and `depth_output_unit` are taken from calls that name them, and mean nothing here. Features that
+    cannot be shown (depth videos, language events) are in `left_out`, with the reason.
 
     Ownership: holds numbers and texts of the chosen episodes in memory, and some decoded frames; `close()` frees these.
     Concurrency: any thread; workers of a DataLoader get it by fork, or open it again.
@@ -62,15 +65,17 @@ class LeRobotDataset(torch.utils.data.Dataset):
         tolerance_s: float = 1e-4,
         *,
         return_uint8: bool = False,
+        features: Sequence[str] | None = None,
         revision: str | None = None,
         video_backend: str | None = None,
         depth_output_unit: str = "mm",
     ) -> None:
-        """Open a data set; the arguments are those of LeRobot's class."""
+        """Open a data set; the arguments are those of LeRobot's class, and `features`."""
         self.repo_id, self.root, self.tolerance_s = repo_id, _find(repo_id, root), tolerance_s
         self.image_transforms, self.return_uint8 = image_transforms, return_uint8
         self.delta_timestamps = delta_timestamps
-        with from_lerobot(self.root) as every:
+        self._chosen = None if features is None else list(features)
+        with from_lerobot(self.root, features=_with_own(self.root, features)) as every:
             self.left_out, self.meta = every.left_out, _metadata(every)
         self.fps, self.features = self.meta.fps, self.meta.features
         self.episodes, self._rows = _choose(self.meta.episodes, episodes, episode_filter)
@@ -83,6 +88,7 @@ class LeRobotDataset(torch.utils.data.Dataset):
         )
         held.extend_from(numbers, chunk_size=4096)
         offsets = _offsets(delta_timestamps or {}, self.features, self.fps, tolerance_s)
+        _check_reach(offsets, max(self.meta.episodes["length"]), self.fps)
         parts: list[BatchBase] = [held, *pictures]
         self._stacks = [
             SliceStackedBatch(part, {key: offsets[key] for key in some if key in offsets})
@@ -151,6 +157,14 @@ class LeRobotDataset(torch.utils.data.Dataset):
             found = found.float() if found.is_floating_point() else found.long()
         return found.squeeze(-1) if self.features[key]["shape"] == (1,) and key not in OWN else found
 
+    @classmethod
+    def create(cls, *args: Any, **options: Any) -> Any:
+        """Raise AttributeError: this class only reads."""
+        raise AttributeError(
+            "LeRobotDataset.create: this class only reads; record into a ReplayBuffer and write that by "
+            "recollect.datasets.to_lerobot(buffer, path, fps=..., tasks=...)"
+        )
+
     def close(self) -> None:
         """Free the decoded frames; may be called twice."""
         for file in self._files:
@@ -158,7 +172,11 @@ class LeRobotDataset(torch.utils.data.Dataset):
 
     def __reduce__(self) -> Any:
         given = (self.repo_id, self.root, self.episodes, None, None, self.delta_timestamps, self.tolerance_s)
-        return type(self), given, {k: getattr(self, k) for k in ("image_transforms", "return_uint8")}
+        return (
+            partial(type(self), features=self._chosen),
+            given,
+            {k: getattr(self, k) for k in ("image_transforms", "return_uint8")},
+        )
 
 
 def _find(repo_id: str, root: Any) -> Path:
@@ -171,9 +189,18 @@ def _find(repo_id: str, root: Any) -> Path:
     return path
 
 
+def _with_own(root: Path, features: Sequence[str] | None) -> list[str] | None:
+    """The chosen features and those that LeRobot fills in, in the order of the set; None for all."""
+    if features is None:
+        return None
+    known = [str(key) for key in read_json(root / INFO).get("features") or ()]
+    unknown = [key for key in features if key not in known]  # which the set refuses
+    return [key for key in known if key in OWN or key in features] + unknown
+
+
 def _metadata(data: LeRobotBatch) -> SimpleNamespace:
     meta, ends = data.meta, np.cumsum([episode.length for episode in data.meta.episodes]).tolist()
-    shown = {key: about for key, about in meta.features.items() if key not in data.left_out}
+    shown = {key: about for key, about in meta.features.items() if key in data.single_space.spaces}  # type: ignore[attr-defined]
     kinds = {key: about["dtype"] for key, about in shown.items() if about["dtype"] in ("image", "video")}
     stats = meta.path / "meta" / "stats.json"
     return SimpleNamespace(
@@ -222,3 +249,16 @@ def _offsets(deltas: dict[str, list[float]], features: Any, fps: float, toleranc
                 f"delta_timestamps {key!r}: must be multiples of 1/{fps} s, got {off}; round them"
             )
     return {key: [round(s * fps) for s in seconds] for key, seconds in deltas.items()}
+
+
+def _check_reach(offsets: dict[str, list[int]], longest: int, fps: float) -> None:
+    """Warn of offsets that no episode reaches: steps given for seconds have them."""
+    for key, steps in offsets.items():
+        far = max(map(abs, steps), default=0)
+        if far >= longest:
+            warnings.warn(
+                f"delta_timestamps {key!r}: {far / fps:g} s is further than the longest episode, {longest / fps:g} s: "
+                f"padding in every item; offsets are seconds, as [i / {fps:g} for i in range(n)]",
+                UserWarning,
+                stacklevel=3,
+            )

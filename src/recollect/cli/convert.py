@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -31,9 +34,9 @@ class Convert:
     to: Literal["memory", "memmap", "hdf5", "parquet", "image", "video", "dict", "lerobot"] = "parquet"
     """A storage by its short name (dict: exact video for pictures, Parquet for the rest), or lerobot."""
     fps: float | None = None
-    """Frames a second, for lerobot; a LeRobot source has its own."""
+    """Frames a second, for lerobot; a LeRobot source has its own, and another only relabels its frames."""
     task: str | None = None
-    """The task of all episodes in words, for lerobot."""
+    """The task of all episodes in words, for lerobot; a LeRobot source has its own."""
     video_codec: str | None = None
     """Write pictures as video of this codec, for lerobot; without one they are exact PNG."""
     chunk: int = 1024
@@ -57,7 +60,7 @@ class Convert:
         with batch:  # type: ignore[attr-defined]
             n, segments = len(batch), batch.get_segments()
             try:
-                with bar("copying", n, self.json) as advance:
+                with _warnings_as_lines(), bar("copying", n, self.json) as advance:
                     convert(batch, self.dst, self.to, origin=str(src.resolve()), progress=advance, **options)
             except (FileExistsError, ValueError, TypeError) as error:
                 sys.exit(f"recollect convert: {error}")
@@ -68,3 +71,14 @@ class Convert:
         else:
             told = "" if count is None else f" in {count:,} segments"
             sys.stdout.write(f"{n:,} samples{told} are now in {printable(self.dst)} ({self.to})\n")
+
+
+@contextmanager
+def _warnings_as_lines() -> Iterator[None]:
+    """Print what the user should know as a line, without the place in our code."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", UserWarning)
+        warnings.showwarning = lambda message, *place, **more: print(
+            printable(f"recollect convert: {message}"), file=sys.stderr
+        )
+        yield

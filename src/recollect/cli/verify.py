@@ -62,10 +62,18 @@ def show_verification(report: dict[str, Any], console: Console | None = None) ->
         console.print(
             f"Can be read, but some of them may be wrong: {_counted(report['unsure'])} of {report['samples']:,} samples"
         )
+    if report["leaves"]:
+        each = ", ".join(f"{key} {_n(runs):,}" for key, runs in report["leaves"].items())
+        told = f"Leaves that can be read alone, of {report['samples']:,} samples: {each}"
+        console.print(words(f"{told}; what is in a damaged file may be wrong"))
     if not report["readable"] and not report["unsure"]:
-        console.print("Nothing of it can be read.")
+        console.print("No whole sample can be read." if report["leaves"] else "Nothing of it can be read.")
+
+
+def _n(runs: list[list[int]]) -> int:
+    return sum(b - a for a, b in runs)
 
 
 def _counted(runs: list[list[int]]) -> str:
     shown = ", ".join(f"{a}..{b - 1}" for a, b in runs[:20])
-    return f"{sum(b - a for a, b in runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"
+    return f"{_n(runs):,} ({shown}{', ...' if len(runs) > 20 else ''})"

@@ -21,6 +21,7 @@ from gymnasium import spaces
 
 from recollect import checks, interrupts
 from recollect.batch import BatchBase
+from recollect.datasets.lerobot.dataset import check_source
 from recollect.datasets.stage import take_stage
 from recollect.errors import FormatError, LaneBusyError
 from recollect.files import OwnedDirectory, move_directory, remove_empty, remove_inside, replace_file
@@ -45,6 +46,9 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
             progress: Callable[[int], Any] | None = None, **options: Any) -> int:  # fmt: skip
     """Copy a batch to `path` as a storage of this short name or as "lerobot"; return how many samples were there.
 
+    The files of a LeRobot set that Recollect wrote are compared with their checksums first: a copy of damaged files
+    would have checksums that match.
+
     `origin` says where the source is from: a half-made copy of another is refused. `options` go to the storage, or to
     `to_lerobot`. For "dict" pictures are video (exact) and the rest is Parquet.
     """
@@ -65,6 +69,7 @@ def convert(source: BatchBase, path: str | Path, target: str, *, origin: str = "
 
 def _into_storage(source: BatchBase, path: Path, target: str, origin: str, chunk_size: int, tell: Any,
                   options: dict[str, Any]) -> int:  # fmt: skip
+    check_source(source)
     segments = source.get_segments()
     record = {"origin": origin, "target": target, "length": len(source), "tracked": segments is not None,
               "space": canonical(space_to_json(source.single_space)),

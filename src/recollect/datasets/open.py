@@ -6,7 +6,7 @@ from pathlib import Path
 
 from recollect import plugins
 from recollect.batch import BatchBase
-from recollect.datasets.hub import located
+from recollect.datasets.hub import located, why_no_id
 from recollect.datasets.lerobot.meta import packages_for
 from recollect.datasets.rollouts import from_rollout, is_rollout
 from recollect.datasets.unienv import from_unienv, is_unienv
@@ -31,7 +31,7 @@ def kind_of(path: Path) -> str:
         return "unienv"
     if is_rollout(path):
         return "rollout"
-    what = "no dump and no data set that is known" if path.exists() else "nothing"
+    what = "no dump and no data set that is known" if path.exists() else f"nothing{why_no_id(path)}"
     raise FormatError(
         f"{path}: must hold manifest.json (Recollect), meta/info.json (LeRobot), data/metadata.json (Minari), "
         f"metadata.json (UniEnv), state.json (Hugging Face) or files of recollect rollout, got {what}"
@@ -50,8 +50,10 @@ def packages_at(path: Path) -> list[str]:
     return {"huggingface": ["pyarrow"]}.get(kind, [])
 
 
-def open_dataset(path: str | Path, *, split: str | None = None) -> BatchBase:
+def open_dataset(path: str | Path, *, split: str | None = None, verify: bool = False) -> BatchBase:
     """Open whatever is at a path for reading; `split` chooses one of a Hugging Face data set's.
+
+    With `verify` every file of what Recollect wrote, a dump or a LeRobot set, is compared with its checksum first.
 
     `path` may also be the id of a set of the Hugging Face Hub or of Minari, as `lerobot/pusht` or `D4RL/pen/human-v2`:
     one that is not on this machine is downloaded by `huggingface_hub` or `minari`, if that is installed.
@@ -76,11 +78,11 @@ def open_dataset(path: str | Path, *, split: str | None = None) -> BatchBase:
     if kind == "recollect":
         from recollect.replay import ReplayBuffer
 
-        return ReplayBuffer.load_from(path)
+        return ReplayBuffer.load_from(path, verify=verify)
     if kind == "lerobot":
         from recollect.datasets.lerobot.dataset import from_lerobot
 
-        return from_lerobot(path)
+        return from_lerobot(path, verify=verify)
     if kind == "minari":
         from recollect.datasets.minari import from_minari
 

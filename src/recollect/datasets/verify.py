@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from recollect.datasets.hub import located
-from recollect.datasets.lerobot.meta import CHECKSUMS, read_checksums
+from recollect.datasets.lerobot.meta import CHECKSUMS, check_sum, read_checksums
 from recollect.datasets.open import kind_of, open_dataset
 from recollect.errors import FormatError, RecollectError
 from recollect.replay import ReplayBuffer
@@ -38,7 +38,8 @@ def verify(path: str | Path, *, split: str | None = None, bar: Bar = no_bar) -> 
 
     `damaged` has a `file` (relative to the path) and the `problem` for each; `readable` are runs of samples that were
     read and are as they were written, `unsure` runs that can be read from a file whose checksum does not match.
-    `unchecked` are files without a checksum. `ok` is True when nothing is damaged.
+    `leaves` has the runs in which single leaves can be read, where those are more than of whole samples; what is in a
+    damaged file may be wrong. `unchecked` are files without a checksum. `ok` is True when nothing is damaged.
 
     >>> import numpy as np, recollect as rc, tempfile
     >>> from recollect.datasets.verify import verify
@@ -51,13 +52,16 @@ def verify(path: str | Path, *, split: str | None = None, bar: Bar = no_bar) -> 
     path = located(path)
     kind = kind_of(path)
     report: dict[str, Any] = {"path": str(path), "kind": kind, "files": 0, "samples": None, "damaged": [],
-                              "readable": [], "unsure": [], "unchecked": [], "reason": None}  # fmt: skip
+                              "readable": [], "unsure": [], "leaves": {}, "unchecked": [], "reason": None}  # fmt: skip
     named = _named_files(path, kind, report)
     if named is not None:
         report["files"] = len(named)
-        _check_named(path, named, report["damaged"], bar)
+        _check_named(path, kind, named, report["damaged"], bar)
     if not (kind == "recollect" and named is None):
         _check_samples(path, kind, named is not None, split, report, bar)
+    for found in report["damaged"]:  # whose place is told already
+        for place in (path / found["file"], path.absolute() / found["file"]):
+            found["problem"] = found["problem"].removeprefix(f"{place}: ")
     report["ok"] = not report["damaged"]
     return report
 
@@ -90,11 +94,16 @@ def _others(path: Path, known: set[str]) -> list[str]:
     return sorted(name for name in every if name not in known)
 
 
-def _check_named(path: Path, named: dict[str, Any], damaged: list[dict[str, str]], bar: Bar) -> None:
+def _check_named(
+    path: Path, kind: str, named: dict[str, Any], damaged: list[dict[str, str]], bar: Bar
+) -> None:
     with bar("checking", len(named)) as advance:
         for name, about in named.items():
             try:
-                check_files(path, {"files": {name: about}}, verify=True)
+                if kind == "lerobot":
+                    check_sum(path, name, about)
+                else:
+                    check_files(path, {"files": {name: about}}, verify=True)
             except (RecollectError, OSError) as error:
                 damaged.append({"file": name, "problem": str(error)})
             advance(1)
@@ -125,6 +134,24 @@ def _check_samples(path: Path, kind: str, has_checksums: bool, split: str | None
         if not damaged:
             damaged += [{"file": _file_in(path, problem), "problem": problem} for problem in problems]
         report["readable"], report["unsure"] = _divided(good, _doubtful(batch, damaged))
+        if _count(good) < len(batch):
+            report["leaves"] = _readable_leaves(batch, _count(good), bar)
+
+
+def _count(runs: Runs) -> int:
+    return sum(b - a for a, b in runs)
+
+
+def _readable_leaves(batch: Any, n_whole: int, bar: Bar) -> dict[str, Runs]:
+    """The runs of each top-level leaf of which more can be read than of whole samples."""
+    found = {}
+    keys = list(getattr(batch.single_space, "spaces", ()))
+    for key in keys if len(keys) > 1 else ():
+        with bar(f"reading {key}", len(batch)) as advance:
+            runs = readable(batch.get_column(key), {}, advance)
+        if _count(runs) > n_whole:
+            found[key] = runs
+    return found
 
 
 def _opened(path: Path, kind: str, split: str | None, is_damaged: bool) -> Any:
@@ -134,6 +161,10 @@ def _opened(path: Path, kind: str, split: str | None, is_damaged: bool) -> Any:
         and read_manifest(path, FORMATS)["storage"]["name"] in ("memory", "shared")
     ):
         return ReplayBuffer.load_from(path, storage="memmap")  # which maps rows and does not check them
+    if kind == "lerobot" and is_damaged:
+        from recollect.datasets.lerobot.dataset import open_unchecked
+
+        return open_unchecked(path.absolute())
     return open_dataset(path, split=split)
 
 
@@ -169,7 +200,7 @@ def _file_in(path: Path, problem: str) -> str:
     """The file that a problem is about: errors begin with it."""
     place = problem.split(": ")[0]
     try:
-        return str(Path(place).relative_to(path))
+        return str(Path(place).absolute().relative_to(path.absolute()))
     except ValueError:
         return place
 

@@ -108,6 +108,15 @@ def test_a_flag_called_dones_counts_limits_too() -> None:
     assert numbers(found, "return") == [3.0, 7.0, None]  # what is not a number has no sum
 
 
+def test_a_lone_flag_called_done_does_not_say_terminated() -> None:
+    space = {"next.done": ((), "bool")}
+    buf = rc.ReplayBuffer.create("memory", space, capacity=8, maintain_segment_metadata=True)
+    buf.extend({"next.done": np.array([0, 1, 0], bool)}, ends=np.array([0, 1, 1], bool))
+    with Catalogue(buf) as catalogue:
+        catalogue.list.finish()
+        assert numbers(catalogue.episodes(), "end") == ["done", "cut"]
+
+
 def test_an_empty_set_has_no_episodes() -> None:
     with Catalogue(
         rc.ReplayBuffer.create("memory", SPACE, capacity=4, maintain_segment_metadata=True)

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from gymnasium import Space, spaces
 
+from recollect.batch import BatchBase
 from recollect.datasets.batch import DatasetBatch
 from recollect.datasets.columns import check_size, number_space, numbers, pictures, text_space
 from recollect.datasets.lerobot.meta import (
@@ -20,6 +21,7 @@ from recollect.datasets.lerobot.meta import (
     Episode,
     Meta,
     below,
+    check_sums,
     episode_files,
     read_meta,
     read_table,
@@ -32,13 +34,28 @@ from recollect.spaces.tree import make_dict
 Array = np.ndarray[Any, Any]
 
 
-def from_lerobot(path: str | PathLike[str], *, features: Sequence[str] | None = None) -> LeRobotBatch:
+def from_lerobot(
+    path: str | PathLike[str], *, features: Sequence[str] | None = None, verify: bool = False
+) -> LeRobotBatch:
     """Show a LeRobot data set as a read-only batch, a leaf per feature, its episodes as segments.
 
     Pictures and frames of videos are uint8 `(H, W, C)`. The features that LeRobot fills in (timestamp, index, ...) are
     scalars; `batch.tasks[task_index]` is the task in words. `features` chooses some: what is not read costs nothing.
+
+    The metadata of a set that Recollect wrote are compared with their checksums; with `verify` so are the files that
+    the features are read from, which costs one read. FormatError names the file that is not as it was written.
     """
-    meta = read_meta(Path(path).absolute(), features)
+    place = Path(path).absolute()
+    check_sums(place)
+    batch = open_unchecked(place, features)
+    if verify:
+        batch.check_files()
+    return batch
+
+
+def open_unchecked(path: Path, features: Sequence[str] | None = None) -> LeRobotBatch:
+    """Open a data set whatever the checksums of its files say."""
+    meta = read_meta(path, features)
     unknown = [name for name in features or () if name not in meta.features]
     if unknown:
         raise KeyError(f"features: must be among {sorted(meta.features)}, got {unknown}")
@@ -73,6 +90,27 @@ class LeRobotBatch(DatasetBatch):
         """The files that each episode is read from, those that tell what is where included."""
         common = [INFO, TASKS, *(str(f.relative_to(self.meta.path)) for f in episode_files(self.meta.path))]
         return [[*common, e.data, *(name for name, _ in e.videos.values())] for e in self.meta.episodes]
+
+    def words_at(self, first: int, end: int) -> list[str]:
+        """The task in words of the rows `[first, end)` of one episode, whatever features were chosen."""
+        number = int(np.searchsorted(self._ends, first, side="right"))
+        episode, start = self.meta.episodes[number], int(self._ends[number - 1]) if number else 0
+        if "task_index" not in self.meta.features:
+            return [episode.tasks[0] if episode.tasks else ""] * (end - first)
+        import pyarrow as pa
+
+        column = self._episode_column(episode, "task_index").slice(first - start, end - first)
+        index = numbers(pa, column, (), np.int64, f"{self.meta.path / episode.data}: task_index")
+        return [self.meta.tasks.get(int(i), "") for i in index]
+
+    def check_files(self) -> None:
+        """Compare the files that are read from with the checksums that Recollect wrote; FormatError names the first.
+
+        A set of others has none, and nothing is compared.
+        """
+        keys, every = set(self.single_space.spaces), self.meta.episodes  # type: ignore[attr-defined]
+        videos = {name for e in every for key, (name, _) in e.videos.items() if key in keys}
+        check_sums(self.meta.path, {e.data for e in every} | videos)
 
     def _load(self, key: str, episode: int, first: int, end: int) -> Any:
         import pyarrow as pa
@@ -132,6 +170,12 @@ class LeRobotBatch(DatasetBatch):
                 f"side, got {len(rows)}; it is damaged"
             )
         return column.slice(int(rows[0]) if len(rows) else 0, len(rows))
+
+
+def check_source(batch: BatchBase) -> None:
+    """Check what a copy is made of: one of damaged files would have checksums that match."""
+    if isinstance(batch, LeRobotBatch):
+        batch.check_files()
 
 
 def _space_of(meta: Meta, name: str) -> Space[Any] | str:

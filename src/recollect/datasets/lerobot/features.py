@@ -35,9 +35,9 @@ class Feature:
         """Whether it is kept as pictures or video."""
         return self.dtype in ("image", "video")
 
-    def about(self) -> dict[str, Any]:
-        """What `info.json` says of it."""
-        names = ["height", "width", "channels"] if self.is_picture else None
+    def about(self, names: Any = None) -> dict[str, Any]:
+        """What `info.json` says of it, and of its components."""
+        names = ["height", "width", "channels"] if self.is_picture else names
         return {"dtype": self.dtype, "shape": list(self.shape), "names": names}
 
     def pick(self, data: Any) -> Any:

@@ -6,6 +6,7 @@ Versions 2.0 and 2.1 have a file per episode and JSON lines in `meta`; 3.0 has m
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Collection
 from dataclasses import dataclass, field
@@ -14,7 +15,7 @@ from string import Formatter
 from typing import Any
 
 from recollect.errors import FormatError, RecollectError, check_installed
-from recollect.files import check_plain
+from recollect.files import check_plain, file_crc, open_inside
 from recollect.files.record import (
     FileAbout,
     as_kind,
@@ -38,6 +39,7 @@ OWN = (
 )  # features that LeRobot fills in itself
 INFO, TASKS, EPISODES = "meta/info.json", "meta/tasks.parquet", "meta/episodes"
 CHECKSUMS = "meta/recollect-checksums.json"  # no part of the layout: other readers pass it over
+_CHANGED = f"another program changed the set: then remove {CHECKSUMS}"
 DATA_PATH = "data/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
 VIDEO_PATH = "videos/{video_key}/chunk-{chunk_index:03d}/file-{file_index:03d}.mp4"
 EPISODES_PATH = "meta/episodes/chunk-{chunk_index:03d}/file-{file_index:03d}.parquet"
@@ -139,6 +141,35 @@ def read_checksums(path: Path) -> dict[str, dict[str, Any]]:
     files = record.get("files")
     as_kind(files, dict[str, FileAbout], file)
     return dict(files or {})
+
+
+def check_sums(path: Path, names: Collection[str] = ()) -> None:
+    """Compare the metadata files, and those of these names, with the checksums that we wrote.
+
+    FormatError names the first that differs. A set of others has no checksums, and nothing is compared.
+    """
+    if not (path / CHECKSUMS).is_file():
+        return
+    for name, about in read_checksums(path).items():
+        if name.startswith("meta/") or name in names:
+            check_sum(path, name, about)
+
+
+def check_sum(path: Path, name: str, about: dict[str, Any]) -> None:
+    """Compare a file, or the one that a link of the hub's cache leads to, with its size and checksum."""
+    try:
+        with open_inside(path, name, follow=True) as f:
+            nbytes = os.fstat(f.fileno()).st_size
+            if nbytes != about["bytes"]:
+                raise FormatError(
+                    f"{path / name}: must have {about['bytes']} bytes, got {nbytes}; it is damaged, or {_CHANGED}"
+                )
+            if file_crc(f) != about["crc32c"]:
+                raise FormatError(f"{path / name}: its checksum does not match; it is damaged, or {_CHANGED}")
+    except FileNotFoundError:
+        raise FormatError(
+            f"{path / name}: is gone; the set is damaged, or was not copied or downloaded whole"
+        ) from None
 
 
 def _lines(path: Path) -> list[dict[str, Any]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from os import PathLike
 from pathlib import Path
@@ -18,6 +19,7 @@ import numpy as np
 
 from recollect import checks
 from recollect.batch import BatchBase
+from recollect.datasets.lerobot.dataset import LeRobotBatch, check_source
 from recollect.datasets.lerobot.features import (
     OWN_DTYPES,
     Feature,
@@ -42,6 +44,7 @@ from recollect.errors import FormatError, SegmentOpenError, check_installed
 from recollect.files import make_inside, move_directory, replace_file, seal_file
 from recollect.files.record import signed_json
 from recollect.replay import ReplayBuffer
+from recollect.storage.filed.video_file import check_codec
 
 JOURNAL = "journal.json"
 CHUNKS_SIZE = 1000
@@ -55,15 +58,19 @@ _PANDAS = {"index_columns": ["task"], "column_indexes": [{"name": None, "field_n
 
 
 def to_lerobot(
-    batch: BatchBase, path: str | PathLike[str], *, fps: float | None = None, tasks: str | Sequence[str] | None = None,
+    batch: BatchBase, path: str | PathLike[str], *, fps: float | None = None,
+    tasks: str | Sequence[str] | Mapping[int, str] | None = None, names: Mapping[str, Any] | None = None,
     robot_type: str | None = None, video_codec: str | None = None, codec_options: dict[str, str] | None = None,
     chunk_size: int = 256, commit_rows: int = 100_000, progress: Callable[[int], Any] | None = None,
 ) -> None:  # fmt: skip
     """Write a batch as a LeRobot v3.0 data set; segments are its episodes (without segments all is one).
 
     Leaves `(H, W, 1 or 3)` of uint8 are pictures: exact PNG, or with `video_codec` (as "libsvtav1", "h264") video.
-    `tasks` is one text for all, or one per episode; a LeRobot source keeps its own, and its `fps`. What a killed call
-    wrote is taken up by the same call; every `commit_rows` rows files are closed for that.
+    `tasks` is one text for all, one per episode, or a dict from the source's `task_index` to the text. `names` are
+    those of the components, as `{"action": ["pan", "lift"]}`. A LeRobot source keeps its own tasks, names and `fps`,
+    unless others are given; another `fps` only relabels the frames. Without tasks there is a UserWarning, and their
+    text is empty; `tasks=""` says that this is meant. What a killed call wrote is taken up by the same call; every
+    `commit_rows` rows files are closed for that.
     """
     meta = getattr(batch, "meta", None)
     rate: Any = fps if fps is not None else getattr(meta, "fps", None)
@@ -77,13 +84,19 @@ def to_lerobot(
     segments = [(a, b) for a, b in segments if b > a]
     if not segments:
         raise FormatError(f"{path}: must be made of samples, got a batch of none")
-    if not (tasks is None or isinstance(tasks, str)) and len(tasks) != len(segments):
+    if not (tasks is None or isinstance(tasks, str | Mapping)) and len(tasks) != len(segments):
         raise ValueError(
             f"tasks: must be one text, or one for each of {len(segments)} episodes, got {len(tasks)}"
         )
+    features = features_of(batch.single_space, video_codec is not None)
+    named = {**_names_of(batch, features), **_checked_names(names or {}, features)}
+    if isinstance(tasks, Mapping):
+        _check_texts(batch, tasks)
+    check_source(batch)
+    _warn(batch, tasks, features)
     robot_type = robot_type or getattr(meta, "robot_type", None)
     writer = LeRobotWriter(path, batch.single_space, fps=rate, robot_type=robot_type, video_codec=video_codec,
-                           codec_options=codec_options, commit_rows=commit_rows)  # fmt: skip
+                           codec_options=codec_options, commit_rows=commit_rows, names=named)  # fmt: skip
     try:
         done = writer.n_episodes
         if progress is not None and done:
@@ -92,7 +105,7 @@ def to_lerobot(
             for first in range(start, end, chunk_size):
                 data = batch.get_at(np.arange(first, min(first + chunk_size, end)))
                 n = min(first + chunk_size, end) - first
-                writer.add(data, _words(batch, data, tasks, number, n))
+                writer.add(data, _words(batch, data, tasks, number, first, n))
                 if progress is not None:
                     progress(n)
             writer.end_episode()
@@ -101,12 +114,63 @@ def to_lerobot(
         writer.close()
 
 
-def _words(batch: Any, data: Any, tasks: Any, number: int, n: int) -> list[str]:
-    """The task of each row in words."""
-    if tasks is None and isinstance(data, dict) and "task_index" in data and hasattr(batch, "tasks"):
-        known = batch.tasks
-        return [known.get(int(i), "") for i in data["task_index"]]
-    return [tasks or "" if tasks is None or isinstance(tasks, str) else tasks[number]] * n
+def _words(batch: Any, data: Any, tasks: Any, number: int, first: int, n: int) -> list[str]:
+    """The task in words of the `n` rows from `first`."""
+    if isinstance(tasks, Mapping):
+        return [tasks[i] for i in np.ravel(data["task_index"]).tolist()]
+    if tasks is None:
+        return batch.words_at(first, first + n) if isinstance(batch, LeRobotBatch) else [""] * n
+    return [tasks if isinstance(tasks, str) else tasks[number]] * n
+
+
+def _check_texts(batch: Any, tasks: Mapping[int, str]) -> None:
+    """Raise ValueError unless every row has a task of these."""
+    if not _has_task_index(batch):
+        raise ValueError("tasks: must be texts where the source has no task_index, got a dict; pass a list")
+    missing = sorted(set(np.ravel(batch.get_column("task_index")[:]).tolist()) - tasks.keys())
+    if missing:
+        raise ValueError(f"tasks: must have the text of every task_index, got none of {missing}")
+
+
+def _has_task_index(batch: Any) -> bool:
+    return "task_index" in (getattr(batch.single_space, "spaces", None) or ())
+
+
+def _names_of(batch: Any, features: list[Feature]) -> dict[str, Any]:
+    """The names of components that a LeRobot source has."""
+    about = batch.meta.features if isinstance(batch, LeRobotBatch) else {}
+    return {f.name: about[f.name].get("names") for f in features if f.name in about and not f.is_picture}
+
+
+def _checked_names(names: Mapping[str, Any], features: list[Feature]) -> dict[str, list[str]]:
+    """The names that were given: one for each component of a leaf of one axis."""
+    sizes = {f.name: f.shape[0] for f in features if len(f.shape) == 1 and f.dtype != "string"}
+    for name, given in names.items():
+        if name not in sizes:
+            raise ValueError(
+                f"names: must be of leaves of numbers with one axis, {sorted(sizes)}, got {name!r}"
+            )
+        if isinstance(given, str) or len(given) != sizes[name] or not all(isinstance(g, str) for g in given):
+            raise ValueError(f"names: must be {sizes[name]} texts for {name!r}, got {given!r}")
+    return {name: list(given) for name, given in names.items()}
+
+
+def _warn(batch: Any, tasks: Any, features: list[Feature]) -> None:
+    """Tell of what a reader of the set will miss."""
+    if tasks is None and not isinstance(batch, LeRobotBatch):
+        rest = (
+            "the source has task_index but not the texts; pass tasks={task_index: text}, or one text for all"
+            if _has_task_index(batch)
+            else "policies that read the task get none; pass tasks="
+        )
+        warnings.warn(f"to_lerobot: the task of every frame is empty: {rest}", UserWarning, stacklevel=3)
+    for f in features:
+        if f.dtype == "uint8" and len(f.shape) == 3 and f.shape[0] in (1, 3):
+            warnings.warn(
+                f"to_lerobot: {f.name!r} of shape {f.shape} is written as numbers; for pictures put its channels last",
+                UserWarning,
+                stacklevel=3,
+            )
 
 
 class LeRobotWriter:
@@ -117,18 +181,21 @@ class LeRobotWriter:
 
     def __init__(self, path: str | PathLike[str], space: Any, *, fps: float, robot_type: str | None = None,
                  video_codec: str | None = None, codec_options: dict[str, str] | None = None,
-                 commit_rows: int = 100_000) -> None:  # fmt: skip
+                 commit_rows: int = 100_000, names: Mapping[str, Any] | None = None) -> None:  # fmt: skip
         """Begin a data set, or take up the one that a killed writer left."""
         self.path, self.fps = Path(path).absolute(), fps
         self.features = features_of(space, video_codec is not None)
         check_installed("to_lerobot", *packages_for([f.dtype for f in self.features]))
         self._pa = import_module("pyarrow")
-        self._codec, self._options = video_codec, dict(codec_options or {})
+        self._codec, self._options, self._names = video_codec, dict(codec_options or {}), dict(names or {})
+        if any(f.dtype == "video" for f in self.features):
+            check_codec(import_module("av"), video_codec, np.dtype(np.uint8))
         if os.path.lexists(self.path):
             raise FileExistsError(f"{self.path}: is there already; remove it or choose another path")
         self.stage = stage_of(self.path)
         self._commit_rows = commit_rows
         self._config = {"fps": fps, "robot_type": robot_type, "codec": video_codec, "options": self._options,
+                        "names": self._names,
                         "features": [[f.name, f.dtype, list(f.shape)] for f in self.features]}  # fmt: skip
         self._writer: Any = None
         self._cameras: dict[str, CameraFile] = {}
@@ -344,7 +411,7 @@ class LeRobotWriter:
         parquet.write_table(table.replace_schema_metadata({"pandas": json.dumps(_PANDAS)}), str(file))
 
     def _info(self) -> dict[str, Any]:
-        features = {f.name: f.about() for f in self.features}
+        features = {f.name: f.about(self._names.get(f.name)) for f in self.features}
         for name, info in self._saved["video_info"].items():
             features[name]["info"] = info
         features |= {

@@ -18,7 +18,13 @@ from recollect.observe.view.leaves import ShownLeaf, named, reward_of
 from recollect.observe.view.series import plain
 
 Array = np.ndarray[Any, Any]
-ENDS = ("", "terminated", "truncated", "cut")  # "": the set has no flags
+ENDS = (
+    "",
+    "terminated",
+    "truncated",
+    "cut",
+    "done",
+)  # "": the set has no flags; done: by its task or by a limit
 RUN_LENGTH = 1000  # how a set without episode boundaries is cut, to be shown at all
 _PASS_ROWS = 1 << 16
 
@@ -52,6 +58,8 @@ class Episodes:
         self._done = named(leaves, "terminated", "terminations", "done", "dones")
         # A leaf called done is set by a limit too; one called terminated has the last word.
         self._cut_first = self._done is not None and self._done.last_word in ("done", "dones")
+        # Without a flag for limits it cannot be told which of the two it was.
+        self._done_end = ENDS.index("done" if self._cut_first and self._cut is None else "terminated")
         self._batch = batch
         segments = batch.get_segments()
         self.are_real = segments is not None
@@ -181,7 +189,7 @@ class Episodes:
             last = inside & (index == ends[episode] - 1)
             done, cut = (_flags(found, leaf, last) for leaf in (self._done, self._cut))
             done = done & ~cut if self._cut_first else done
-            self.ends[episode[last]] = np.where(done, 1, np.where(cut, 2, 3))
+            self.ends[episode[last]] = np.where(done, self._done_end, np.where(cut, 2, 3))
 
 
 def _flags(found: dict[ShownLeaf, Array], leaf: ShownLeaf | None, rows: Array) -> Array:
