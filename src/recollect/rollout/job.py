@@ -23,6 +23,7 @@ from recollect.files.record import read_bytes
 from recollect.rollout.batch.state import BatchLifecycleState
 from recollect.rollout.config import Config, read_toml
 from recollect.rollout.coordinator import RolloutCoordinator
+from recollect.rollout.experience.sinks import is_queue
 from recollect.rollout.tasks import Task, find_workflow, import_modules
 
 OnResult = Callable[[dict[str, Any]], None]
@@ -90,8 +91,7 @@ class RolloutJob:
         self.spec, self.folder = spec, folder
         fields = dict(spec.rollout, auxiliary_names=tuple(spec.auxiliary))
         self.config = Config.from_fields(_placed(fields, folder))
-        sink = self.config.sink
-        if "queue" in (sink, sink.get("kind") if isinstance(sink, dict) else None):
+        if is_queue(self.config.sink):
             raise SchemaError("rollout.sink: must keep what is delivered, got a queue, which has no reader here; "
                               'use {kind = "file", path = "out"}')  # fmt: skip
         for number in ("batch_size", "steps", "repeat_times"):
