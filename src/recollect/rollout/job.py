@@ -249,6 +249,11 @@ def make_model(spec: ModelSpec) -> Any:
         from recollect.rollout.models.openai import OpenAIModel
 
         key = None if spec.api_key_env is None else os.environ.get(spec.api_key_env)
+        if spec.api_key_env is not None and key is None:
+            raise SchemaError(
+                f"models.api_key_env: must name a variable of the environment, got {spec.api_key_env!r}, which is not "
+                "set; set it, or leave api_key_env out"
+            )
         tokenizer = None if spec.tokenizer is None else imported("tokenizer", spec.tokenizer)()
         return OpenAIModel(
             spec.base_url, spec.model, api_key=key, timeout_s=spec.timeout_s, tokenizer=tokenizer,
