@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 @rr.workflow("copy")
 async def copy(task, models):
     """One run: ask once; the reward is the share of digits that are right."""
-    want = task.data["prompt"][:LENGTH]
+    want = task.data["prompt"][-LENGTH - 1 : -1]
     how = {"temperature": 0} if task.is_eval else {}
     [g] = await models.rollout.generate(task.data["prompt"], max_tokens=LENGTH, **how)
     return g.experience(reward=sum(a == b for a, b in zip(g.text, want)) / LENGTH)
@@ -86,7 +86,8 @@ async def copy(task, models):
 
 def draw(rng, n, repeats):
     numbers = rng.integers(0, 100, n).tolist()
-    return [rr.Task("copy", {"prompt": f"{number:02d}="}, repeat_times=repeats) for number in numbers]
+    prompts = [f"{'=' * (number % 3)}{number:02d}=" for number in numbers]  # of unequal lengths
+    return [rr.Task("copy", {"prompt": prompt}, repeat_times=repeats) for prompt in prompts]
 
 
 def learn(policy, optimizer, rows):
