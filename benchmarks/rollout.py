@@ -15,6 +15,7 @@ import statistics
 import sys
 import tempfile
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -64,7 +65,8 @@ def with_experience(n: int) -> float:
 
 def with_journal(n: int) -> float:
     """The rate with a journal over the rate without, side by side."""
-    with tempfile.TemporaryDirectory() as place:
+    with tempfile.TemporaryDirectory() as place, warnings.catch_warnings():
+        warnings.simplefilter("ignore", RuntimeWarning)  # a queue is lost with the process; here it may be
         kept = asyncio.run(rate("benchmarks.small", "train", n // 4, journal=str(Path(place) / "j")))
     return kept / asyncio.run(rate("benchmarks.small", "train", n // 4))
 

@@ -78,7 +78,7 @@ class Handler(BaseHTTPRequestHandler):
 @rr.workflow("copy")
 async def copy(task, models):
     """One run: ask once; the reward is the share of digits that are right."""
-    want = task.data["prompt"][:LENGTH]
+    want = task.data["prompt"][-LENGTH - 1 : -1]
     how = {"temperature": 0} if task.is_eval else {}
     [g] = await models.rollout.generate(task.data["prompt"], max_tokens=LENGTH, **how)
     return g.experience(reward=sum(a == b for a, b in zip(g.text, want)) / LENGTH)
@@ -86,22 +86,26 @@ async def copy(task, models):
 
 def draw(rng, n, repeats):
     numbers = rng.integers(0, 100, n).tolist()
-    return [rr.Task("copy", {"prompt": f"{number:02d}="}, repeat_times=repeats) for number in numbers]
+    prompts = [f"{'=' * (number % 3)}{number:02d}=" for number in numbers]  # of unequal lengths
+    return [rr.Task("copy", {"prompt": prompt}, repeat_times=repeats) for prompt in prompts]
 
 
 def learn(policy, optimizer, rows):
     """The clipped surrogate over what the server sampled; its logprobs are those of the policy that acted."""
     tokens = torch.from_numpy(rows.padded("tokens")).long()
-    old = torch.from_numpy(rows.padded("logprobs"))[:, -LENGTH:]
-    advantage = torch.tensor(rows.advantage)[:, None]
-    windows = tokens.unfold(1, 3, 1)[:, :LENGTH]  # the three tokens before each answer token
+    old, acted = torch.tensor(rows.padded("logprobs")), torch.tensor(rows.padded("action_mask", False))
+    advantage, prompt = torch.tensor(rows.advantage)[:, None], torch.tensor(rows.prompt_length)[:, None]
+    # Rows are filled at the right: the answer begins where the prompt ends, which differs where prompts do.
+    at = (prompt + torch.arange(old.shape[1])).clamp(max=tokens.shape[1] - 1)
+    windows = torch.stack([tokens.gather(1, at - back) for back in (3, 2, 1)], 2)  # what came before each
+    chosen = tokens.gather(1, at)[..., None]
     for _ in range(4):
         log_p = policy(windows)
-        ratio = (log_p.gather(2, tokens[:, -LENGTH:, None])[..., 0] - old).exp()
+        ratio = (log_p.gather(2, chosen)[..., 0] - old).exp()
         gain = torch.min(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
         entropy = -(log_p.exp() * log_p).sum(-1)
         optimizer.zero_grad()
-        (-(gain + 0.02 * entropy).mean()).backward()
+        (-(gain + 0.02 * entropy)[acted].mean()).backward()
         optimizer.step()
 
 

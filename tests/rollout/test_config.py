@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,3 +176,14 @@ def test_config_from_toml(tmp_path: Any) -> None:
     assert (made.runners, made.seed, made.operators[1]["high"]) == (3, 4, 9)
     with pytest.raises(SchemaError, match="runner"):
         made.replace(runner="x")
+
+
+def test_a_file_names_the_space_by_its_options(tmp_path: Path) -> None:
+    file = tmp_path / "c.toml"
+    file.write_text("[space]\nmax_tokens = 9\nleaves = ['advantages']\n")
+    space = rr.Config.from_toml(file).space
+    assert space.max_tokens == 9 and "advantages" in space.spaces
+    for wrong in ("max_tokenz = 9", "max_tokens = 0"):
+        file.write_text(f"[space]\n{wrong}\n")
+        with pytest.raises(SchemaError, match="^space: must have options of experience_space"):
+            rr.Config.from_toml(file)

@@ -43,7 +43,7 @@ async def gated(task: Any, models: Any) -> Any:
 
 def with_journal(path: Path) -> rr.RolloutCoordinator:
     """A coordinator whose start takes several turns of the loop, and of which a second start is an error."""
-    return rr.RolloutCoordinator(config(sink="queue", journal=str(path / "j.sqlite")), [])
+    return rr.RolloutCoordinator(config(sink=str(path / "out"), journal=str(path / "j.sqlite")), [])
 
 
 S = rr.BatchLifecycleState
@@ -141,7 +141,7 @@ def test_a_prepare_in_another_loop_meanwhile_is_sent_to_get_local() -> None:
 
 def test_a_start_that_fails_lets_go_of_journal_and_sink_and_can_be_tried_again(tmp_path: Path) -> None:
     """Once because of the sink, once because of work in the journal after the runners have been started."""
-    made = config(journal=str(tmp_path / "j.sqlite"), drain_s=0.0)
+    made = config(journal=str(tmp_path / "j.sqlite"), sink=str(tmp_path / "out"), drain_s=0.0)
     buffer = {"kind": "replay", "storage": "memmap", "path": str(tmp_path / "b"), "max_tokens": 8}
 
     async def main() -> None:

@@ -561,3 +561,43 @@ def test_the_space_of_a_given_buffer_is_that_of_the_coordinator() -> None:
         assert buffer[:]["note"].tolist() == [7]
 
     run(main())
+
+
+def test_rows_without_a_reward_are_counted_and_a_pass_that_loses_all_says_so(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def forgets(task: Any, models: Any) -> Any:
+        return experience(float("nan") if task.run_id or task.batch_id == 1 else 1.0)
+
+    async def main() -> None:
+        async with coordinator(operators=("grpo",)) as c:
+            for ident, missing in ((1, 4.0), (2, 3.0)):
+                await c.submit_batch(
+                    batch_id=ident, tasks=[rr.Task(forgets, repeat_times=4)], batch_type="train"
+                )
+                result = await c.finalize_train_batch(ident)
+                assert result["metrics"]["rollout/reward/missing"] == missing
+                assert result["experience_count"] == 0
+
+    run(main())
+    [told] = caplog.messages
+    assert told.startswith("operator grpo: dropped all 4 rows of rollout-1-") and "reward=" in told
+
+
+@pytest.mark.parametrize("how", ["max_staleness", "operator"])
+def test_a_pass_that_loses_all_rows_as_stale_says_so(how: str, caplog: pytest.LogCaptureFixture) -> None:
+    given = {"max_staleness": 0} if how == "max_staleness" else {"operators": (rr.StalenessFilter(0),)}
+
+    async def main() -> None:
+        async with coordinator(**given) as c:
+            for version in (0, 1):
+                await c.sync_weights(version)
+                await c.submit_batch(batch_id=version, tasks=tasks(c, 1), batch_type="train")
+                await settle(c)
+                c.gates.end((version, 0, 0), experience(model_version=0))
+                assert (await c.finalize_train_batch(version))["experience_count"] == 1 - version
+
+    run(main())
+    [told] = caplog.messages
+    assert told.startswith("staleness: dropped all 1 rows of rollout-1-")
+    assert "versions up to 0 while the newest is 1" in told

@@ -141,6 +141,10 @@ def test_too_few_good_tasks_fail_with_the_first_traceback() -> None:
             with pytest.raises(BatchFailed, match="broken 0") as caught:
                 await c.finalize_train_batch(1, timeout=10)
             assert list(caught.value.errors) == [0] and "Traceback" in caught.value.errors[0]
+            assert c.why_waiting(1).reasons == (
+                "1 of 2 good",
+                "too few good tasks, so finalize fails: abort it, or finalize it with below_min='accept'",
+            )
             result = await c.finalize_train_batch(1, timeout=10, below_min="accept")
             assert (result["ok_task_count"], result["failed_task_count"]) == (1, 1)
             assert "broken 0" in result["errors"][0]

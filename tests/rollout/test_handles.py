@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 from tests.rollout.make import (
+    ListSink,
     config,
     good,
     run,
@@ -68,7 +69,7 @@ def test_a_handle_is_awaited_without_holding_up_its_caller_and_closed_once() -> 
 
 
 def test_a_handle_whose_prepare_fails_is_closed() -> None:
-    made = config(sink="queue", journal="/nonexistent/dir/j", name="fails")
+    made = config(sink=ListSink(), journal="/nonexistent/dir/j", name="fails")
     h = rr.RolloutCoordinator.get_local(made, [])
     with pytest.raises(FileNotFoundError, match="journal"), h:
         raise AssertionError("it was entered")

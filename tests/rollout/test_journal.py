@@ -206,6 +206,15 @@ def test_failed_tasks_and_aborted_batches_are_remembered(tmp_path: Path) -> None
     run(main())
 
 
+@pytest.mark.parametrize(
+    "sink", ["queue", {"kind": "queue", "capacity": 8}, rr.QueueSink()], ids=["word", "table", "sink"]
+)
+def test_a_queue_beside_a_journal_is_warned_of(sink: Any, tmp_path: Path) -> None:
+    """What it held is gone after a kill, while the journal says that it was delivered."""
+    with pytest.warns(RuntimeWarning, match='sink: must outlive the process .* use sink={"kind": "file"'):
+        made(tmp_path, sink=sink)
+
+
 def test_a_held_journal_is_refused(tmp_path: Path) -> None:
     async def main() -> None:
         async with made(tmp_path):

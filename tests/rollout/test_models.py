@@ -237,6 +237,54 @@ def test_errors_that_will_not_pass_say_status_and_address_and_no_key(
     run(main())
 
 
+@pytest.mark.parametrize("content", [{"content": None}, {}], ids=["null", "none"])
+def test_a_call_of_a_tool_is_in_the_message_of_an_answer(content: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with serving() as (server, model):
+            calls = [{"id": "1", "type": "function", "function": {"name": "add", "arguments": '{"a": 2}'}}]
+            said = {"role": "assistant", **content, "tool_calls": calls}
+            server.script = [{"choices": [{"message": said, "finish_reason": "tool_calls"}]}]
+            [g] = await model.chat([{"role": "user", "content": "x"}])
+            assert (g.text, g.finish_reason, g.message) == ("", "tool_calls", said)
+            [plain] = await model.chat([{"role": "user", "content": "x"}])
+            assert plain.text == plain.message["content"] == "ok"
+
+    run(main())
+
+
+@pytest.mark.parametrize(("script", "last"), [([429], "status 429"), (["drop"], "RemoteProtocolError")])
+def test_why_waiting_names_the_last_error_of_a_call_that_is_tried_again(script: Any, last: str) -> None:
+    async def main() -> None:
+        async def asks(task: Any, models: Any) -> Any:
+            [g] = await models.rollout.generate("x")
+            return g.experience(reward=1.0)
+
+        async with serving() as (server, model), coordinator([model]) as c:
+            server.script = [*script, "hang"]
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(asks)], batch_type="train")
+            while len(server.bodies) < 2:
+                await asyncio.sleep(0)
+            assert f"in generate at {model.address}, try 2 of 3, last {last}" in str(c.why_waiting(1))
+            await c.abort_batch(1, reason="seen")
+
+    run(main())
+
+
+@pytest.mark.parametrize("script", [[404], ["drop"] * 3], ids=["404", "disconnect"])
+def test_an_address_that_does_not_end_in_v1_is_asked_about(script: list[Any]) -> None:
+    async def main() -> None:
+        async with serving() as (server, model):
+            other = rr.OpenAIModel(model.address.removesuffix("/v1"), "m", max_retries=2)
+            other.backoff_s = 0.0
+            for one, hint in ((other, r"does base_url end in /v1\?$"), (model, r"[^?]$")):
+                server.script = list(script)
+                with pytest.raises(ModelError, match=hint):
+                    await one.generate("x")
+            await other.close()
+
+    run(main())
+
+
 def test_a_timeout_and_a_cancel_close_the_request() -> None:
     async def main() -> None:
         async with serving(timeout_s=0.1, max_retries=0) as (server, model):

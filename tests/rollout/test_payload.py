@@ -219,7 +219,9 @@ def test_optional_leaves_are_per_response_token_and_bounded_like_it() -> None:
         with pytest.raises(SchemaError, match=f"^{name}: must have one element per response token, 3, got 2"):
             rr.encode([experience(**optional | {name: [1, 2]})], space=space)
     rr.encode([experience(n=4, advantages=[0.0] * 4, token_versions=[0] * 4)], space=space)
-    with pytest.raises(SchemaError, match="tokens: must have at most 5 elements, got 6; raise max_tokens"):
+    with pytest.raises(
+        SchemaError, match="tokens: must have at most 5 elements, got 6; raise max_tokens: Config"
+    ):
         rr.encode([experience(n=5, advantages=[0.0] * 5, token_versions=[0] * 5)], space=space)
 
 

@@ -530,7 +530,12 @@ class Counting(rr.ScriptedModel):
 
 
 def test_a_generation_is_the_same_at_the_other_end() -> None:
-    about = {"prompt_length": 1, "finish_reason": "length", "version": 9}
+    about = {
+        "prompt_length": 1,
+        "finish_reason": "length",
+        "version": 9,
+        "message": {"tool_calls": [{"id": 1}]},
+    }
     for leaves in ({"tokens": [1, 2, 3], "logprobs": [-0.5, -0.25]}, {}):
         g = from_wire(to_wire(rr.Generation("text", **about, **leaves)))
         assert {name: getattr(g, name) for name in about} == about and g.text == "text"

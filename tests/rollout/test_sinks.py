@@ -221,7 +221,7 @@ def test_a_queue_gives_rows_across_writes_and_wakes_waiting_readers() -> None:
         assert sink.holds("a") and sink.holds("b") and not sink.holds("c")
         sink.write(rr.decode(rr.encode([experience(9.0)], model_version=5)), "c")
         assert (await sink.get(1)).reward.tolist() == [2.0]
-        for wrong in (0, -1, 1.5, True):
+        for wrong in (-1, 1.5, True):
             with pytest.raises(ValueError, match="^n: "):
                 await sink.get(wrong)
         with pytest.raises(ValueError, match="timeout"):
@@ -346,6 +346,26 @@ def test_the_queue_gives_exactly_n_or_nothing() -> None:
             await waiting
         with pytest.raises(ClosedError):
             sink.write(batch((1.0,)), "c")
+
+    run(main())
+
+
+def test_no_rows_are_an_empty_batch_of_the_space_at_once() -> None:
+    """A pass that delivers nothing says `experience_count` 0, and a loop asks for that many."""
+    space = rr.experience_space(max_tokens=8, extra={"turn": ((), "int32")})
+
+    async def silent(task: Any, models: Any) -> Any:
+        return rr.Experience(tokens=[1, 2], prompt_length=1, logprobs=[-0.5], turn=3)
+
+    async def main() -> None:
+        assert len(await rr.QueueSink().get(0, timeout=0)) == 0
+        async with rr.RolloutCoordinator(config(space=space, operators=("grpo",)), []) as c:
+            await c.submit_batch(batch_id=1, tasks=[rr.Task(silent, repeat_times=2)], batch_type="train")
+            result = await c.finalize_train_batch(1, timeout=20)
+            none = await c.sink.get(result["experience_count"])
+            assert len(none) == 0 and none.turn.shape == (0,) and none.padded("tokens").shape[0] == 0
+            with pytest.raises(ValueError, match="of at least 0, got -1"):
+                await c.sink.get(-1)
 
     run(main())
 

@@ -505,3 +505,25 @@ def test_staleness_admits_one_batch_ahead_and_drops_what_is_too_old() -> None:
             check_doors(c)
 
     run(main())
+
+
+@pytest.mark.parametrize("modules", [(), ("tests.rollout.workflows",)], ids=["no modules", "modules"])
+def test_a_workflow_of_the_program_itself_is_refused_where_runners_cannot_import_it(
+    modules: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They would say so only after they were asked to run it."""
+    import __main__
+
+    async def of_program(task: Any, models: Any) -> Any:
+        return None
+
+    of_program.__module__, of_program.__qualname__ = "__main__", "of_program"
+    monkeypatch.setattr(__main__, "of_program", of_program, raising=False)
+
+    async def main() -> None:
+        async with coordinator(runner="process", runners=1, workflow_modules=modules) as c:
+            with pytest.raises(TypeError, match=r"got '__main__:of_program' of the program itself"):
+                await c.submit_batch(batch_id=1, tasks=[rr.Task(of_program)], batch_type="train")
+            assert c.batches() == []
+
+    run(main())

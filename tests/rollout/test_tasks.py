@@ -188,7 +188,8 @@ def test_with_a_journal_a_workflow_needs_a_name(tmp_path: Any) -> None:
         return None
 
     async def main() -> None:
-        async with rr.RolloutCoordinator(config(journal=str(tmp_path / "j.sqlite")), []) as c:
+        about = config(journal=str(tmp_path / "j.sqlite"), sink=str(tmp_path / "out"))
+        async with rr.RolloutCoordinator(about, []) as c:
             with pytest.raises(TypeError, match="must have a name or an import path"):
                 await c.submit_batch(batch_id=1, tasks=[rr.Task(nameless)], batch_type="train")
             await c.submit_batch(

@@ -125,6 +125,8 @@ class Config(msgspec.Struct, frozen=True, kw_only=True, metaclass=_Checked):
         for name in ("auxiliary_names", "workflow_modules", "operators"):
             if isinstance(fields.get(name), list):
                 fields[name] = tuple(fields[name])
+        if isinstance(fields.get("space"), dict):
+            fields["space"] = _space_of(fields["space"])
         return cls(**fields)
 
 
@@ -154,6 +156,16 @@ def _check_field(name: str, kind: Any, value: Any) -> None:
         finite = math.isfinite(value)
         if not finite or not low <= value <= high:
             raise SchemaError(f"{name}: must be a number from {low:g} to {high:g}, got {value!r}")
+
+
+def _space_of(table: dict[str, Any]) -> Any:
+    """The space that a table of a file names by the options of `experience_space`."""
+    from recollect.rollout.experience.space import experience_space
+
+    try:
+        return experience_space(**table)
+    except (TypeError, ValueError) as error:
+        raise SchemaError(f"space: must have options of experience_space, got {table!r}: {error}") from None
 
 
 def _is_choice(kind: Any) -> bool:

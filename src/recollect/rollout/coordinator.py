@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import warnings
 from collections.abc import AsyncIterator, Sequence
 from contextlib import AsyncExitStack
 from functools import partial
@@ -27,7 +28,7 @@ from recollect.rollout.event_loop import Clock, LoopClock, Threads
 from recollect.rollout.events import Event, EventHub, Observer, RolloutTrace
 from recollect.rollout.experience.payload import decode
 from recollect.rollout.experience.pipeline import Pipeline
-from recollect.rollout.experience.sinks import QueueSink, ReplaySink, make_sink
+from recollect.rollout.experience.sinks import QueueSink, ReplaySink, is_queue, make_sink
 from recollect.rollout.experience.space import ExperiencePlan
 from recollect.rollout.models.replicas import ModelPool
 from recollect.rollout.runners.base import RunnerContext, make_pool
@@ -83,6 +84,12 @@ class RolloutCoordinator:
             )
         if any(not models for models in auxiliary):
             raise ValueError("auxiliary_models: each role must have at least one model, got an empty list")
+        if config.journal is not None and is_queue(config.sink):
+            warnings.warn(
+                "sink: must outlive the process where there is a journal, got a queue, whose rows are gone once it is "
+                'killed, though their batch is recorded as finalized; use sink={"kind": "file", "path": ...}, or '
+                '{"kind": "replay", "storage": "memmap", ...}', RuntimeWarning, stacklevel=2,
+            )  # fmt: skip
         self._context = RolloutContext(config, rollout_model, auxiliary, clock)
         self._starting: asyncio.Task[None] | None = None
         self._closing: asyncio.Task[None] | None = None

@@ -23,6 +23,7 @@ from recollect.files.record import read_bytes
 from recollect.rollout.batch.state import BatchLifecycleState
 from recollect.rollout.config import Config, read_toml
 from recollect.rollout.coordinator import RolloutCoordinator
+from recollect.rollout.experience.sinks import is_queue
 from recollect.rollout.tasks import Task, find_workflow, import_modules
 
 OnResult = Callable[[dict[str, Any]], None]
@@ -90,8 +91,7 @@ class RolloutJob:
         self.spec, self.folder = spec, folder
         fields = dict(spec.rollout, auxiliary_names=tuple(spec.auxiliary))
         self.config = Config.from_fields(_placed(fields, folder))
-        sink = self.config.sink
-        if "queue" in (sink, sink.get("kind") if isinstance(sink, dict) else None):
+        if is_queue(self.config.sink):
             raise SchemaError("rollout.sink: must keep what is delivered, got a queue, which has no reader here; "
                               'use {kind = "file", path = "out"}')  # fmt: skip
         for number in ("batch_size", "steps", "repeat_times"):
@@ -249,6 +249,11 @@ def make_model(spec: ModelSpec) -> Any:
         from recollect.rollout.models.openai import OpenAIModel
 
         key = None if spec.api_key_env is None else os.environ.get(spec.api_key_env)
+        if spec.api_key_env is not None and key is None:
+            raise SchemaError(
+                f"models.api_key_env: must name a variable of the environment, got {spec.api_key_env!r}, which is not "
+                "set; set it, or leave api_key_env out"
+            )
         tokenizer = None if spec.tokenizer is None else imported("tokenizer", spec.tokenizer)()
         return OpenAIModel(
             spec.base_url, spec.model, api_key=key, timeout_s=spec.timeout_s, tokenizer=tokenizer,

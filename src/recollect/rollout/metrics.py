@@ -106,7 +106,10 @@ def train_metrics(tasks: list[TaskRecord], version: int) -> dict[str, float]:
     for task in tasks:
         ages = [version - outcome.version for outcome in task.good.values()]
         rows.append((task.status.metrics if task.status else {}) | {"staleness": math.fsum(ages) / len(ages)})
-    return summarized(rows, "rollout")
+    found = summarized(rows, "rollout")
+    runs = [outcome for task in tasks for outcome in task.good.values()]
+    found["rollout/reward/missing"] = float(sum(outcome.reward is None for outcome in runs))
+    return found
 
 
 def counts(record: dict[str, Any], prefix: str) -> dict[str, float]:

@@ -117,6 +117,17 @@ def test_a_lone_flag_called_done_does_not_say_terminated() -> None:
         assert numbers(catalogue.episodes(), "end") == ["done", "cut"]
 
 
+def test_an_episode_that_no_limit_cut_is_not_called_cut_where_no_leaf_could_say_that_it_ended() -> None:
+    """Rollouts have `truncated` alone."""
+    cut = np.array([0, 1, 0, 0], bool)
+    space = {"reward": ((), "float32"), "truncated": ((), "bool")}
+    buf = rc.ReplayBuffer.create("memory", space, capacity=4, maintain_segment_metadata=True)
+    buf.extend({"reward": np.ones(4, "float32"), "truncated": cut}, ends=np.array([0, 1, 0, 1], bool))
+    with Catalogue(buf) as catalogue:
+        catalogue.list.finish()
+        assert numbers(catalogue.episodes(), "end") == ["truncated", ""]
+
+
 def test_an_empty_set_has_no_episodes() -> None:
     with Catalogue(
         rc.ReplayBuffer.create("memory", SPACE, capacity=4, maintain_segment_metadata=True)

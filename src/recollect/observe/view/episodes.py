@@ -189,7 +189,9 @@ class Episodes:
             last = inside & (index == ends[episode] - 1)
             done, cut = (_flags(found, leaf, last) for leaf in (self._done, self._cut))
             done = done & ~cut if self._cut_first else done
-            self.ends[episode[last]] = np.where(done, self._done_end, np.where(cut, 2, 3))
+            # Where no leaf says that an episode came to its end, one that no limit cut may have done so.
+            neither = 0 if self._done is None else ENDS.index("cut")
+            self.ends[episode[last]] = np.where(done, self._done_end, np.where(cut, 2, neither))
 
 
 def _flags(found: dict[ShownLeaf, Array], leaf: ShownLeaf | None, rows: Array) -> Array:

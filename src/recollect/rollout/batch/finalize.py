@@ -232,7 +232,17 @@ def why_waiting(batch: BatchRecord, scheduler: Scheduler, stage: str | None, now
         reasons.append(f"waiting {max(left, 0):.1f} s for more after the minimum")
     if batch.running or n_ready or batch.backing_off:
         return Waiting(batch.id, tuple(reasons))
-    return Waiting(batch.id, (*reasons, "it was not finalized yet"))
+    return Waiting(batch.id, (*reasons, _what_is_left(batch)))
+
+
+def _what_is_left(batch: BatchRecord) -> str:
+    """What to do with a batch that has no work left: a finalize of it may have failed."""
+    config, n = batch.config, batch.state.expected_task_count
+    if config.partial_results == "raise" and batch.counts["failed"] + batch.counts["partial"]:
+        return "a run failed, so finalize fails (partial_results='raise'): abort it"
+    if config.below_min == "accept" or batch.n_good >= (batch.state.min_wait_num or min(n, 1)):
+        return "it was not finalized yet"
+    return "too few good tasks, so finalize fails: abort it, or finalize it with below_min='accept'"
 
 
 def _count(batch: BatchRecord) -> str:

@@ -77,6 +77,7 @@ def make_batch(
             flow = flows[task.workflow] = find_workflow(
                 task.workflow, by_name=by_name, modules=config.workflow_modules
             )
+            _check_importable(flow, config)
         record = TaskRecord(batch, position, task, flow, _packed(task, position), first_group + position, 0)
         _check_task_id(record.task_id, position, seen)
         record.task_id = plain_id(record.task_id)
@@ -89,6 +90,18 @@ def make_batch(
             f"tasks: a batch of a journal must have at most {MOST_RUNS} runs, got {batch.n_runs}"
         )
     return batch
+
+
+def _check_importable(flow: Workflow, config: Config) -> None:
+    """A runner elsewhere imports modules; the program that was started is none of them."""
+    in_program = getattr(flow.function, "__module__", "") == "__main__"
+    if config.runner == "local" or not in_program:
+        return
+    if not config.workflow_modules or flow.name.startswith("__main__:"):
+        raise TypeError(
+            f"workflow: must be of a module that runners can import, got {flow.name!r} of the program itself "
+            "(__main__); put it into a module of its own and name that in workflow_modules"
+        )
 
 
 def _check_task_id(task_id: Any, position: int, seen: set[BatchId]) -> None:

@@ -136,7 +136,8 @@ def _check_sizes(leaf: Ragged, sizes: list[int], responses: list[int]) -> None:
         raise SchemaError(f"{leaf.name}: must have one element per response token, {right}, got {wrong}")
     if sizes and max(sizes) > leaf.most:
         raise SchemaError(
-            f"{leaf.name}: must have at most {leaf.most} elements, got {max(sizes)}; raise max_tokens"
+            f"{leaf.name}: must have at most {leaf.most} elements, got {max(sizes)}; raise max_tokens: "
+            "Config(space=rr.experience_space(max_tokens=...))"
         )
 
 

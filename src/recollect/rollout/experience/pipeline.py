@@ -7,6 +7,7 @@ next pass waits for it first and asks the sink whether the write was done, so th
 from __future__ import annotations
 
 import asyncio
+import logging
 import traceback
 from collections import Counter
 from collections.abc import Callable
@@ -22,6 +23,8 @@ from recollect.rollout.experience.operators import Operator, StalenessFilter, ma
 from recollect.rollout.experience.payload import decode_many
 from recollect.rollout.experience.sinks import ExperienceSink, QueueSink, ReplaySink
 from recollect.rollout.experience.space import ExperiencePlan
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -103,9 +106,11 @@ class Pipeline:
             fresh = x.where(x.model_version >= version - self.config.max_staleness)
             done.stale = len(x) - len(fresh)
             done.metrics["pipeline/staleness/dropped"] = float(done.stale)
+            if done.stale == len(x) > 0:
+                _tell_all_stale(commit_id, x, version, self.config.max_staleness)
             x = fresh
         for name, operator in self.operators:
-            x = await self._operate(name, operator, x, version, done)
+            x = await self._operate(name, operator, x, commit_id, version, done)
         done.n_out, done.runs_out = len(x), _n_runs(x)
         if len(x):
             await self._write(x, commit_id, maybe_written, begin_commit, done)
@@ -116,9 +121,8 @@ class Pipeline:
                          "pipeline/s": self.clock.time() - start}  # fmt: skip
         return done
 
-    async def _operate(
-        self, name: str, operator: Operator, x: Experiences, version: int, done: Delivery
-    ) -> Experiences:
+    async def _operate(self, name: str, operator: Operator, x: Experiences, commit_id: str, version: int,
+                       done: Delivery) -> Experiences:  # fmt: skip
         self.stage, start = f"operator {name}", self.clock.time()
         call = operator.at(version) if isinstance(operator, StalenessFilter) else operator
         returned = await self._call(self.stage, lambda: call(x))
@@ -133,6 +137,14 @@ class Pipeline:
         for key, value in found.items():
             metric = f"pipeline/{name}/{key}"
             done.metrics[metric] = done.metrics.get(metric, 0.0) + float(value)  # one name, one count
+        if len(x) and not len(returned):
+            if extra.get("no_reward") == len(x):
+                _log.warning(
+                    "operator %s: dropped all %d rows of %s, none has a reward; return g.experience(reward=...)",
+                    name, len(x), commit_id,
+                )  # fmt: skip
+            elif isinstance(operator, StalenessFilter):
+                _tell_all_stale(commit_id, x, version, operator.max_staleness)
         return returned
 
     async def _write(self, x: Experiences, commit_id: str, maybe_written: bool,
@@ -169,6 +181,14 @@ class Pipeline:
         except Exception as error:
             text = traceback.format_exception_only(error)[-1].strip()
             raise PipelineError(f"{what}: must not raise, got {text}; everything stays staged") from error
+
+
+def _tell_all_stale(commit_id: str, x: Experiences, version: int, most: int) -> None:
+    _log.warning(
+        "staleness: dropped all %d rows of %s, made by versions up to %d while the newest is %d and max_staleness %d; "
+        "see that new weights reach the server, and that it says their model_version, or none",
+        len(x), commit_id, x.model_version.max(), version, most,
+    )  # fmt: skip
 
 
 def _n_runs(x: Experiences) -> int:

@@ -191,7 +191,8 @@ def _write_parquet(x: Experiences, file: Any) -> None:
 class QueueSink:
     """A queue in this process: `await sink.get(n)` takes exactly n rows, oldest first.
 
-    Full, a write waits; a batch larger than the capacity enters an empty queue.
+    Full, a write waits; a batch larger than the capacity enters an empty queue. It is memory: rows that were not taken
+    are gone when the process is killed, whatever a journal says of their batch.
     Concurrency: writes from the coordinator's threads, `get` from any event loop.
 
     >>> QueueSink(1024).capacity
@@ -202,6 +203,7 @@ class QueueSink:
         if type(capacity) is not int or capacity < 1:
             raise ValueError(f"capacity: must be an int of at least 1, got {capacity!r}")
         self.capacity = capacity
+        self.plan: ExperiencePlan | None = None  # of its rows, once they are known
         self.dropped_stale = 0
         self._parts: deque[Experiences] = deque()
         self._n = 0
@@ -218,6 +220,7 @@ class QueueSink:
     def write(self, x: Experiences, commit_id: str) -> None:
         """Put all rows in, as soon as there is room for all of them."""
         with self._changed:
+            self.plan = x.plan
             if commit_id in self._given_up:
                 self._given_up.discard(commit_id)
                 raise DeadlineError(f"sink: the write of {commit_id!r} was given up; finalize again")
@@ -253,10 +256,13 @@ class QueueSink:
                 self._given_up.add(commit_id)
 
     async def get(self, n: int, timeout: float = 60.0, min_version: int | None = None) -> Experiences:
-        """Take exactly n rows, oldest first; on DeadlineError none. Rows below `min_version` are dropped."""
+        """Take exactly n rows, oldest first; on DeadlineError none. Rows below `min_version` are dropped.
+
+        None (n = 0) are an empty batch, at once.
+        """
         timeout = checked_seconds(timeout)
-        if type(n) is not int or n < 1:
-            raise ValueError(f"n: must be an int of at least 1, got {n!r}")
+        if type(n) is not int or n < 0:
+            raise ValueError(f"n: must be an int of at least 0, got {n!r}")
         loop = asyncio.get_running_loop()
         woken = asyncio.Event()
 
@@ -286,6 +292,8 @@ class QueueSink:
     def _take(self, n: int, min_version: int | None) -> Experiences | None:
         if min_version is not None:
             self._drop_below(min_version)
+        if not n:
+            return Experiences.concat([], self.plan)
         if self._n < n:
             return None
         taken, rest, need = [], None, n
@@ -355,23 +363,35 @@ def check_sink(spec: Any) -> None:
         raise SchemaError(f"sink: must be a ReplayBuffer, a sink, a path or 'queue', got {class_name(spec)}")
 
 
+def is_queue(spec: Any) -> bool:
+    """Whether `make_sink` makes a queue of this, or it is one."""
+    kind = spec.get("kind") if isinstance(spec, Mapping) else spec
+    return isinstance(spec, QueueSink) or kind == "queue"
+
+
 def make_sink(spec: Any, plan: ExperiencePlan) -> tuple[ExperienceSink, bool]:
     """Return the sink that a config names, and whether it was made here."""
     if isinstance(spec, ReplayBuffer):
         return ReplaySink(spec), False
-    if spec == "queue":
-        return QueueSink(), True
+    if is_queue(spec):
+        return _queue(spec, plan), not isinstance(spec, QueueSink)
     if isinstance(spec, str | Path):
         return FileSink(spec), True
     if isinstance(spec, Mapping):
         options = {key: value for key, value in spec.items() if key != "kind"}
-        if spec["kind"] == "queue":
-            return QueueSink(**options), True
         if spec["kind"] == "file":
             return FileSink(**options), True
         return ReplaySink(_own_buffer(plan, options), owned=True), True
     sink: ExperienceSink = spec
     return sink, False
+
+
+def _queue(spec: Any, plan: ExperiencePlan) -> QueueSink:
+    """The queue of a config, which knows the space of its rows before the first."""
+    options = {"capacity": spec["capacity"]} if isinstance(spec, Mapping) and "capacity" in spec else {}
+    queue = spec if isinstance(spec, QueueSink) else QueueSink(**options)
+    queue.plan = plan
+    return queue
 
 
 def _own_buffer(plan: ExperiencePlan, options: dict[str, Any]) -> ReplayBuffer:

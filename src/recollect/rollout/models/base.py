@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -16,6 +17,10 @@ Messages = Sequence[dict[str, Any]]
 MOST_WORDS = 4000  # characters of a prompt or an answer that an experience's info holds
 
 
+told_of_tries: ContextVar[Callable[[str], None] | None] = ContextVar("told_of_tries", default=None)
+"""What a model tells how the tries of a call go, so that `why_waiting` can say it."""
+
+
 class Generation:
     """One answer of a model: its text and, where they are known, tokens and logprobs of prompt and response.
 
@@ -24,7 +29,16 @@ class Generation:
     1.0
     """
 
-    __slots__ = ("finish_reason", "logprobs", "prompt", "prompt_length", "text", "tokens", "version")
+    __slots__ = (
+        "finish_reason",
+        "logprobs",
+        "message",
+        "prompt",
+        "prompt_length",
+        "text",
+        "tokens",
+        "version",
+    )
 
     def __init__(
         self,
@@ -36,7 +50,9 @@ class Generation:
         finish_reason: str = "stop",
         version: int = 0,
         prompt: str = "",
+        message: dict[str, Any] | None = None,
     ) -> None:
+        self.message = message  # of a chat, as the server gave it: its `tool_calls`, say
         self.prompt = prompt  # in words, where they are known
         self.text, self.prompt_length, self.finish_reason, self.version = (
             text,
@@ -94,7 +110,7 @@ def prompt_words(prompt: Any) -> str:
         return prompt
     if not isinstance(prompt, Sequence) or not prompt or not isinstance(prompt[0], Mapping):
         return ""
-    return "\n".join(f"{message.get('role', '')}: {message.get('content', '')}" for message in prompt)
+    return "\n".join(f"{message.get('role', '')}: {message.get('content') or ''}" for message in prompt)
 
 
 @runtime_checkable
@@ -119,6 +135,7 @@ class WireGeneration(msgspec.Struct, array_like=True):
     logprobs: bytes | None
     finish_reason: str
     version: int
+    message: dict[str, Any] | None = None
 
 
 def to_wire(g: Generation) -> WireGeneration:
@@ -130,6 +147,7 @@ def to_wire(g: Generation) -> WireGeneration:
         None if g.logprobs is None else g.logprobs.tobytes(),
         g.finish_reason,
         g.version,
+        g.message,
     )
 
 
@@ -142,4 +160,5 @@ def from_wire(w: WireGeneration) -> Generation:
         logprobs=None if w.logprobs is None else np.frombuffer(w.logprobs, np.float32),
         finish_reason=w.finish_reason,
         version=w.version,
+        message=w.message,
     )

@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 
 from recollect.errors import ClosedError, MissingExtraError, ModelError, SchemaError
-from recollect.rollout.models.base import Generation, Messages, Prompt
+from recollect.rollout.models.base import Generation, Messages, Prompt, told_of_tries
 
 RETRIED = frozenset({408, 429, *range(500, 600)})
 
@@ -163,25 +163,33 @@ class OpenAIModel:
         client = self._connect()
         import httpx
 
-        url, last = self.address + path, ""
+        url, last, tell = self.address + path, "", told_of_tries.get()
         for attempt in range(self.max_retries + 1):
             wait = pause_after(attempt, self.backoff_s, self.backoff_max_s, self._random)
             try:
                 reply = await client.post(url, json=body)
             except httpx.TransportError as error:
-                last = f"{type(error).__name__} {error}".strip()
+                last, short = f"{type(error).__name__} {error}".strip(), type(error).__name__
             else:
                 if reply.status_code == 200:
                     return self._parsed(reply)
-                last = f"status {reply.status_code}: {reply.text[:200]}"
+                short = f"status {reply.status_code}"
+                last = f"{short}: {reply.text[:200]}"
                 if reply.status_code not in RETRIED:
-                    raise ModelError(f"{url}: must answer 200, got {self._hidden(last)}")
+                    hint = self._hint() if reply.status_code == 404 else ""
+                    raise ModelError(f"{url}: must answer 200, got {self._hidden(last)}{hint}")
                 wait = retry_after(reply.headers.get("retry-after"), wait)
             if attempt < self.max_retries:
+                if tell is not None:
+                    tell(f"try {attempt + 2} of {self.max_retries + 1}, last {short}")
                 await asyncio.sleep(wait)
         raise ModelError(
             f"{url}: no answer after {self.max_retries + 1} tries, the last: {self._hidden(last)}"
+            f"{'' if last.startswith('status') else self._hint()}"
         )
+
+    def _hint(self) -> str:
+        return "" if self.address.endswith("/v1") else "; does base_url end in /v1?"
 
     def _hidden(self, text: str) -> str:
         return text if self._api_key is None else text.replace(self._api_key, "***")
@@ -216,7 +224,11 @@ class OpenAIModel:
             raise self._malformed(error) from None
 
     def _generation(self, reply: dict[str, Any], choice: dict[str, Any], prompt: Any) -> Generation:
-        text = choice["text"] if "text" in choice else choice["message"]["content"] or ""
+        message = None if "text" in choice else choice["message"]
+        if message is None:
+            text = choice["text"]
+        else:  # one that calls tools may say nothing else
+            text = (message.get("content") if message.get("tool_calls") else message["content"]) or ""
         before = choice.get("prompt_token_ids") or reply.get("prompt_token_ids")
         after = choice.get("token_ids")
         if self.tokenizer is not None:
@@ -239,6 +251,7 @@ class OpenAIModel:
             logprobs=logprobs,
             finish_reason=str(choice.get("finish_reason") or "stop"),
             version=self._version,
+            message=message,
         )
 
     def _tokenized(self, prompt: Any) -> list[int]:

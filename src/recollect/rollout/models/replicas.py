@@ -8,7 +8,7 @@ from concurrent.futures import CancelledError as FutureCancelled
 from typing import Any
 
 from recollect.errors import ClosedError
-from recollect.rollout.models.base import Generation, prompt_words
+from recollect.rollout.models.base import Generation, prompt_words, told_of_tries
 from recollect.rollout.stats import ModelStats
 
 FAILURES_TO_REST = 5
@@ -181,7 +181,12 @@ class BoundModel:
         models, replica = self._models, self._replica
         if models.fenced:
             raise ClosedError("models: this attempt was given up; its calls are refused")
-        models.doing = f"{method} at {replica.label}"
+        models.doing = doing = f"{method} at {replica.label}"
+
+        def tell_try(text: str) -> None:
+            models.doing = f"{doing}, {text}"
+
+        before = told_of_tries.set(tell_try)
         replica.calls += 1
         start = self._role.clock()
         try:
@@ -192,6 +197,7 @@ class BoundModel:
             self._role.failed(replica)
             raise
         finally:
+            told_of_tries.reset(before)
             replica.calls -= 1
             models.doing = None
             if models.tell is not None:
