@@ -249,6 +249,7 @@ def test_a_set_without_tasks_is_told_of_in_one_line(tmp_path: Path, capsys: Any)
     assert not status and "are now in" in out
     [line] = [line for line in err.splitlines() if "empty" in line]
     assert line.startswith("recollect convert: to_lerobot: the task of every frame is empty")
+    assert line.endswith("; pass --task")
     assert "empty" not in command(capsys, "convert", src, tmp_path / "b", *to, "--task", "push")[2]
 
 

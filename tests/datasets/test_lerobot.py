@@ -368,9 +368,7 @@ def test_tasks_that_a_copy_lost_are_asked_for_and_can_be_given(tmp_path: Path) -
         convert(source, tmp_path / "table", "parquet")
         tasks = source.tasks
     with rc.ReplayBuffer.load_from(tmp_path / "table") as table:
-        with pytest.warns(
-            UserWarning, match=r"empty: the source has task_index but not the texts; pass tasks="
-        ):
+        with pytest.warns(UserWarning, match=r"empty: the source has task_index but no texts; pass tasks="):
             to_lerobot(table, tmp_path / "empty", fps=10)
         with pytest.raises(ValueError, match=r"text of every task_index, got none of \[1\]"):
             to_lerobot(table, tmp_path / "new", fps=10, tasks={0: "a"})

@@ -47,7 +47,7 @@ def run(args: list[str] | None = None) -> None:
         _run(sys.argv[1:] if args is None else args, chosen)
     except SystemExit as end:  # its text may quote a file, a peer or a model
         if isinstance(end.code, str):
-            sys.exit(printable(_with_flags(end.code, chosen)))
+            sys.exit(printable(with_flags(end.code, chosen)))
         raise
 
 
@@ -101,7 +101,7 @@ def _help() -> str:
     )
 
 
-def _with_flags(text: str, commands: list[Any]) -> str:
+def with_flags(text: str, commands: list[Any]) -> str:
     """Return a message with the command's flags in place of the arguments that they became."""
     flags = [name for command in commands for name in _options(command)]
 

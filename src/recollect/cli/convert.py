@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 
 import tyro
 
+from recollect.cli import with_flags
 from recollect.cli.terminal import bar
 from recollect.text import printable
 
@@ -60,7 +61,7 @@ class Convert:
         with batch:  # type: ignore[attr-defined]
             n, segments = len(batch), batch.get_segments()
             try:
-                with _warnings_as_lines(), bar("copying", n, self.json) as advance:
+                with _warnings_as_lines(self), bar("copying", n, self.json) as advance:
                     convert(batch, self.dst, self.to, origin=str(src.resolve()), progress=advance, **options)
             except (FileExistsError, ValueError, TypeError) as error:
                 sys.exit(f"recollect convert: {error}")
@@ -74,11 +75,11 @@ class Convert:
 
 
 @contextmanager
-def _warnings_as_lines() -> Iterator[None]:
+def _warnings_as_lines(command: Convert) -> Iterator[None]:
     """Print what the user should know as a line, without the place in our code."""
     with warnings.catch_warnings():
         warnings.simplefilter("always", UserWarning)
         warnings.showwarning = lambda message, *place, **more: print(
-            printable(f"recollect convert: {message}"), file=sys.stderr
+            printable(with_flags(f"recollect convert: {message}", [command])), file=sys.stderr
         )
         yield

@@ -159,7 +159,7 @@ def _warn(batch: Any, tasks: Any, features: list[Feature]) -> None:
     """Tell of what a reader of the set will miss."""
     if tasks is None and not isinstance(batch, LeRobotBatch):
         rest = (
-            "the source has task_index but not the texts; pass tasks={task_index: text}, or one text for all"
+            "the source has task_index but no texts; pass tasks=, one for all, or in Python a dict {task_index: text}"
             if _has_task_index(batch)
             else "policies that read the task get none; pass tasks="
         )
