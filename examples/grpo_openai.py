@@ -85,8 +85,7 @@ async def copy(task, models):
 
 
 def draw(rng, n, repeats):
-    numbers = rng.integers(0, 100, n).tolist()
-    prompts = [f"{'=' * (number % 3)}{number:02d}=" for number in numbers]  # of unequal lengths
+    prompts = [f"{'=' * (i % 3)}{i:02d}=" for i in rng.integers(0, 100, n).tolist()]  # of unequal lengths
     return [rr.Task("copy", {"prompt": prompt}, repeat_times=repeats) for prompt in prompts]
 
 
@@ -95,8 +94,7 @@ def learn(policy, optimizer, rows):
     tokens = torch.from_numpy(rows.padded("tokens")).long()
     old, acted = torch.tensor(rows.padded("logprobs")), torch.tensor(rows.padded("action_mask", False))
     advantage, prompt = torch.tensor(rows.advantage)[:, None], torch.tensor(rows.prompt_length)[:, None]
-    # Rows are filled at the right: the answer begins where the prompt ends, which differs where prompts do.
-    at = (prompt + torch.arange(old.shape[1])).clamp(max=tokens.shape[1] - 1)
+    at = (prompt + torch.arange(old.shape[1])).clamp(max=tokens.shape[1] - 1)  # rows are filled at the right
     windows = torch.stack([tokens.gather(1, at - back) for back in (3, 2, 1)], 2)  # what came before each
     chosen = tokens.gather(1, at)[..., None]
     for _ in range(4):
