@@ -1,9 +1,8 @@
 """Rows: any whole value. Random access to packed rows, in RAM, between processes or in a file.
 
-A segment of rows is memory of one process, of several (memfd), or a file, with one way to share it. A memfd has no
-name: the kernel frees it with its last user, whatever that user died of, so nothing can leak. Another process of the
-same user reaches it through a handle, which says whose descriptor to open; the nonce in the header tells a descriptor
-number that was given to another file since.
+A segment of rows is memory of one process, of several (`descriptor`), or a file, with one way to share it. Another
+process of the same user reaches it through a handle, which says whose descriptor to open; the nonce in the header tells
+a descriptor number that was given to another file since.
 
 
     header: 256 bytes (the last 64 of them for a limiter's counts), then 128 per lane, rounded up to a page
